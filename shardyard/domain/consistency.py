@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    pass
 from shardyard.domain.ids import Incarnation
 
 
@@ -110,7 +108,7 @@ class SwitchPoint:
 
 
 class SspPhase(enum.Enum):
-    """What a worker of a job with bounded staleness says of itself."""
+    """What a worker of a job with bounded staleness is doing."""
 
     JOINS = "joins"
     """It begins to take steps, beside the slowest of the others."""
@@ -121,11 +119,11 @@ class SspPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SspReport:
-    """How far a worker is. `turn`: how often it has joined before; `clock`: the steps that it has taken, the push of
-    this exchange included. `ahead`: so many steps later the values are used that it asks for, or rows that it keeps."""
+    """How far a worker is. `epoch`: how often it has joined before; `clock`: the steps that it has taken, with the push
+    of this exchange. `ahead`: the values requested now, or the rows that it caches, are used this many steps later."""
 
-    stride: SspPhase
-    turn: int = 0
+    phase: SspPhase
+    epoch: int = 0
     clock: int = 0
     ahead: int = 0
 

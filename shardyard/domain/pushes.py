@@ -99,7 +99,7 @@ class PushHeader:
     detach: bool = False
     rest: int | None = None
     """Bytes of the payload that follow the header, where others came ahead of it."""
-    pace: SspReport | None = None
+    ssp_report: SspReport | None = None
     bases: tuple[Version, ...] = ()
     """What each part was computed on, in the order of the parts; empty: it is not said."""
     verdict: StepVerdict | None = None
@@ -161,7 +161,7 @@ class PushHeader:
             self.attach,
             self.detach,
             self.rest,
-            self.pace,
+            self.ssp_report,
             bases,
             self.verdict,
             self.overflow,

@@ -184,7 +184,7 @@ def _alike(order: PushHeader, before: PushHeader) -> bool:
         and order.shared_at == before.shared_at
         and order.rest == before.rest
         and (order.pull is before.pull or order.pull == before.pull)
-        and order.pace == before.pace
+        and order.ssp_report == before.ssp_report
         and order.verdict is None
         and before.verdict is None
         and order.overflow == before.overflow

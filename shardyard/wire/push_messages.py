@@ -67,7 +67,7 @@ _PUSH_KINDS: dict[PushKind, server.PushKind] = {
 }
 
 
-_STRIDES: dict[SspPhase, server.Stride] = {
+_SSP_PHASES: dict[SspPhase, server.Stride] = {
     SspPhase.JOINS: server.STRIDE_JOINS,
     SspPhase.STEPS: server.STRIDE_STEPS,
     SspPhase.RESTS: server.STRIDE_RESTS,
@@ -115,11 +115,8 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         header.rest = order.rest
     if order.attach is not None:
         header.attach.CopyFrom(ticket_to_wire(order.attach))
-    if order.pace is not None:
-        pace = order.pace
-        header.pace.CopyFrom(
-            server.Pace(stride=_STRIDES[pace.stride], turn=pace.turn, clock=pace.clock, ahead=pace.ahead)
-        )
+    if order.ssp_report is not None:
+        header.pace.CopyFrom(_ssp_report_to_wire(order.ssp_report))
     if named and order.bases:
         header.bases.CopyFrom(bases_to_wire(order.bases))
     if order.verdict is not None:
@@ -208,7 +205,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
         rest=message.rest if message.HasField("rest") else None,
-        pace=_pace_from_wire(message.pace) if message.HasField("pace") else None,
+        ssp_report=_ssp_report_from_wire(message.pace) if message.HasField("pace") else None,
         verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
         overflow=message.overflow,
         rows=table_messages.pushed_from_wire(message.rows) if message.rows else (),
@@ -314,11 +311,15 @@ def _check_sizes(order: PushHeader) -> None:
         raise TooLarge(f"a push of {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are taken")
 
 
-def _pace_from_wire(message: server.Pace) -> SspReport:
+def _ssp_report_to_wire(report: SspReport) -> server.Pace:
+    return server.Pace(stride=_SSP_PHASES[report.phase], turn=report.epoch, clock=report.clock, ahead=report.ahead)
+
+
+def _ssp_report_from_wire(message: server.Pace) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
-        raise InvalidRequest(f"a pace of {message.clock} steps, {message.ahead} ahead; more than can be counted")
+        raise InvalidRequest(f"a progress of {message.clock} steps, {message.ahead} ahead; more than can be counted")
     return SspReport(
-        known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead
+        known(_SSP_PHASES, message.stride, "the phase of a worker"), message.turn, message.clock, message.ahead
     )
 
 

@@ -77,6 +77,8 @@ from shardyard_coordinator.service.journal import FILE as JOURNAL_FILE
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_launcher.yard.state_file import STATE_FILE, read_state
+from shardyard_ps_server.hosting import admission, orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -453,10 +455,17 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
     caller, owner = Caller(JobId(1), Incarnation(9)), Incarnation(3)
     store = Store(logs=LogRoot(folder))
     store.become(owner, Term(1))
-    store.create(
-        caller.job, Generation(1), layout, [PartitionId(0)], UpdateRules(UpdateMode.ASYNC, 0, durability=Durability.WAL)
+    orders.create(
+        store,
+        CreateRequest(
+            caller.job,
+            Generation(1),
+            layout,
+            [PartitionId(0)],
+            UpdateRules(UpdateMode.ASYNC, 0, durability=Durability.WAL),
+        ),
     )
-    store.open(caller.job, Generation(1))
+    orders.open_partitions(store, caller.job, Generation(1))
     mine = np.flatnonzero(partition_of(np.arange(99), len(layout.partitions)) == 0)
     for sequence in range(3):
         name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), sequence, sequence)
@@ -467,7 +476,7 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
             row = bytes(encode_rows(np.ones((1, 2), np.float32), RowCode.FLOAT32))
             said = PushedRows(0, (PartitionId(0),), (1,), (len(ids),), (len(row),))
             order, data = replace(order, rows=(said,), table_groups=(layout.tables[0].group,)), ids + row
-        store.push(store.admit_push(order), order, aligned_empty(128), np.frombuffer(data, np.uint8))
+        pushes.push(store, admission.admit_push(store, order), order, aligned_empty(128), np.frombuffer(data, np.uint8))
     files = LogRoot(folder).log(caller.job, owner)
     (number,) = files.numbers()
     segment = files.segment(number)

@@ -32,6 +32,8 @@ from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
@@ -100,38 +102,41 @@ class Yard:
         for server, store in enumerate(self.stores):
             store.become(incarnation_of(server), Term(1))
             self.announce(server)
-            store.open(JOB, self.generation)
+            orders.open_partitions(store, JOB, self.generation)
 
     def announce(self, server: int) -> None:
         """Tells a server the present generation."""
         layout, mode, ranks = self._create
-        self.stores[server].create(JOB, self.generation, layout, self.owned[server], UpdateRules(mode, ranks))
+        orders.create(
+            self.stores[server],
+            CreateRequest(JOB, self.generation, layout, self.owned[server], UpdateRules(mode, ranks)),
+        )
 
     def open(self, worker: Worker, server: int, lease: Lease) -> list[int]:
         """Rule A5 on one server: its watermarks. Raises Refused."""
         store = self.stores[server]
-        hosted = store.admit(self.caller(worker), incarnation_of(server), self.generation)
-        ((_, marks),) = store.open_sources(hosted, [(lease.key, lease.token)])
+        hosted = admission.admit(store, self.caller(worker), incarnation_of(server), self.generation)
+        ((_, marks),) = pushes.open_sources(hosted, [(lease.key, lease.token)])
         self._highest[server, lease.key] = max(lease.token, self._highest.get((server, lease.key), 0))
         return [mark.next for mark in marks]
 
     def fence(self, worker: Worker, server: int) -> None:
-        self.stores[server].fence([worker.incarnation])
+        orders.fence(self.stores[server], [worker.incarnation])
         self._fenced.add((server, worker.incarnation))
 
     def watermarks(self, key: SourceKey) -> list[int]:
         """Rule A6: of every partition, whoever asks."""
         found = []
         for store in self.stores:
-            ((_, marks),) = store.read_ledger(store.hosted()[0], [(key, Token(0))])
+            ((_, marks),) = pushes.read_ledger(store.hosted()[0], [(key, Token(0))])
             found += [mark.next for mark in marks]
         return found
 
     def deliver(self, message: Message) -> None:
         store, order = self.stores[message.server], message.order
         try:
-            hosted = store.admit_push(order)
-            results = store.push(hosted, order, message.payload)
+            hosted = admission.admit_push(store, order)
+            results = pushes.push(store, hosted, order, message.payload)
         except Refused as refused:
             self.answers[refused.code] += 1
             return
@@ -152,7 +157,7 @@ class Yard:
         for server, store in enumerate(self.stores):
             owned = tuple(self.owned[server])
             wish = PullHeader(self.caller(worker), incarnation_of(server), self.generation, owned, number, exactly=True)
-            result, held = store.hold(store.admit_pull(wish), wish)
+            result, held = pulls.hold(admission.admit_pull(store, wish), wish)
             if result.missing:
                 return None
             for part, (_, buffer) in zip(result.parts, held.buffers, strict=True):

@@ -15,6 +15,7 @@ import pytest
 from shardyard.domain.errors import SequenceGap
 from shardyard.domain.push_names import PushName
 from shardyard.domain.pushes import PartResult, PushHeader
+from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition
@@ -144,7 +145,7 @@ def test_without_the_tokens_of_rule_a5_some_dead_worker_writes(mode: str, monkey
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_the_fence_of_incarnations_some_dead_worker_writes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "fence", lambda *_: None)
+    monkeypatch.setattr(orders, "fence", lambda *_: None)
     assert "counted, which was declared dead" in str(first_red(MODES[mode]))
 
 
@@ -163,16 +164,16 @@ def test_without_the_minimum_of_rule_a6_some_data_shard_is_closed_too_early() ->
 
 
 def test_without_rule_a3_some_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Store.push
+    push = pushes.push
 
-    def advances_all(self: Store, hosted: HostedJob, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
-        results = push(self, hosted, order, payload)
+    def advances_all(store: Store, hosted: HostedJob, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
+        results = push(store, hosted, order, payload)
         for held in hosted.partitions.values():
             if held._ledger.next(order.name.key) == order.name.first:
                 held._ledger.advance(order.name)
         return results
 
-    monkeypatch.setattr(Store, "push", advances_all)
+    monkeypatch.setattr(pushes, "push", advances_all)
     assert "counted 0 times" in str(first_red(AsyncRun))
 
 

@@ -18,6 +18,7 @@ from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.domain.errors import StaleGeneration
 from shardyard.domain.ids import Caller, Generation, PartitionId, Term, Token, Version
 from shardyard.domain.push_names import DataShardSource, DoneDataShards, SourceKey
+from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.partition import ledger as ledgers
 from shardyard_ps_server.partition.partition import Partition
@@ -112,7 +113,9 @@ class KeepingRun(AsyncRun):
         before = sum(store.hosted()[0].partitions[p].describe()[1] for p in self.yard.owned[order.server])
         caller = Caller(JOB, term=Term(1))
         try:
-            store.forget(caller, incarnation_of(order.server), order.generation, [order.done], [], order.floor)
+            orders.forget_sources(
+                store, caller, incarnation_of(order.server), order.generation, [order.done], [], order.floor
+            )
         except StaleGeneration:
             return
         self.forgotten += before - sum(

@@ -23,7 +23,8 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
 from shardyard.domain.pushes import PushHeader, PushKind, PushPart
-from shardyard_ps_server.hosting import store as stores
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -53,10 +54,12 @@ def serving(mode: UpdateMode, logs: LogRoot | None = None) -> Iterator[Store]:
     store = Store(logs=logs)
     durability = Durability.CHECKPOINT if logs is None else Durability.WAL
     store.become(HERE, TERM)
-    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, len(RANKS), durability=durability))
-    store.open(JOB, GENERATION)
+    orders.create(
+        store, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, len(RANKS), durability=durability))
+    )
+    orders.open_partitions(store, JOB, GENERATION)
     keys = RANKS if mode is UpdateMode.SYNC else [SHARD]
-    store.open_sources(store.hosted()[0], [(key, TOKEN) for key in keys])
+    pushes.open_sources(store.hosted()[0], [(key, TOKEN) for key in keys])
     try:
         yield store
     finally:
@@ -74,7 +77,7 @@ def order(
 def send(store: Store, sent: PushHeader) -> None:
     payload = aligned_empty(sent.payload_bytes)
     payload.view(np.float64)[:] = 1.0
-    store.push(store.admit_push(sent), sent, payload)
+    pushes.push(store, admission.admit_push(store, sent), sent, payload)
 
 
 # ---- scenarios: each tells what went wrong
@@ -86,17 +89,17 @@ def a_push_that_one_partition_refuses(_: Path) -> list[str]:
         send(store, order(RANKS[0], listed=OWNED[1:]))
         with contextlib.suppress(RateMismatch):
             send(store, order(RANKS[1], groups=OTHER_RATE))
-        ((_, marks),) = store.read_ledger(store.hosted()[0], [(RANKS[1], TOKEN)])
+        ((_, marks),) = pushes.read_ledger(store.hosted()[0], [(RANKS[1], TOKEN)])
     return [f"partition {mark.partition} has counted what was refused" for mark in marks if mark.next]
 
 
 def an_order_of_a_coordinator_that_was_replaced(_: Path) -> list[str]:
     """It slept while the next one was told of a worker, which it takes for dead."""
     with serving(UpdateMode.ASYNC) as store:
-        store.check_coordinator(Caller(JOB, term=Term(TERM + 1)))
+        admission.check_coordinator(store, Caller(JOB, term=Term(TERM + 1)))
         with contextlib.suppress(StaleTerm):
-            store.check_coordinator(Caller(JOB, term=TERM))
-            store.fence([WORKER.incarnation])
+            admission.check_coordinator(store, Caller(JOB, term=TERM))
+            orders.fence(store, [WORKER.incarnation])
         try:
             send(store, order(SHARD))
         except StaleIncarnation as error:
@@ -115,9 +118,9 @@ def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
         def write(_: str) -> None:
             payload.view(np.float64)[:] = 2.0
 
-        hosted = store.admit_push(sent)
+        hosted = admission.admit_push(store, sent)
         with failpoints.armed("wal.before_apply", write):
-            store.push(hosted, sent, payload)
+            pushes.push(store, hosted, sent, payload)
         applied = -newest_values(store, OWNED[0])
         log = logs.log(JOB, HERE)
         (logged,) = (
@@ -133,12 +136,12 @@ def pulls_of_what_a_push_will_bring(_: Path) -> list[str]:
     with serving(UpdateMode.ASYNC) as store, ThreadPoolExecutor(2) as threads:
         hosted = store.hosted()[0]
         wish = PullHeader(WORKER, HERE, GENERATION, OWNED, 1, exactly=False, wait_ms=SLICE_MS)
-        pulls = [threads.submit(store.hold, hosted, wish) for _ in range(2)]
+        waiting = [threads.submit(pulls.hold, hosted, wish) for _ in range(2)]
         pushed = threads.submit(send, store, order(SHARD))
         done, _ = wait([pushed], PATIENCE_S)
         if not done:
             send(store, order(SHARD))
-        for pull in pulls:
+        for pull in waiting:
             _, held = pull.result()
             held.release()
     return [] if done else ["a push waits for the threads that wait for it"]
@@ -152,11 +155,11 @@ def parts_are_not_judged_beforehand(patch: pytest.MonkeyPatch) -> None:
 
 
 def terms_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Store, "check_coordinator", lambda *_: None)
+    patch.setattr(admission, "check_coordinator", lambda *_: None)
 
 
 def shared_memory_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stores, "_aligned", lambda piece: piece)
+    patch.setattr(pushes, "_aligned_copy", lambda piece: piece)
 
 
 def reads_are_held_for_as_long_as_it_takes(patch: pytest.MonkeyPatch) -> None:

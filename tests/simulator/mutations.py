@@ -26,9 +26,8 @@ from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
 from shardyard_coordinator.work import data_ledger
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
-from shardyard_ps_server.hosting import store
-from shardyard_ps_server.hosting.clocks import SspClocks
-from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
+from shardyard_ps_server.hosting.ssp_clock import SspClock
 from shardyard_ps_server.partition import partition
 from shardyard_ps_server.partition import step_gate as gate
 from shardyard_ps_server.partition.cuts import StateCut
@@ -121,11 +120,11 @@ def gaps_count(patch: Patch) -> None:
 @mutation("A2", "async-checkpoint", 17)
 def counted_in_one_is_counted_in_all(patch: Patch) -> None:
     """a push that was stopped between two partitions of a server counts as counted in both"""
-    real = Store._apply
+    real = pushes._apply
 
-    def apply(self: Any, hosted: Any, order: Any, work: Any) -> Any:
+    def apply(store: Any, hosted: Any, order: Any, work: Any) -> Any:
         if not any(target._ledger.is_duplicate(order.name) for target, _ in work):
-            return real(self, hosted, order, work)
+            return real(store, hosted, order, work)
         found = []
         for target, _ in work:
             with target._changed:
@@ -135,7 +134,7 @@ def counted_in_one_is_counted_in_all(patch: Patch) -> None:
                 found.append(PartResult(target.id, Outcome.DUPLICATE, next_, target._versions.newest))
         return tuple(found)
 
-    patch.setattr(Store, "_apply", apply)
+    patch.setattr(pushes, "_apply", apply)
 
 
 @mutation("A4", "async", 12, 10)
@@ -341,12 +340,14 @@ def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
 def a_verdict_is_not_in_the_log(patch: Patch) -> None:
     """a verdict takes effect and is not logged"""
 
-    def take_verdict(self: Any, hosted: Any, order: Any, verdict: Any) -> None:
+    def take_verdict(store: Any, hosted: Any, order: Any, verdict: Any) -> None:
         for number in sorted(hosted.partitions):
             if hosted.partitions[number].awaits(verdict):
-                hosted.partitions[number].take_verdict(verdict, lambda: self._check_current(hosted, order))
+                hosted.partitions[number].take_verdict(
+                    verdict, lambda: admission.check_still_admitted(store, hosted, order)
+                )
 
-    patch.setattr(Store, "take_verdict", take_verdict)
+    patch.setattr(pushes, "take_verdict", take_verdict)
 
 
 @mutation("B6", "sync-backup", 3, 14)
@@ -420,8 +421,8 @@ def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
 @mutation("B6", "sync-wal-overflow", 3, 10)
 def an_overflow_is_not_in_the_log(patch: Patch) -> None:
     """the log does not say what overflowed"""
-    real = store.push_head
-    patch.setattr(store, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
+    real = pushes.push_head
+    patch.setattr(pushes, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
 
 
 @mutation("C1", "async-wal", 14, 16)
@@ -478,13 +479,13 @@ def late_orders_judge_logs_of_later_owners(patch: Patch) -> None:
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """values are given however far behind another worker is"""
-    patch.setattr(SspClocks, "behind", lambda self, worker, pace: None)
+    patch.setattr(SspClock, "_too_far_behind", lambda self, worker, report, bound: None)
 
 
 @mutation("C3", "bounded-checkpoint-lag", 4, 6)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for those of whom it has not heard"""
-    patch.setattr(SspClocks, "expect", lambda self, workers: None)
+    patch.setattr(SspClock, "expect", lambda self, workers: None)
 
 
 @mutation("C4", "coordinator", 2, 5)
@@ -703,16 +704,17 @@ def _instead_of(patch: Patch, refusal: type[Exception]) -> None:
 
 
 def _nobody_is_fenced(patch: Patch) -> None:
-    real = Store.admit
+    real = admission.admit
 
-    def admit(self: Any, *given: Any, **more: Any) -> Any:
-        fenced, self._standing.fenced = self._standing.fenced, set()
+    def admit(store: Any, *given: Any, **more: Any) -> Any:
+        fenced, store.identity.fenced = store.identity.fenced, set()
         try:
-            return real(self, *given, **more)
+            return real(store, *given, **more)
         finally:
-            self._standing.fenced = fenced
+            store.identity.fenced = fenced
 
-    patch.setattr(Store, "admit", admit)
+    for module in (admission, pulls, lookups, orders):
+        patch.setattr(module, "admit", admit)
 
 
 def _whatever_its_token(real: Callable[[Ledger, PushName], bool]) -> Callable[[Ledger, PushName], bool]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardyard.domain.ids import Caller, Incarnation, JobId
-from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting import orders
 from shardyard_worker.consistency.bounded import BoundedStrategy
 from shardyard_worker.data.feeds import AsyncFeed
 
@@ -49,7 +49,7 @@ class Paces:
 def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     """Notes what workers do. Call what it returns to undo it."""
     real_resume, real_rest = BoundedStrategy.resume, BoundedStrategy.rest
-    real_contribute, real_fence = BoundedStrategy.contribute, Store.fence
+    real_contribute, real_fence = BoundedStrategy.contribute, orders.fence
     real_lease, real_close = AsyncFeed._lease, AsyncFeed._close
 
     def note(strategy: Any) -> None:
@@ -78,19 +78,19 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
         real_contribute(self, *given)
         note(self)
 
-    def fence(self: Any, incarnations: Any) -> None:
+    def fence(store: Any, incarnations: Any) -> None:
         for each in incarnations:
             paces_now().goes(Incarnation(each))
-        real_fence(self, incarnations)
+        real_fence(store, incarnations)
 
     BoundedStrategy.resume, BoundedStrategy.rest = resume, rest  # type: ignore[method-assign]
-    BoundedStrategy.contribute, Store.fence = contribute, fence  # type: ignore[method-assign]
+    BoundedStrategy.contribute, orders.fence = contribute, fence  # type: ignore[method-assign]
     AsyncFeed._lease = lease  # type: ignore[method-assign]
     AsyncFeed._close = close  # type: ignore[method-assign]
 
     def undo() -> None:
         BoundedStrategy.resume, BoundedStrategy.rest = real_resume, real_rest  # type: ignore[method-assign]
-        BoundedStrategy.contribute, Store.fence = real_contribute, real_fence  # type: ignore[method-assign]
+        BoundedStrategy.contribute, orders.fence = real_contribute, real_fence  # type: ignore[method-assign]
         AsyncFeed._lease, AsyncFeed._close = real_lease, real_close  # type: ignore[method-assign]
 
     return undo

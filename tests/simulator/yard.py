@@ -58,6 +58,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import process as coordinator_process
 from shardyard_coordinator.service.journal import Journal
+from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.service import process as server_process
@@ -1108,7 +1109,7 @@ class _Watch(logging.Handler):
 def _watch_ledgers() -> Callable[[], None]:
     """No token that was overtaken, and nobody who is fenced, has anything counted."""
     real_open, real_advance, real_restore = Ledger.open, Ledger.advance, Ledger.restore
-    real_fence, real_push, real_become = Store.fence, Store.push, Store.become
+    real_fence, real_push, real_become = orders.fence, pushes.push, Store.become
 
     def open_(self: Any, key: Any, token: Token) -> int:
         found = real_open(self, key, token)
@@ -1129,23 +1130,23 @@ def _watch_ledgers() -> Callable[[], None]:
         self.__dict__["told"] = set()
         real_become(self, incarnation, term)
 
-    def fence(self: Any, incarnations: Any) -> None:
-        real_fence(self, incarnations)
-        self.__dict__.setdefault("told", set()).update(Incarnation(each) for each in incarnations)
+    def fence(store: Any, incarnations: Any) -> None:
+        real_fence(store, incarnations)
+        store.__dict__.setdefault("told", set()).update(Incarnation(each) for each in incarnations)
 
-    def push(self: Any, hosted: Any, push_order: Any, *payloads: Any) -> Any:
-        told = push_order.caller.incarnation in self.__dict__.get("told", ())
-        results = real_push(self, hosted, push_order, *payloads)
+    def push(store: Any, hosted: Any, push_order: Any, *payloads: Any) -> Any:
+        told = push_order.caller.incarnation in store.__dict__.get("told", ())
+        results = real_push(store, hosted, push_order, *payloads)
         if told and any(result.outcome not in (Outcome.DUPLICATE, Outcome.DROPPED) for result in results):
             _yard().world.violations.append(f"{push_order.name} of a fenced worker was counted")
         return results
 
     Ledger.open, Ledger.advance, Ledger.restore = open_, advance, restore  # type: ignore[method-assign]
-    Store.fence, Store.push, Store.become = fence, push, become  # type: ignore[method-assign]
+    orders.fence, pushes.push, Store.become = fence, push, become  # type: ignore[method-assign]
 
     def undo() -> None:
         Ledger.open, Ledger.advance, Ledger.restore = real_open, real_advance, real_restore  # type: ignore[method-assign]
-        Store.fence, Store.push, Store.become = real_fence, real_push, real_become  # type: ignore[method-assign]
+        orders.fence, pushes.push, Store.become = real_fence, real_push, real_become  # type: ignore[method-assign]
 
     return undo
 

@@ -28,6 +28,8 @@ from shardyard.transport.interfaces import Context
 from shardyard.wire import frames, methods, push_messages, table_messages
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.hosting import orders
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.servicer import Servicer
@@ -70,9 +72,11 @@ def made(**more: Any) -> Store:
 
 def server(layout: JobLayout = LAYOUT, *, opened: bool = True, stale: StaleRule | None = None, **more: Any) -> Store:
     store = made(**more)
-    store.create(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
+    orders.create(
+        store, CreateRequest(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
+    )
     if opened:
-        store.open(JOB, GENERATION)
+        orders.open_partitions(store, JOB, GENERATION)
     return store
 
 

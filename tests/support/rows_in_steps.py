@@ -22,6 +22,8 @@ from shardyard.domain.tables.row_values import initial_rows, row_key
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.dense_state import Contribution
 from shardyard_ps_server.partition.partition import Partition, RowsToRead
@@ -117,11 +119,14 @@ def server(
     **rules: Any,
 ) -> Store:
     store = made(on_failure=on_failure)
-    store.create(JOB, generation, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, ranks, **rules), restore)
+    orders.create(
+        store,
+        CreateRequest(JOB, generation, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, ranks, **rules), restore),
+    )
     if restore is NO_RESTORE:
-        store.open(JOB, generation)
+        orders.open_partitions(store, JOB, generation)
     leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]
-    store.open_sources(store.hosted()[0], leased)
+    pushes.open_sources(store.hosted()[0], leased)
     return store
 
 

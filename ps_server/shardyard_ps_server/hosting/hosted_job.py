@@ -1,29 +1,28 @@
-"""The partitions of one job that a server owns, and what belongs to them.
+"""One job on this server: its partitions, its generation and rules, and what is lent or pinned of it.
 
-Owns: which partitions are the job's here, its generation, the rules of its updates, and who is lent or pins what of it.
 Invariants: all partitions of a job have its rules; a generation that is not the job's is refused. Must not know: other
-jobs, who may ask, protobuf.
+jobs, and who may ask.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardyard.domain.consistency import UpdateMode
-from shardyard.domain.errors import InvalidRequest, NotFound, StaleGeneration
+from shardyard.domain.errors import InvalidRequest, NotFound, NotReady, StaleGeneration
 from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.push_names import ROW_LANE, DataShardSource, RankSource, SourceKey
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard.runtime.clock import SystemClock
-from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
 from shardyard_ps_server.checkpoint.saver import Saver
-from shardyard_ps_server.hosting.pacing import SspPacing
 from shardyard_ps_server.hosting.pins import Pins
+from shardyard_ps_server.hosting.ssp_clock import SspClock
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.lookups_in_flight import LookupsInFlight
@@ -33,8 +32,26 @@ from shardyard_ps_server.wal.wal import Wal
 
 
 @dataclass(frozen=True)
-class Held:
-    """Buffers of partitions, theirs who asked for them to read until they are released."""
+class CreateRequest:
+    """The partitions `owned` of a job, which the coordinator gives to this server, and what they begin with.
+
+    `staleness`: the bound of an asynchronous job, if it has one, which was set by mode switch number `switches`.
+    `working`: the workers that take steps at this moment."""
+
+    job: JobId
+    generation: Generation
+    layout: JobLayout
+    owned: Sequence[PartitionId]
+    rules: UpdateRules
+    restore: Restore = NO_RESTORE
+    staleness: int | None = None
+    working: Sequence[Incarnation] = ()
+    switches: int = 0
+
+
+@dataclass(frozen=True)
+class HeldValues:
+    """Buffers of partitions' versions. Nobody writes them until they are released."""
 
     buffers: tuple[tuple[Partition, Bytes], ...] = ()
 
@@ -49,28 +66,26 @@ class Held:
 
 @dataclass(frozen=True)
 class TableCount:
-    """A table at this server: its rows, and the memory that it takes; the ids of its index, with those that are only
-    counted, and for how many there is room; rows that pushes have made and ids that have expired since the partitions
-    are here; of the rows, those that lie in a file, what that takes of the disk, and what the disk said if it refuses
-    more."""
+    """What this server has of a table."""
 
     name: str
     rows: int
     nbytes: int
+    """Memory of rows and index."""
     ids: int
+    """Ids in the index, with those that are only counted; `homes`: how many fit."""
     homes: int
     admitted: int
+    """Rows that pushes have made, and ids that have `expired`, since the partitions are here."""
     expired: int
     cold_rows: int
+    """Rows in a file, and the bytes that it takes of the disk; why the disk takes no more, if so."""
     disk_bytes: int
     disk_refused: str
 
 
 @dataclass
 class HostedJob:
-    """The partitions of one job that this server owns. `spare`: others that it has owned, or began to restore, whose
-    memory a partition of that number takes over. `lent`: what workers on this machine may still be reading."""
-
     job: JobId
     layout: JobLayout
     generation: Generation
@@ -79,11 +94,13 @@ class HostedJob:
     regions: ShmRegions
     saver: Saver
     wal: Wal | None = None
-    pacing: SspPacing | None = None
+    ssp_clock: SspClock | None = None
     """Of an asynchronous job."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
-    lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
+    """Partitions that it has owned, or began to restore. A new one of that number takes over the memory."""
+    lent: dict[Incarnation, deque[HeldValues]] = field(default_factory=dict)
+    """What workers on this machine may still be reading."""
     pins: Pins = field(default_factory=Pins)
     rows_in_flight: LookupsInFlight = field(default_factory=lambda: LookupsInFlight(SystemClock()))
 
@@ -92,14 +109,24 @@ class HostedJob:
         return self.rules.mode
 
     @cached_property
-    def rows_fly(self) -> bool:
-        """Whether a row may expire between its look-up and its push. What goes with a step says the step by itself."""
+    def protects_looked_up_rows(self) -> bool:
+        """Whether a row could expire between its look-up and its push. In a synchronous job the step decides that."""
         return not self.rules.rows_have_versions and any(each.expiry != ExpirySettings() for each in self.layout.tables)
 
     @property
     def nbytes(self) -> int:
-        """One version of all partitions."""
+        """The size of one version of all partitions."""
         return sum(partition.payload_bytes for partition in self.partitions.values())
+
+    def find(self, partition: PartitionId) -> Partition:
+        found = self.partitions.get(partition)
+        if found is None:
+            raise NotFound(f"partition {partition} of job {self.job} is not on this server")
+        return found
+
+    def check_open(self) -> None:
+        if not self.open:
+            raise NotReady(f"job {self.job} has no first values yet")
 
     def check_generation(self, generation: Generation) -> None:
         if generation != self.generation:
@@ -108,10 +135,10 @@ class HostedJob:
                 facts={"generation": str(self.generation)},
             )
 
-    def begins_anew(self, generation: Generation, restore: Restore) -> bool:
-        """Whether nothing of what is here is to stay: with logs, where a server died before anything was built on first
-        values. Raises InvalidRequest where something was."""
-        if self.wal is None or generation <= self.generation or restore.url:
+    def starts_empty(self, request: CreateRequest) -> bool:
+        """Whether nothing that is here stays: with logs, after a server has died before anything was built on first
+        values. Raises InvalidRequest if something was."""
+        if self.wal is None or request.generation <= self.generation or request.restore.url:
             return False
         for number in sorted(self.partitions):
             version, sources = self.partitions[number].describe()
@@ -119,53 +146,47 @@ class HostedJob:
                 raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
         return True
 
-    def goes_over(
-        self, generation: Generation, owned: Collection[PartitionId], mode: UpdateMode, restore: Restore
-    ) -> bool:
-        """Whether the job goes on in another mode, with all that a checkpoint has: nothing of what is here is to stay,
-        and what is under way here counts nowhere. Raises InvalidRequest."""
+    def changes_mode(self, request: CreateRequest) -> bool:
+        """Whether the job goes on in another mode, from a checkpoint. Then nothing that is here stays, and pushes that
+        are under way do not count. Raises InvalidRequest."""
+        mode, generation, entries = request.rules.mode, request.generation, request.restore.entries
         if mode is self.mode or generation < self.generation:
             return False
-        missing = set(owned) - {entry.partition for entry in restore.entries}
+        missing = set(request.owned) - {entry.partition for entry in entries}
         if generation == self.generation or missing or self.wal is not None:
             raise InvalidRequest(
                 f"job {self.job}, which is {self.mode.value} at generation {self.generation}, to be {mode.value} at"
-                f" generation {generation}, with {len(restore.entries)} partitions of a checkpoint",
+                f" generation {generation}, with {len(entries)} partitions of a checkpoint",
                 why="a job goes over to another mode under a higher generation, from a checkpoint, without a log",
             )
         return True
 
-    def check_again(self, generation: Generation, owned: Collection[PartitionId], *, matches: bool) -> None:
-        """Of an order for partitions of a job that is here. `matches`: as the method says. Raises StaleGeneration,
-        InvalidRequest."""
-        if generation < self.generation:
+    def check_same_job(self, request: CreateRequest) -> None:
+        """Raises StaleGeneration, InvalidRequest for partitions that do not fit the job that is here."""
+        if request.generation < self.generation:
             raise StaleGeneration(
-                f"partitions of job {self.job} at generation {generation}; this server is at {self.generation}",
+                f"partitions of job {self.job} at generation {request.generation}; this server is at {self.generation}",
                 facts={"generation": str(self.generation)},
             )
-        if not matches:
+        same_bound = self.ssp_clock is None or self.ssp_clock.agrees(request.staleness, request.switches)
+        if not same_bound or (self.layout, self.rules) != (request.layout, request.rules):
             raise InvalidRequest(
                 f"job {self.job} is on this server with another layout, mode, number of ranks, durability, bound, "
                 "rules for stale gradients, clipping, backup workers or rows"
             )
-        gone = set(self.partitions) - set(owned)
-        if gone and generation == self.generation:
+        gone = set(self.partitions) - set(request.owned)
+        if gone and request.generation == self.generation:
             raise InvalidRequest(f"job {self.job} without partition {min(gone)}, which this server has")
 
     @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Nothing is recorded, and nothing that was recorded is under way."""
+    def quiescent(self) -> Iterator[None]:
+        """Inside, the log takes no records, and all records are applied."""
         if self.wal is None:
             yield
             return
         with self.wal.admission:
             self.wal.drain()
             yield
-
-    def matches(self, layout: JobLayout, rules: UpdateRules, staleness: int | None, switches: int) -> bool:
-        """`staleness` may be another one than here after another number of `switches`."""
-        agrees = self.pacing is None or self.pacing.agrees(staleness, switches)
-        return agrees and (self.layout, self.rules) == (layout, rules)
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -184,7 +205,6 @@ class HostedJob:
             )
 
     def describe_tables(self) -> list[TableCount]:
-        """What is here of each table."""
         held = [self.partitions[number].tables for number in sorted(self.partitions)]
         found = []
         for settings in self.layout.tables:
@@ -205,14 +225,8 @@ class HostedJob:
             )
         return found
 
-    def let_go(self) -> None:
-        """Nothing of it is the job's any more."""
+    def release_partitions(self) -> None:
+        """The job does not use these partitions any more."""
         for former in self.partitions.values():
             former.keep_no_more()
             former.let_go_tables()
-
-    def find(self, partition: PartitionId) -> Partition:
-        found = self.partitions.get(partition)
-        if found is None:
-            raise NotFound(f"partition {partition} of job {self.job} is not on this server")
-        return found

@@ -23,7 +23,8 @@ from shardyard.transport.shared_memory import AttachedMemory, attach
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
-from shardyard_ps_server.hosting.hosted_job import Held, HostedJob
+from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.rows.partition_tables import RowQuery, check_wanted
 from shardyard_ps_server.service.pull_encoder import PullEncoder
@@ -92,43 +93,45 @@ class ExchangeStream:
         hosted = self._admit(order, before)
         runs = self._runs_of(order.pull, hosted) if order.pull is not None and order.pull.order else None
         if self._lends:  # else the worker may have missed the last answer of a stream before this one
-            self._store.settle(hosted, order.caller.incarnation)
+            pulls.reclaim(self._store, hosted, order.caller.incarnation)
         said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
         if order.attach_rows is not None:
             said = self._attach_rows(order.attach_rows, said)
         if order.verdict is not None:
-            self._store.take_verdict(hosted, order, order.verdict)
+            pushes.take_verdict(self._store, hosted, order, order.verdict)
         room = self._room(order, hosted)
         payload, rows, ids = self._payload(order, first, rest)
-        asked = self._store.read_wanted(hosted, order.wanted, ids)
+        asked = lookups.decode_queries(hosted, order.wanted, ids)
         if order.kind is not PushKind.NOTHING:
-            results = self._store.push(hosted, order, payload, rows)
+            results = pushes.push(self._store, hosted, order, payload, rows)
             said = ExchangeReply(push=results) if said is NOTHING_SAID else replace(said, push=results)
-        if order.pace is not None:
-            said = replace(said, clock=self._store.hear_pace(hosted, order.caller.incarnation, order.pace))
+        if order.ssp_report is not None:
+            said = replace(
+                said, clock=pulls.report_progress(self._store, hosted, order.caller.incarnation, order.ssp_report)
+            )
         self._hosted = hosted
         self._takes_a_moment = takes_a_moment(order, hosted)
         if order.detach and order.pull is not None:
             raise InvalidRequest("a pull in the exchange that detaches")
         if order.detach:
-            self._store.take_back(hosted, order.caller.incarnation)
+            pulls.reclaim_all(self._store, hosted, order.caller.incarnation)
         if order.pull is None:
             yield Frame(push_messages.pulled_to_header(self._with_regions(said, hosted)), 0, b"")
         elif order.pull.shared:
             yield from self._lend(said, hosted, order, asked, room)
         else:
-            result, held = self._store.hold(hosted, order.pull, order.pace)
+            result, held = pulls.hold(hosted, order.pull, order.ssp_report)
             try:
-                self._store.keep(hosted, order.caller.incarnation, result, held)
+                pulls.keep_base(self._store, hosted, order.caller.incarnation, result, held)
                 found = replace(said, parts=result.parts, missing=result.missing, gathered=result.gathered)
                 more = NO_BYTES if result.missing else self._rows(order, hosted, asked, room)
                 if order.pull.coding and not result.missing:
                     codes = self._coder(order.pull.coding, hosted).codes(held)
                     found = replace(found, code_bytes=tuple(map(len, codes)))
-                    self._store.note_sent(sum(found.code_bytes))
+                    self._store.count_sent(sum(found.code_bytes))
                     yield from frames.cut(push_messages.pulled_to_header(found), [b"".join(codes), more.data])
                 else:
-                    self._store.note_sent(held.nbytes)
+                    self._store.count_sent(held.nbytes)
                     yield from answer(found, held, runs, more)
             finally:
                 held.release()
@@ -136,11 +139,11 @@ class ExchangeStream:
     def _admit(self, order: PushHeader, before: PushHeader | None) -> HostedJob:
         if order.kind is not PushKind.NOTHING:
             refuse_values(order)
-            hosted = self._store.admit_push(order, before)
+            hosted = admission.admit_push(self._store, order, before)
         elif order.pull is not None:
-            hosted = self._store.admit_pull(order.pull)
+            hosted = admission.admit_pull(self._store, order.pull)
         else:
-            hosted = self._store.admit(order.caller, order.server, order.generation)
+            hosted = admission.admit(self._store, order.caller, order.server, order.generation)
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if order.wanted:
@@ -149,7 +152,7 @@ class ExchangeStream:
                     f"rows of job {hosted.job}, which is synchronous, beside values of no version that is named",
                     todo="ask for a version exactly, or for rows with LookUp",
                 )
-            self._store.admit_wanted(hosted, order.wanted, ROWS_ALONG_BYTES_MAX)
+            admission.check_requested_rows(hosted, order.wanted, ROWS_ALONG_BYTES_MAX)
         return hosted
 
     def _coder(self, coding: str, hosted: HostedJob) -> PullEncoder:
@@ -261,7 +264,7 @@ class ExchangeStream:
         except NotShareable as error:
             return replace(said, rows_attached=False, rows_not_attached=error.what)
         if not self._is_attached:
-            self._store.note_attached()
+            self._store.attach_stream()
         self._rows_memory = memory
         return replace(said, rows_attached=True)
 
@@ -289,7 +292,7 @@ class ExchangeStream:
         except NotShareable as error:
             return ExchangeReply(attached=False, not_attached=error.what)
         if not self._is_attached:
-            self._store.note_attached()
+            self._store.attach_stream()
         self._memory = memory
         return ExchangeReply(attached=True)
 
@@ -307,7 +310,9 @@ class ExchangeStream:
         if not asked:
             return NO_BYTES
         number = order.pull.number if order.pull is not None and hosted.rules.rows_have_versions else None
-        found = self._store.find_rows(hosted, asked, number, into=room, by=order.caller.incarnation)
+        found = lookups.find_rows(self._store, hosted, asked, number, into=room, worker=order.caller.incarnation)
+        if room is None:
+            self._store.count_sent(len(found))
         hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
         return found if room is None else NO_BYTES
 
@@ -320,7 +325,7 @@ class ExchangeStream:
             raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
         if order.pull.coding:
             raise InvalidRequest("a shared pull with a coding", todo="ask for the one or the other")
-        result, held = self._store.hold(hosted, order.pull, order.pace)
+        result, held = pulls.hold(hosted, order.pull, order.ssp_report)
         places: list[ShmLocation] = []
         for partition, buffer in held.buffers:
             place = partition.place(buffer)
@@ -335,8 +340,8 @@ class ExchangeStream:
             except BaseException:
                 held.release()
                 raise
-            self._store.keep(hosted, order.caller.incarnation, result, held)
-            self._store.lend(hosted, order.caller.incarnation, held)
+            pulls.keep_base(self._store, hosted, order.caller.incarnation, result, held)
+            pulls.lend(self._store, hosted, order.caller.incarnation, held)
             self._lends = True
         found = ExchangeReply(
             parts=result.parts,
@@ -354,7 +359,7 @@ class ExchangeStream:
 
 
 def answer(
-    result: ExchangeReply, held: Held, runs: Sequence[PullRun] | None = None, rows: Bytes = NO_BYTES
+    result: ExchangeReply, held: HeldValues, runs: Sequence[PullRun] | None = None, rows: Bytes = NO_BYTES
 ) -> Iterator[Frame]:
     """A pull's answer over a stream. What fits into one frame is not worth an order."""
     header = push_messages.pulled_to_header(result)
@@ -374,7 +379,7 @@ def takes_a_moment(order: PushHeader, hosted: HostedJob) -> bool:
         and hosted.wal is None
         and hosted.nbytes <= AT_ONCE_BYTES_MAX
         and order.rest is None
-        and order.pace is None
+        and order.ssp_report is None
         and not order.rows
         and not order.wanted
         and (pull is None or not (pull.number or pull.coding))

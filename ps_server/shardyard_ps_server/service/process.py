@@ -21,6 +21,7 @@ from shardyard.transport.interfaces import Network, Service
 from shardyard.transport.malloc import tune_malloc
 from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_ps_server.hosting import orders, pulls
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_ps_server.tables.memory.budget import Budget, budget_in
@@ -88,7 +89,7 @@ class Server:
         self.store.close()
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
-        self.store.expire_pins()  # also while the coordinator is away
+        pulls.expire_pins(self.store)  # also while the coordinator is away
         for hosted in self.store.hosted():
             if hosted.wal is not None:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
@@ -97,7 +98,7 @@ class Server:
         request.waiting_for = self.store.wait_registry.waiting_for
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
-        self.store.fence(reply.fenced)
+        orders.fence(self.store, reply.fenced)
 
 
 def _logs(folder: Path, now_s: float) -> LogRoot | None:

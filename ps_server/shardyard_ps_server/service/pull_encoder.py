@@ -12,7 +12,7 @@ from shardyard.codecs import DeltaSender, encode_values
 from shardyard.domain.compression import NONE, CodecSpec, parse_pull_rules
 from shardyard.domain.errors import ConfigurationError, InvalidRequest
 from shardyard.domain.layout.layouts import JobLayout
-from shardyard_ps_server.hosting.hosted_job import Held
+from shardyard_ps_server.hosting.hosted_job import HeldValues
 
 
 class PullEncoder:
@@ -27,11 +27,11 @@ class PullEncoder:
         self._codecs: tuple[CodecSpec, ...] = tuple(rules.codec_for(variable) for variable in layout.variables)
         self._senders: dict[CodecSpec, DeltaSender] = {}
 
-    def codes(self, held: Held) -> list[memoryview]:
+    def codes(self, held: HeldValues) -> list[memoryview]:
         """One code for each block of each partition, in order."""
         return list(self._codes(held))
 
-    def _codes(self, held: Held) -> Iterator[memoryview]:
+    def _codes(self, held: HeldValues) -> Iterator[memoryview]:
         for partition, buffer in held.buffers:
             for number, block in enumerate(self._layout.partitions[partition.id].blocks):
                 spec, codec = self._layout.variables[block.variable], self._codecs[block.variable]

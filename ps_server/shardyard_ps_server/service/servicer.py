@@ -14,7 +14,7 @@ from shardyard.checkpoints.convert import entry_from_wire, file_to_wire, tables_
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotReady, TooLarge
-from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId, Token
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Token
 from shardyard.domain.pushes import PushHeader, PushKind
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.transport.interfaces import Context, Service
@@ -28,10 +28,12 @@ from shardyard.wire import (
     table_messages,
 )
 from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.v1 import common_pb2 as wire_common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
-from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.partition_tables import Floats
@@ -74,17 +76,16 @@ class Servicer:
     # ---- for the coordinator
 
     def create_partitions(self, request: wire.CreatePartitionsRequest, _: Context) -> wire.CreatePartitionsReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
+        caller = self._coordinator(request.caller)
         if request.server != self._store.incarnation:
             # also in the moment between this server's registration and its learning of it
             raise NotReady(
-                f"partitions for server {Incarnation(request.server)}; here is server {self._store.incarnation}"
+                f"partitions for server {Incarnation(request.server)}; this is server {self._store.incarnation}"
             )
         layout = layout_messages.layout_from_wire(request.layout)
         if len(request.working) > limits.MEMBERS_MAX:
             raise TooLarge(f"{len(request.working)} workers; at most {limits.MEMBERS_MAX} are taken")
-        self._store.create(
+        create = CreateRequest(
             caller.job,
             Generation(request.generation),
             layout,
@@ -95,17 +96,16 @@ class Servicer:
             working=[Incarnation(worker) for worker in request.working],
             switches=request.switches,
         )
+        orders.create(self._store, create)
         return wire.CreatePartitionsReply()
 
     def open_partitions(self, request: wire.OpenPartitionsRequest, _: Context) -> wire.OpenPartitionsReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
-        self._store.open(caller.job, Generation(request.generation))
+        caller = self._coordinator(request.caller)
+        orders.open_partitions(self._store, caller.job, Generation(request.generation))
         return wire.OpenPartitionsReply()
 
     def save_checkpoint(self, request: wire.SaveCheckpointRequest, _: Context) -> wire.SaveCheckpointReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
+        caller = self._coordinator(request.caller)
         if len(request.logs) > limits.MEMBERS_MAX:
             raise TooLarge(f"{len(request.logs)} logs; at most {limits.MEMBERS_MAX} are taken")
         order = SaveRequest(
@@ -120,7 +120,9 @@ class Servicer:
         if order.number > CHECKPOINT_NUMBER_MAX or order.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
             raise InvalidRequest(f"checkpoint {order.number}, waited for for {order.wait_ms} ms")
         url = common_messages.text(request.url, "the URL of checkpoints")
-        saved = self._store.save(caller, Incarnation(request.server), Generation(request.generation), order, url)
+        saved = orders.save(
+            self._store, caller, Incarnation(request.server), Generation(request.generation), order, url
+        )
         return wire.SaveCheckpointReply(
             partitions=[
                 wire.SavedPartition(
@@ -135,11 +137,11 @@ class Servicer:
         )
 
     def forget_sources(self, request: wire.ForgetSourcesRequest, _: Context) -> wire.ForgetSourcesReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
+        caller = self._coordinator(request.caller)
         if len(request.workers) > limits.MEMBERS_MAX:
             raise TooLarge(f"{len(request.workers)} workers that are gone; at most {limits.MEMBERS_MAX} are taken")
-        self._store.forget(
+        orders.forget_sources(
+            self._store,
             caller,
             Incarnation(request.server),
             Generation(request.generation),
@@ -150,9 +152,9 @@ class Servicer:
         return wire.ForgetSourcesReply()
 
     def pass_over(self, request: wire.PassOverRequest, _: Context) -> wire.PassOverReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
-        self._store.pass_over(
+        caller = self._coordinator(request.caller)
+        orders.pass_over(
+            self._store,
             caller,
             Incarnation(request.server),
             Generation(request.generation),
@@ -162,9 +164,9 @@ class Servicer:
         return wire.PassOverReply()
 
     def set_staleness(self, request: wire.SetStalenessRequest, _: Context) -> wire.SetStalenessReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
-        self._store.set_staleness(
+        caller = self._coordinator(request.caller)
+        orders.set_staleness(
+            self._store,
             caller,
             Incarnation(request.server),
             Generation(request.generation),
@@ -174,58 +176,57 @@ class Servicer:
         return wire.SetStalenessReply()
 
     def drop_job(self, request: wire.DropJobRequest, _: Context) -> wire.DropJobReply:
-        caller = common_messages.caller_from_wire(request.caller)
-        self._store.check_coordinator(caller)
-        self._store.drop(JobId(caller.job))
+        caller = self._coordinator(request.caller)
+        orders.drop(self._store, JobId(caller.job))
         return wire.DropJobReply()
 
     def fence(self, request: wire.FenceRequest, _: Context) -> wire.FenceReply:
-        self._store.check_coordinator(common_messages.caller_from_wire(request.caller))
-        self._store.fence(request.incarnations)
+        self._coordinator(request.caller)
+        orders.fence(self._store, request.incarnations)
         return wire.FenceReply()
 
     # ---- for workers
 
     def open_sources(self, request: wire.OpenSourcesRequest, _: Context) -> wire.OpenSourcesReply:
         hosted = self._admit(request, reads=False)
-        found = self._store.open_sources(hosted, lease_messages.sources_from_wire(request.sources))
+        found = pushes.open_sources(hosted, lease_messages.sources_from_wire(request.sources))
         return wire.OpenSourcesReply(sources=lease_messages.watermarks_to_wire(found))
 
     def read_ledger(self, request: wire.ReadLedgerRequest, _: Context) -> wire.ReadLedgerReply:
         hosted = self._admit(request, reads=True)
-        found = self._store.read_ledger(hosted, lease_messages.sources_from_wire(request.sources))
+        found = pushes.read_ledger(hosted, lease_messages.sources_from_wire(request.sources))
         return wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
         hosted, order, payload, rows = self._take(stream)
         if order.kind is not PushKind.VALUES:
             raise InvalidRequest(f"a push of kind {order.kind.value} to Initialize; expected values")
-        self._store.initialize(hosted, order, payload, rows)
+        pushes.initialize(self._store, hosted, order, payload, rows)
         return wire.InitializeReply()
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
         hosted, order, payload, rows = self._take(stream)
         refuse_values(order)
-        return push_messages.results_to_wire(self._store.push(hosted, order, payload, rows))
+        return push_messages.results_to_wire(pushes.push(self._store, hosted, order, payload, rows))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
         wish = pull_messages.pull_from_wire(request)
         if wish.coding or wish.shared:
             raise InvalidRequest("a coded or shared pull outside of an exchange", todo="use PushPull")
-        hosted = self._store.admit_pull(wish)
+        hosted = admission.admit_pull(self._store, wish)
         runs = runs_in_order(hosted.layout, wish.partitions, wish.order) if wish.order else None
-        result, held = self._store.hold(hosted, wish)
+        result, held = pulls.hold(hosted, wish)
         try:
-            self._store.note_sent(held.nbytes)
+            self._store.count_sent(held.nbytes)
             yield from answer(result, held, runs)
         finally:
             held.release()
 
     def pin(self, request: wire.PinRequest, _: Context) -> wire.PinReply:
-        return pull_messages.pinned_to_wire(*self._store.pin(pull_messages.pin_from_wire(request)))
+        return pull_messages.pinned_to_wire(*pulls.pin(self._store, pull_messages.pin_from_wire(request)))
 
     def unpin(self, request: wire.UnpinRequest, _: Context) -> wire.UnpinReply:
-        self._store.unpin(JobId(request.caller.job), pull_messages.random_name(request.pin))
+        pulls.unpin(self._store, JobId(request.caller.job), pull_messages.random_name(request.pin))
         return wire.UnpinReply()
 
     def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
@@ -239,10 +240,11 @@ class Servicer:
         if frame.offset:
             raise MalformedPayload(f"a look-up whose ids begin at byte {frame.offset}; they come in one message")
         asked = table_messages.look_up_from_header(frame.header)
-        return Frame(b"", 0, self._store.look_up(asked, np.frombuffer(frame.data, np.uint8)).data)
+        return Frame(b"", 0, lookups.look_up(self._store, asked, np.frombuffer(frame.data, np.uint8)).data)
 
     def read_rows(self, request: wire.ReadRowsRequest, _: Context) -> Iterator[Frame]:
-        found = self._store.read_rows(
+        found = lookups.read_rows(
+            self._store,
             common_messages.caller_from_wire(request.caller),
             Incarnation(request.server),
             Generation(request.generation),
@@ -253,7 +255,7 @@ class Servicer:
         before = 0
         for ids, values in gathered(found):
             data = b"".join([ids.data, np.ascontiguousarray(values).data])
-            self._store.note_sent(len(data))
+            self._store.count_sent(len(data))
             yield Frame(b"", before, data)
             before += ids.size
 
@@ -285,8 +287,8 @@ class Servicer:
                     disk_bytes=table.disk_bytes,
                     disk_refused=table.disk_refused,
                 )
-            if hosted.pacing is not None and hosted.pacing.bound is not None:
-                reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
+            if hosted.ssp_clock is not None and hosted.ssp_clock.bound is not None:
+                reply.staleness.add(job=hosted.job, most=hosted.ssp_clock.staleness_max)
             if hosted.rules.stale is not None:
                 _describe_lateness(reply.lateness.add(job=hosted.job), hosted)
             for number in sorted(hosted.partitions):
@@ -302,8 +304,15 @@ class Servicer:
                 )
         return reply
 
+    def _coordinator(self, caller: wire_common.Caller) -> Caller:
+        """Who orders. Raises StaleTerm."""
+        found = common_messages.caller_from_wire(caller)
+        admission.check_coordinator(self._store, found)
+        return found
+
     def _admit(self, request: wire.OpenSourcesRequest | wire.ReadLedgerRequest, *, reads: bool) -> HostedJob:
-        return self._store.admit(
+        return admission.admit(
+            self._store,
             common_messages.caller_from_wire(request.caller),
             Incarnation(request.server),
             Generation(request.generation),
@@ -316,7 +325,7 @@ class Servicer:
         if first is None:
             raise MalformedPayload("a push without a frame")
         order = push_messages.push_from_header(first.header)
-        hosted = self._store.admit_push(order)
+        hosted = admission.admit_push(self._store, order)
         if order.rows and order.shared_at is not None:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
         if order.wanted:

@@ -47,7 +47,7 @@ def push_head(order: PushHeader) -> bytes:
         shared_at=None,
         rest=None,
         detach=False,
-        pace=None,
+        ssp_report=None,
         verdict=None,
         attach_rows=None,
         rows_at=None,

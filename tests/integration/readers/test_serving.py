@@ -17,7 +17,7 @@ import torch
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.ids import Version
-from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.partition import partition as partitions
 from shardyard_worker.reader import pinned_version
 from shardyard_worker.reader.serving import ServedModel, ServedRows, ServedVersion
@@ -269,7 +269,7 @@ def test_no_answer_is_older_than_the_bound_when_servers_are_away(monkeypatch: py
                 raise errors.ServerUnavailable("server 1.1 does not answer")
 
             with monkeypatch.context() as cut:
-                cut.setattr(Store, "pin", away)
+                cut.setattr(pulls, "pin", away)
                 with pytest.raises(errors.DeadlineExceeded, match=r"at most 100 ms old .* within 500 ms"):
                     ask_on(served, lambda answer: answer.age_ms <= 100)
             assert served.look_up(BOTH).step == 1

@@ -19,7 +19,8 @@ from shardyard.config import configuration
 from shardyard.domain.ids import Rank
 from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting import pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.strategies import SyncStrategy
 from shardyard_worker.exchange.server_group import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
@@ -204,11 +205,11 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
 
         router._exchange(bring, lambda: "a verdict to be brought", pushes=False)
         first.close()
-        second.push({f"v{index}": torch.ones(8) for index in range(4)})  # on standby: it does not count
+        pushes.push(second, {f"v{index}": torch.ones(8) for index in range(4)})  # on standby: it does not count
         assert (second.step, second.gradient_norm) == (1, None)
         expected = torch.full((8,), -NORM / (math.sqrt(32.0) + 1e-6))
         assert all(torch.allclose(value, expected, rtol=1e-6) for value in second.pull().values())
-        second.push({f"v{index}": torch.ones(8) for index in range(4)})
+        pushes.push(second, {f"v{index}": torch.ones(8) for index in range(4)})
         assert (second.step, second.gradient_norm) == (2, math.sqrt(32.0))
         second.close()
     finally:
@@ -235,14 +236,14 @@ def test_codes_are_decoded_before_the_mean_is_clipped(connect: Connect) -> None:
 
 
 def test_a_step_that_needs_no_verdict_takes_one_exchange(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Store] = []
-    real = Store.hold
+    asked: list[HostedJob] = []
+    real = pulls.hold
 
-    def hold(self: Store, *given: Any) -> Any:
-        asked.append(self)
-        return real(self, *given)
+    def hold(hosted: HostedJob, *given: Any) -> Any:
+        asked.append(hosted)
+        return real(hosted, *given)
 
-    monkeypatch.setattr(Store, "hold", hold)
+    monkeypatch.setattr(pulls, "hold", hold)
     for given, exchanges in ((SYNC, 1), (SYNC | BY_VALUE, 1), (SYNC | CLIP, 2)):
         with connect(settings=given | {"job.block_bytes": 64}) as job:
             job.register({f"v{index}": torch.zeros(16) for index in range(4)}, lr=1.0)

@@ -19,6 +19,7 @@ from shardyard.domain.push_names import PushName
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.hosting import pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_worker.exchange.server_group import PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
@@ -168,7 +169,7 @@ def test_a_call_that_lasts_is_explained_while_it_lasts(
     with yard_of(**{"yard.servers": servers, "log.level": "warning"}) as (yard, inside):
         with worker.connect(inside, network=yard.network) as job:
             job.register({"a": torch.zeros(3)})
-            push, said = Store.push, threading.Event()
+            push, said = pushes.push, threading.Event()
 
             def hanging(store: Store, *given: Any) -> Any:
                 until = time.monotonic() + 5
@@ -176,7 +177,7 @@ def test_a_call_that_lasts_is_explained_while_it_lasts(
                     said.wait(0.05)
                 return push(store, *given)
 
-            monkeypatch.setattr(Store, "push", hanging)
+            monkeypatch.setattr(pushes, "push", hanging)
             begin = time.monotonic()
             job.push({"a": torch.ones(3)})
             assert time.monotonic() - begin < 3

@@ -167,7 +167,7 @@ class BoundedStrategy(AsyncStrategy):
     def _wish_at(self, stride: SspPhase) -> PullSpec:
         ahead = 0 if self._waits_at_once else self._window
         pace = SspReport(stride, self._turn, self._clock, ahead + self._keeps)
-        return PullSpec(0, exactly=False, wait_ms=SLICE_MS, prefetched=True, pace=pace)
+        return PullSpec(0, exactly=False, wait_ms=SLICE_MS, prefetched=True, ssp_report=pace)
 
     def _newest(self) -> ExchangeResult:
         if self._resting or self._bound is None:

@@ -90,7 +90,7 @@ class PullSpec:
     exactly: bool
     wait_ms: int = 0
     prefetched: bool = False
-    pace: SspReport | None = None
+    ssp_report: SspReport | None = None
     """How far this worker is, where staleness is bounded."""
 
 
@@ -339,7 +339,9 @@ class ServerGroup:
                 return None
             wanted, codes, places = self._wanted(line.server)
             order = self._order(line.server, PushKind.NOTHING)
-            order = replace(order, pull=self._wish(line, wish), pace=wish.pace, verdict=verdict, wanted=wanted)
+            order = replace(
+                order, pull=self._wish(line, wish), ssp_report=wish.ssp_report, verdict=verdict, wanted=wanted
+            )
             if not wanted:
                 return order, (), ()
             rows_at, wanted_at = line.put_rows(codes, places)
@@ -360,7 +362,11 @@ class ServerGroup:
         """Tells the servers that this worker takes no steps for now: the end of that turn."""
 
         def tell(line: ServerStream) -> Request:
-            return replace(self._order(line.server, PushKind.NOTHING), pace=SspReport(SspPhase.RESTS, turn)), (), ()
+            return (
+                replace(self._order(line.server, PushKind.NOTHING), ssp_report=SspReport(SspPhase.RESTS, turn)),
+                (),
+                (),
+            )
 
         self._exchange(tell, lambda: "word that this worker takes no steps for now", pushes=False)
 
@@ -472,7 +478,7 @@ class ServerGroup:
             None if wish is None else self._wish(line, wish),
             shared_at,
             rest=None if rest is None else sum([len(piece) for _, piece in pieces]),
-            pace=None if wish is None else wish.pace,
+            ssp_report=None if wish is None else wish.ssp_report,
             bases=() if bases is None else tuple([bases[part.partition] for part in parts]),
             overflow=shipment.overflow,
             rows=rows,

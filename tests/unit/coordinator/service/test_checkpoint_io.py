@@ -39,6 +39,8 @@ from shardyard_coordinator.service.residual_collection import (
 )
 from shardyard_coordinator.service.server_client import ServerClient
 from shardyard_coordinator.storage.checkpoint_book import RETRY_MS, CheckpointBook, Draft, Subject, url_of
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.servicer import Servicer
@@ -75,8 +77,8 @@ class Yard:
         self.generation = FIRST
         for server, owners in self.map.by_server().items():
             owned = [owner.partition for owner in owners]
-            self.stores[server].create(JOB, FIRST, LAYOUT, owned, UpdateRules(mode, 2))
-            self.stores[server].open(JOB, FIRST)
+            orders.create(self.stores[server], CreateRequest(JOB, FIRST, LAYOUT, owned, UpdateRules(mode, 2)))
+            orders.open_partitions(self.stores[server], JOB, FIRST)
         self.lease()
         self.wait_registry = WaitRegistry()
         self.servers = ServerClient(network, Term(5), self.wait_registry)
@@ -97,7 +99,7 @@ class Yard:
     def lease(self) -> None:
         for server in self.map.by_server():
             hosted = self.stores[server].hosted()[0]
-            self.stores[server].open_sources(hosted, [(SourceKey(source), Token(1)) for source in self.sources])
+            pushes.open_sources(hosted, [(SourceKey(source), Token(1)) for source in self.sources])
 
     def push(self, sequence: int, *, only: tuple[int, ...] = (0, 1, 2, 3)) -> None:
         """`only`: partitions with gradients."""
@@ -110,7 +112,7 @@ class Yard:
                 payload = aligned_empty(order.payload_bytes)
                 payload.view(np.float64)[:] = np.random.default_rng(sequence).normal(size=len(payload) // 8)
                 store = self.stores[server]
-                store.push(store.admit_push(order), order, payload)
+                pushes.push(store, admission.admit_push(store, order), order, payload)
 
     def values(self) -> dict[int, bytes]:
         found = {}
@@ -118,7 +120,7 @@ class Yard:
             owned = tuple(owner.partition for owner in owners)
             caller = Caller(JOB, Incarnation(10))
             wish = PullHeader(caller, server, self.map.generation, owned, 0, exactly=False)
-            _, held = self.stores[server].hold(self.stores[server].admit_pull(wish), wish)
+            _, held = pulls.hold(admission.admit_pull(self.stores[server], wish), wish)
             found |= {partition.id: buffer.tobytes() for partition, buffer in held.buffers}
             held.release()
         return dict(sorted(found.items()))

@@ -22,6 +22,8 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.work.losses import LostPushes, LostRange, described
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.servicer import Servicer
@@ -94,8 +96,8 @@ def store(mode: UpdateMode = UpdateMode.ASYNC) -> Store:
         OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),)),
         (PartitionLayout(PartitionId(0), 64, (Block(0, 0, 16, 0),)),),
     )
-    made.create(JOB, GENERATION, layout, [PartitionId(0)], UpdateRules(mode, 1))
-    made.open(JOB, GENERATION)
+    orders.create(made, CreateRequest(JOB, GENERATION, layout, [PartitionId(0)], UpdateRules(mode, 1)))
+    orders.open_partitions(made, JOB, GENERATION)
     return made
 
 
@@ -117,7 +119,7 @@ def test_partitions_go_on_where_the_coordinator_says() -> None:
     send(here, order())
     send(here, order(next_sequence=3))
     key = SourceKey(WorkerSource(FIRST))
-    ((_, marks),) = here.read_ledger(here.hosted()[0], [(key, Token(0))])
+    ((_, marks),) = pushes.read_ledger(here.hosted()[0], [(key, Token(0))])
     assert [mark.next for mark in marks] == [5]
 
 

@@ -80,7 +80,7 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/hosting/thread_pool.py:BatchPool._serve:wait_for": IDLE,
     "ps_server/hosting/thread_pool.py:BatchPool.close:join": COUNTED,
     "ps_server/hosting/thread_pool.py:_Batch.finish:wait": COUNTED,
-    "ps_server/hosting/pacing.py:SspPacing.await_others:wait": (
+    "ps_server/hosting/ssp_clock.py:SspClock.await_slower:wait": (
         "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
     ),
     "ps_server/partition/partition.py:Partition._await:wait": (
@@ -92,7 +92,7 @@ ALLOWED: Final[dict[str, str]] = {
     ),
     "ps_server/partition/partition.py:Partition.named_cut:wait": OUTSIDE,
     "ps_server/service/process.py:serve:wait": ENDS_WITH_IT,
-    "ps_server/hosting/store.py:Store.hold:sleep": "50 ms",
+    "ps_server/hosting/pulls.py:hold:sleep": "50 ms",
     "ps_server/jit/cache.py:compiler_lock:flock": OUTSIDE,
     "ps_server/jit/table_warmup.py:TableLoops._compile:communicate": OUTSIDE,
     "ps_server/tables/memory/shared_exclusive.py:SharedExclusiveLock.alone:wait": COUNTED,

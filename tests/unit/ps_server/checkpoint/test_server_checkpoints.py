@@ -50,6 +50,8 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.servicer import Servicer, _restore
@@ -87,8 +89,8 @@ def made() -> Store:
 def server(mode: UpdateMode = UpdateMode.ASYNC, owned: Sequence[PartitionId] = OWNED) -> Store:
     found = made()
     found.become(HERE, Term(2))
-    found.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2))
-    found.open(JOB, GENERATION)
+    orders.create(found, CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2)))
+    orders.open_partitions(found, JOB, GENERATION)
     return found
 
 
@@ -98,7 +100,7 @@ def leased(store: Store, generation: Generation = GENERATION) -> Store:
     sources: list[Source] = [SHARD]
     if hosted.mode is UpdateMode.SYNC:
         sources = [RankSource(Rank(rank)) for rank in range(2)]
-    store.open_sources(hosted, [(SourceKey(source), Token(1)) for source in sources])
+    pushes.open_sources(hosted, [(SourceKey(source), Token(1)) for source in sources])
     return store
 
 
@@ -113,8 +115,8 @@ def push(
 ) -> set[Outcome]:
     """A gradient of its own for each sequence; `absent`: blocks of partition 0 without one."""
     order = pushed(sequence, source, absent=absent, generation=generation, owned=owned)
-    hosted = store.admit_push(order)
-    return {result.outcome for result in store.push(hosted, order, gradient(order))}
+    hosted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, hosted, order, gradient(order))}
 
 
 def pushed(
@@ -140,7 +142,7 @@ def values(
     store: Store, owned: Sequence[PartitionId] = OWNED, generation: Generation = GENERATION
 ) -> tuple[bytes, ...]:
     wish = PullHeader(Caller(JOB, Incarnation(10)), HERE, generation, tuple(owned), 0, exactly=False)
-    _, held = store.hold(store.admit_pull(wish), wish)
+    _, held = pulls.hold(admission.admit_pull(store, wish), wish)
     found = tuple(buffer.tobytes() for _, buffer in held.buffers)
     held.release()
     return found
@@ -157,7 +159,7 @@ def save(
     attempt: int = 0,
 ) -> list[Saved]:
     order = SaveRequest(number, step, base, wait_ms, attempt=attempt)
-    return store.save(COORDINATOR, HERE, GENERATION, order, str(folder))
+    return orders.save(store, COORDINATOR, HERE, GENERATION, order, str(folder))
 
 
 def entries(saved: Sequence[Saved], life: int = 2) -> tuple[PartitionEntry, ...]:
@@ -174,7 +176,9 @@ def restored(
 ) -> Store:
     store = made()
     store.become(HERE, Term(2))
-    store.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2), Restore(str(folder), found))
+    orders.create(
+        store, CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2), Restore(str(folder), found))
+    )
     return store
 
 
@@ -276,7 +280,7 @@ def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> No
     (mine,) = values(living, OWNED[:1])
     taken = Restore(str(tmp_path), entries(saved)[1:])
     for _ in range(2):  # the same order again does nothing
-        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), taken)
+        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), taken))
     assert values(living, generation=NEXT) == (mine, values(store)[1])
     with pytest.raises(StaleGeneration):
         push(living, 3, owned=OWNED[:1])
@@ -301,8 +305,8 @@ def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
     push(store, 2, source=RankSource(Rank(0)))
     later = values(store)
     back = Restore(str(tmp_path), entries(saved))
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back)
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back)
+    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back))
+    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back))
     leased(store, NEXT)
     with pytest.raises(StaleGeneration):
         step(2)
@@ -323,22 +327,25 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
     store, restore = steps_then_shards(tmp_path)
     before = values(store)
     order = pushed(1, RankSource(Rank(0)))
-    admitted = store.admit_push(order)
+    admitted = admission.admit_push(store, order)
     for _ in range(2):  # the same order again does nothing
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore, staleness=3, switches=1)
+        orders.create(
+            store,
+            CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore, staleness=3, switches=1),
+        )
     with pytest.raises(StaleGeneration):  # what was admitted before
-        store.push(admitted, order, gradient(order))
+        pushes.push(store, admitted, order, gradient(order))
     with pytest.raises(StaleGeneration):  # and so reads are that were under way
         admitted.check_generation(GENERATION)
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
-    assert (hosted.mode, hosted.pacing and hosted.pacing.bound) == (UpdateMode.ASYNC, 3)
+    assert (hosted.mode, hosted.ssp_clock and hosted.ssp_clock.bound) == (UpdateMode.ASYNC, 3)
     assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 1)] * 2
     leased(store, NEXT)
     assert push(store, 0, generation=NEXT) == {Outcome.DUPLICATE}
     assert push(store, 1, generation=NEXT) == {Outcome.APPLIED}
     with pytest.raises(InvalidRequest, match="which is async"):
-        store.open_sources(store.hosted()[0], [(SourceKey(RankSource(Rank(0))), Token(5))])
+        pushes.open_sources(store.hosted()[0], [(SourceKey(RankSource(Rank(0))), Token(5))])
 
 
 def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path) -> None:
@@ -346,13 +353,16 @@ def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path
     for sequence in range(3):
         push(store, sequence)
     saved = save(store, tmp_path, 1)
-    store.create(
-        JOB,
-        NEXT,
-        LAYOUT,
-        OWNED,
-        UpdateRules(UpdateMode.ASYNC, 2),
-        Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)),
+    orders.create(
+        store,
+        CreateRequest(
+            JOB,
+            NEXT,
+            LAYOUT,
+            OWNED,
+            UpdateRules(UpdateMode.ASYNC, 2),
+            Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)),
+        ),
     )
     leased(store, NEXT)
     assert push(store, 2, generation=NEXT) == {Outcome.DUPLICATE}
@@ -364,9 +374,11 @@ def test_job_goes_over_with_all_of_its_partitions_under_a_higher_generation_or_n
     some = dataclasses.replace(restore, entries=restore.entries[:1])
     for generation, given in ((GENERATION, restore), (NEXT, some), (NEXT, Restore("", ()))):
         with pytest.raises(InvalidRequest, match="which is sync at generation 4, to be async"):
-            store.create(JOB, generation, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), given)
+            orders.create(store, CreateRequest(JOB, generation, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), given))
     with pytest.raises(StaleGeneration):
-        store.create(JOB, Generation(3), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
+        orders.create(
+            store, CreateRequest(JOB, Generation(3), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
+        )
     assert values(store) == before
     for rank in range(2):
         push(store, 1, source=RankSource(Rank(rank)))
@@ -392,14 +404,16 @@ def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_
     store, restore = shards_then_steps(tmp_path)
     before = values(store)
     order = pushed(2, SHARD)
-    admitted = store.admit_push(order)
+    admitted = admission.admit_push(store, order)
     for _ in range(2):  # the same order again does nothing
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), restore, switches=1)
+        orders.create(
+            store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), restore, switches=1)
+        )
     with pytest.raises(StaleGeneration):  # what was admitted before
-        store.push(admitted, order, gradient(order))
+        pushes.push(store, admitted, order, gradient(order))
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
-    assert (hosted.mode, hosted.pacing) == (UpdateMode.SYNC, None)
+    assert (hosted.mode, hosted.ssp_clock) == (UpdateMode.SYNC, None)
     assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 7)] * 2
     leased(store, NEXT)
     assert push(store, 6, source=RankSource(Rank(0)), generation=NEXT) == {Outcome.DUPLICATE}
@@ -409,7 +423,7 @@ def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_
         assert push(store, 7, source=RankSource(Rank(rank)), generation=NEXT) <= {Outcome.APPLIED, Outcome.RECORDED}
     assert [hosted.partitions[p].describe()[0].number for p in OWNED] == [8, 8]
     with pytest.raises(InvalidRequest, match="which is sync"):
-        store.open_sources(hosted, [(SourceKey(SHARD), Token(5))])
+        pushes.open_sources(hosted, [(SourceKey(SHARD), Token(5))])
 
 
 def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp_path: Path) -> None:
@@ -418,7 +432,7 @@ def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp
     beyond = dataclasses.replace(restore, step=1)
     for mode, given in ((UpdateMode.SYNC, beyond), (UpdateMode.ASYNC, restore)):
         with pytest.raises(InvalidRequest, match="to stand before step"):
-            store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(mode, 2), given)
+            orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(mode, 2), given))
     with pytest.raises(TooLarge, match="stand before step"):
         _restore(wire.Restore(url=str(tmp_path), step=limits.SEQUENCE_MAX + 1), 2)
     assert values(store) == before
@@ -431,15 +445,23 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
     push(store, 0)
     saved = save(store, tmp_path, 1)
     with pytest.raises(InvalidRequest, match="without partition 1"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2))
-    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2))
+        orders.create(store, CreateRequest(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2)))
+    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2)))
     assert sorted(store.hosted()[0].partitions) == OWNED[:1]
     with pytest.raises(NotFound):
         values(store, generation=NEXT)
     # and back again
     after = Generation(6)
-    store.create(
-        JOB, after, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), entries(saved, life=3)[1:])
+    orders.create(
+        store,
+        CreateRequest(
+            JOB,
+            after,
+            LAYOUT,
+            OWNED,
+            UpdateRules(UpdateMode.ASYNC, 2),
+            Restore(str(tmp_path), entries(saved, life=3)[1:]),
+        ),
     )
     assert [store.hosted()[0].partitions[p].describe()[0] for p in OWNED] == [Version(1, 1), Version(3, 1)]
 
@@ -447,11 +469,11 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
 def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
     living = server(owned=OWNED[:1])
     with pytest.raises(InvalidRequest, match="partition 1 of job 1, which is open, without values"):
-        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     assert sorted(living.hosted()[0].partitions) == OWNED[:1]
     stranger = Restore(str(tmp_path), entries(save(server(), tmp_path, 1)))
     with pytest.raises(InvalidRequest, match="partition 1 to be restored, which is not given"):
-        living.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2), stranger)
+        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2), stranger))
 
 
 @pytest.mark.parametrize("damage", ["gone", "bit", "cut", "version", "blocks"])
@@ -478,7 +500,12 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
     with pytest.raises(
         CheckpointNotFound if damage == "gone" else CheckpointDamaged, match=r"partition-0001|partition 1"
     ):
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), tuple(found)))
+        orders.create(
+            store,
+            CreateRequest(
+                JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), tuple(found))
+            ),
+        )
     assert values(store) == before
     assert push(store, 2) == {Outcome.APPLIED}
     with pytest.raises(ShardyardError):
@@ -488,16 +515,16 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
 def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_path: Path) -> None:
     store = made()
     store.become(HERE, Term(2))
-    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+    orders.create(store, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     with pytest.raises(NotReady):
         save(store, tmp_path, 1)
-    store.open(JOB, GENERATION)
+    orders.open_partitions(store, JOB, GENERATION)
     with pytest.raises(InvalidRequest, match="which is async, at a step"):
         save(store, tmp_path, 1, step=0)
     with pytest.raises(InvalidRequest, match="which is sync, without a step"):
         save(server(UpdateMode.SYNC), tmp_path, 1)
     with pytest.raises(StaleIncarnation):
-        store.save(COORDINATOR, Incarnation(9), GENERATION, SaveRequest(1, None, 0, 0), str(tmp_path))
+        orders.save(store, COORDINATOR, Incarnation(9), GENERATION, SaveRequest(1, None, 0, 0), str(tmp_path))
 
 
 DONE = [DoneDataShards(SHARD.feed, 1 + SHARD.index, (1 + SHARD.epoch) * (1 + SHARD.index))]
@@ -512,7 +539,7 @@ def test_workers_that_are_gone_are_refused_before_their_sources_are_forgotten() 
     store = server()
     push(store, 0, source=WorkerSource(WORKER))
     assert sources(store) == 1
-    store.forget(COORDINATOR, HERE, GENERATION, [], [WORKER], Token(0))
+    orders.forget_sources(store, COORDINATOR, HERE, GENERATION, [], [WORKER], Token(0))
     assert sources(store) == 0
     with pytest.raises(StaleIncarnation):
         push(store, 0, source=WorkerSource(WORKER))
@@ -522,22 +549,22 @@ def test_order_to_forget_that_meets_a_restore_changes_nothing(monkeypatch: pytes
     store = leased(server())
     push(store, 0)
     hosted = store.hosted()[0]
-    fence = store.fence
+    fence = orders.fence
 
-    def late(workers: object) -> None:
-        fence(workers)  # type: ignore[arg-type]
+    def late(store: Store, workers: object) -> None:
+        fence(store, workers)  # type: ignore[arg-type]
         hosted.generation = NEXT
 
-    monkeypatch.setattr(store, "fence", late)
+    monkeypatch.setattr(orders, "fence", late)
     with pytest.raises(StaleGeneration):
-        store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
+        orders.forget_sources(store, COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
     assert sources(store) == 1
 
 
 def test_ranks_are_never_forgotten() -> None:
     store = server(UpdateMode.SYNC)
     with pytest.raises(InvalidRequest, match="which is sync"):
-        store.forget(COORDINATOR, HERE, GENERATION, [], [], Token(9))
+        orders.forget_sources(store, COORDINATOR, HERE, GENERATION, [], [], Token(9))
 
 
 def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,9 +585,9 @@ def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch:
 def test_forgotten_sources_are_refused_on_all_partitions(tmp_path: Path) -> None:
     store = leased(server())
     push(store, 0)
-    store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(1))
+    orders.forget_sources(store, COORDINATOR, HERE, GENERATION, DONE, [], Token(1))
     assert sources(store) == 1
-    store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
+    orders.forget_sources(store, COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
     assert sources(store) == 0
     with pytest.raises(StaleToken):
         push(store, 1)
@@ -648,7 +675,7 @@ def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
     other = Store()
     other.become(HERE, Term(2))
     restore = Restore(str(tmp_path), entries(save(store, tmp_path, 1)), job=wrote)
-    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
+    orders.create(other, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore))
     found = other.read_ledger(
         other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
     )

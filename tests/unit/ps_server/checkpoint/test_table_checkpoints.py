@@ -46,6 +46,8 @@ from shardyard_launcher.commands.checkpoint import checkpoint
 from shardyard_ps_server.checkpoint import table_saver
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting import orders
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -99,10 +101,10 @@ def server(restore: Restore | None = None, layout: JobLayout = LAYOUT) -> Store:
     MADE.append(store)
     store.become(HERE, Term(2))
     if restore is None:
-        store.create(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1))
-        store.open(JOB, GENERATION)
+        orders.create(store, CreateRequest(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1)))
+        orders.open_partitions(store, JOB, GENERATION)
     else:
-        store.create(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1), restore)
+        orders.create(store, CreateRequest(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1), restore))
     return store
 
 
@@ -151,7 +153,7 @@ Entered = list[PartitionEntry]
 def save(store: Store, folder: Path, number: int, base: int = 0, step: int | None = None) -> Entered:
     """What the manifest would say."""
     order = SaveRequest(number, step, base, 0)
-    saved = store.save(COORDINATOR, HERE, store.hosted()[0].generation, order, str(folder))
+    saved = orders.save(store, COORDINATOR, HERE, store.hosted()[0].generation, order, str(folder))
     return [entry_of(folder, each) for each in saved]
 
 
@@ -211,7 +213,12 @@ def test_a_job_that_goes_back_in_place_has_its_tables_of_then(tmp_path: Path) ->
     saved = save(store, tmp_path, 1)
     train(store, 2, IDS[:100])
     partitions(store)[0].tables["users"].remove(IDS[:50])
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(saved)))
+    orders.create(
+        store,
+        CreateRequest(
+            JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(saved))
+        ),
+    )
     assert contents(store) == then
     again = save(store, tmp_path, 2, base=1)
     assert len(new_files(again, 2)) >= 4, "what was restored is not what the server last wrote"
@@ -222,7 +229,7 @@ def test_a_partition_that_was_given_up_keeps_no_rows(tmp_path: Path) -> None:
     store = server()
     train(store, 1)
     gone = partitions(store)[1]
-    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 1))
+    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 1)))
     assert gone.tables == {}
     assert [each.partition for each in save(store, tmp_path, 1)] == [0]
 
@@ -601,7 +608,12 @@ def test_files_that_do_not_make_the_table_are_damaged_and_nothing_is_restored(tm
     ]
     before = contents(store)
     with pytest.raises(CheckpointDamaged):
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(wrong)))
+        orders.create(
+            store,
+            CreateRequest(
+                JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(wrong))
+            ),
+        )
     assert contents(store) == before
     assert contents(restored(tmp_path, good)) == before
 

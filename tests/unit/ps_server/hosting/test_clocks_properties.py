@@ -10,9 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shardyard.domain.consistency import SspPhase, SspReport
 from shardyard.domain.ids import Incarnation
-from shardyard_ps_server.hosting.clocks import UNHEARD, SspClocks
+from shardyard_ps_server.hosting.ssp_clock import UNREPORTED, SspClock
 
 PLACES = st.integers(1, 4)
+
+
+def too_far_behind(clocks: SspClock, worker: Incarnation, report: SspReport) -> tuple[Incarnation, int] | None:
+    """Whom the worker must wait for now."""
+    return None if clocks.bound is None else clocks._too_far_behind(worker, report, clocks.bound)
 
 
 class Histories(RuleBasedStateMachine):
@@ -21,7 +26,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(bound=st.integers(0, 3))
     def begin(self, bound: int) -> None:
-        self.clocks = SspClocks(bound)
+        self.clocks = SspClock(bound)
         self.bound = bound
         self.at: dict[Incarnation, int] = {}
         self.turns: dict[Incarnation, int] = {}
@@ -32,10 +37,11 @@ class Histories(RuleBasedStateMachine):
     def at_place(self, place: int) -> Incarnation:
         return Incarnation(place + 10 * self.deaths.get(place, 0))
 
-    def say(self, worker: Incarnation, stride: SspPhase, clock: int) -> int:
-        pace = SspReport(stride, self.turns.get(worker, 0), clock)
+    def say(self, worker: Incarnation, phase: SspPhase, clock: int) -> int:
+        pace = SspReport(phase, self.turns.get(worker, 0), clock)
         self.said.append((worker, pace))
-        return self.clocks.hear(worker, pace)
+        self.clocks.report(worker, pace)
+        return self.clocks._clocks.get(worker, clock)
 
     @rule(place=PLACES)
     def join(self, place: int) -> None:
@@ -63,7 +69,9 @@ class Histories(RuleBasedStateMachine):
             return
         others = [clock for other, clock in self.at.items() if other != worker]
         lacks = max((self.at[worker] - clock for clock in others), default=0)
-        found = self.clocks.behind(worker, SspReport(SspPhase.STEPS, self.turns.get(worker, 0), self.at[worker]))
+        found = too_far_behind(
+            self.clocks, worker, SspReport(SspPhase.STEPS, self.turns.get(worker, 0), self.at[worker])
+        )
         assert (found is not None) == (lacks > self.bound)
         if found is None:
             self.waits.discard(worker)
@@ -83,7 +91,7 @@ class Histories(RuleBasedStateMachine):
     def die(self, place: int) -> None:
         worker = self.at_place(place)
         if worker in self.at:
-            self.clocks.forget(worker)
+            self.clocks.forget([worker])
             del self.at[worker]
             self.waits.discard(worker)
             # who is fenced is not admitted any more: nothing of it comes late
@@ -94,13 +102,13 @@ class Histories(RuleBasedStateMachine):
     def hear_again(self, which: int) -> None:
         """What was said before comes once more, late."""
         if self.said:
-            self.clocks.hear(*self.said[which % len(self.said)])
+            self.clocks.report(*self.said[which % len(self.said)])
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
         if hasattr(self, "at") and self.at:
             slowest = min(self.at, key=lambda worker: self.at[worker])
-            assert self.clocks.behind(slowest, SspReport(SspPhase.STEPS, 0, self.at[slowest])) is None
+            assert too_far_behind(self.clocks, slowest, SspReport(SspPhase.STEPS, 0, self.at[slowest])) is None
 
     @invariant()
     def most_is_within_the_bound(self) -> None:
@@ -119,59 +127,59 @@ def steps(clock: int, ahead: int = 0) -> SspReport:
 
 
 def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
-    clocks = SspClocks(3)
+    clocks = SspClock(3)
     clocks.expect([ONE, TWO])
-    clocks.hear(ONE, steps(20))
-    assert clocks.behind(ONE, steps(20)) == (TWO, UNHEARD)
-    clocks.hear(TWO, steps(16))
-    assert clocks.behind(ONE, steps(20)) == (TWO, 16)
-    clocks.hear(TWO, steps(17))
-    assert clocks.behind(ONE, steps(20)) is None
+    clocks.report(ONE, steps(20))
+    assert too_far_behind(clocks, ONE, steps(20)) == (TWO, UNREPORTED)
+    clocks.report(TWO, steps(16))
+    assert too_far_behind(clocks, ONE, steps(20)) == (TWO, 16)
+    clocks.report(TWO, steps(17))
+    assert too_far_behind(clocks, ONE, steps(20)) is None
     assert clocks.staleness_max == 3
 
 
 def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -> None:
-    clocks = SspClocks(0)
+    clocks = SspClock(0)
     clocks.expect([ONE, TWO])
-    clocks.hear(ONE, steps(5))
+    clocks.report(ONE, steps(5))
     clocks.expect([THREE])
-    clocks.hear(THREE, steps(5))
-    assert clocks.behind(ONE, steps(5)) is None
-    assert clocks.behind(THREE, steps(6)) == (ONE, 5)
+    clocks.report(THREE, steps(5))
+    assert too_far_behind(clocks, ONE, steps(5)) is None
+    assert too_far_behind(clocks, THREE, steps(6)) == (ONE, 5)
 
 
 def test_who_joins_beside_the_unheard_counts_from_the_slowest_that_was_heard() -> None:
-    clocks = SspClocks(1)
+    clocks = SspClock(1)
     clocks.expect([ONE, TWO])
-    clocks.hear(ONE, steps(9))
-    assert clocks.hear(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9
-    assert clocks.hear(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9, "asked again"
+    clocks.report(ONE, steps(9))
+    assert clocks.report(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9
+    assert clocks.report(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9, "asked again"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_values_that_are_used_later_wait_for_more(ahead: int) -> None:
-    clocks = SspClocks(3)
-    clocks.hear(ONE, steps(10))
-    clocks.hear(TWO, steps(12))
-    assert (clocks.behind(TWO, steps(12, ahead)) is None) == (2 + ahead <= 3)
+    clocks = SspClock(3)
+    clocks.report(ONE, steps(10))
+    clocks.report(TWO, steps(12))
+    assert (too_far_behind(clocks, TWO, steps(12, ahead)) is None) == (2 + ahead <= 3)
 
 
 def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> None:
-    clocks = SspClocks(2)
+    clocks = SspClock(2)
     joins = SspReport(SspPhase.JOINS)
-    assert [clocks.hear(ONE, joins), clocks.hear(TWO, joins)] == [0, 0]
-    clocks.hear(TWO, steps(2))
-    assert clocks.hear(ONE, joins) == 0, "a second copy of what it said"
-    assert clocks.behind(TWO, steps(3)) == (ONE, 0)
+    assert [clocks.report(ONE, joins), clocks.report(TWO, joins)] == [0, 0]
+    clocks.report(TWO, steps(2))
+    assert clocks.report(ONE, joins) == 0, "a second copy of what it said"
+    assert too_far_behind(clocks, TWO, steps(3)) == (ONE, 0)
 
 
 def test_without_a_bound_nobody_is_behind_and_no_clock_is_kept_for_the_next_one() -> None:
-    clocks = SspClocks(1)
-    clocks.hear(ONE, steps(2))
-    clocks.go_by(None)
+    clocks = SspClock(1)
+    clocks.report(ONE, steps(2))
+    clocks.set_bound(None, 1)
     clocks.expect([THREE])
-    clocks.hear(TWO, steps(4))
-    assert clocks.behind(TWO, steps(90)) is None
-    assert not clocks.knows_anybody
-    clocks.go_by(1)
-    assert clocks.behind(TWO, steps(90)) is None
+    clocks.report(TWO, steps(4))
+    assert too_far_behind(clocks, TWO, steps(90)) is None
+    assert not clocks._clocks
+    clocks.set_bound(1, 2)
+    assert too_far_behind(clocks, TWO, steps(90)) is None

@@ -25,7 +25,8 @@ from shardyard.domain.errors import (
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PullHeader
 from shardyard.domain.push_names import RankSource
-from shardyard_ps_server.hosting import pins, store
+from shardyard_ps_server.hosting import admission, lookups, orders, pins, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pins
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
@@ -46,7 +47,7 @@ def wish(pin: bytes = PIN, number: int | None = None, **changed: object) -> PinR
 def pull(found: Store, pin: bytes = PIN, owned: list[PartitionId] = OWNED) -> dict[int, tuple[Version, set[float]]]:
     """Version and values of each partition."""
     asked = PullHeader(READER, HERE, GENERATION, tuple(owned), 0, exactly=False, pin=pin)
-    result, held = found.hold(found.admit_pull(asked), asked)
+    result, held = pulls.hold(admission.admit_pull(found, asked), asked)
     try:
         return {
             part.partition: (part.version, set(buffer.view(np.float64).tolist()))
@@ -58,7 +59,7 @@ def pull(found: Store, pin: bytes = PIN, owned: list[PartitionId] = OWNED) -> di
 
 def push(found: Store, sequence: int, source: object = None) -> None:
     made = order(sequence=sequence) if source is None else order(source, sequence)  # type: ignore[arg-type]
-    found.push(found.admit_push(made), made, payload(made))
+    pushes.push(found, admission.admit_push(found, made), made, payload(made))
 
 
 def step(found: Store, number: int, ranks: int = 2) -> None:
@@ -70,7 +71,8 @@ def step(found: Store, number: int, ranks: int = 2) -> None:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ms = 5_000
-        monkeypatch.setattr(store, "_now_ms", lambda: self.now_ms)
+        for module in (pulls, lookups):
+            monkeypatch.setattr(module, "now_ms", lambda: self.now_ms)
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def pins_of(found: Store) -> Pins:
 def test_pinned_values_stay_whatever_is_pushed() -> None:
     found = server()
     push(found, 0)
-    parts, missing = found.pin(wish())
+    parts, missing = pulls.pin(found, wish())
     assert [part.partition for part in parts] == OWNED
     assert not missing
     for sequence in range(1, 9):
@@ -98,14 +100,14 @@ def test_pinned_values_stay_whatever_is_pushed() -> None:
 
 def test_named_step_is_held_when_it_comes_though_many_follow() -> None:
     found = server(UpdateMode.SYNC)
-    parts, missing = found.pin(wish(number=3))
+    parts, missing = pulls.pin(found, wish(number=3))
     assert not parts
     assert [(each.partition, each.have.number, each.want) for each in missing] == [(0, 0, 3), (2, 0, 3)]
     with pytest.raises(NotReady):
         pull(found)
     for number in range(9):
         step(found, number)
-    parts, missing = found.pin(wish(number=3))
+    parts, missing = pulls.pin(found, wish(number=3))
     assert [part.version for part in parts] == [Version(1, 3)] * 2
     assert pull(found) == {number: (Version(1, 3), {-3.0}) for number in OWNED}
 
@@ -115,19 +117,19 @@ def test_step_that_has_passed_is_refused_and_says_where_servers_stand() -> None:
     for number in range(4):
         step(found, number)
     with pytest.raises(InvalidRequest) as refused:
-        found.pin(wish(number=2))
+        pulls.pin(found, wish(number=2))
     assert refused.value.facts == {"newest": "4"}
     with pytest.raises(InvalidRequest) as refused:
-        found.pin(wish())
+        pulls.pin(found, wish())
     assert refused.value.facts == {"newest": "4"}
     assert len(pins_of(found)) == 0
-    found.pin(wish(number=3))  # the one before the newest is kept, for partitions of others may be there
+    pulls.pin(found, wish(number=3))  # the one before the newest is kept, for partitions of others may be there
     assert pull(found)[0] == (Version(1, 3), {-3.0})
 
 
 def test_version_of_an_asynchronous_job_cannot_be_named() -> None:
     with pytest.raises(InvalidRequest, match="async, at a version"):
-        server().pin(wish(number=1))
+        pulls.pin(server(), wish(number=1))
 
 
 # ---- leases
@@ -135,12 +137,12 @@ def test_version_of_an_asynchronous_job_cannot_be_named() -> None:
 
 def test_pin_ends_with_its_lease_and_its_memory_is_used_again(clock: Clock) -> None:
     found = server()
-    found.pin(wish())
+    pulls.pin(found, wish())
     clock.now_ms += 999
-    found.expire_pins()
+    pulls.expire_pins(found)
     assert len(pins_of(found)) == 1
     clock.now_ms += 1
-    found.expire_pins()
+    pulls.expire_pins(found)
     assert len(pins_of(found)) == 0
     with pytest.raises(NotFound, match="pin that is not here"):
         pull(found)
@@ -148,11 +150,11 @@ def test_pin_ends_with_its_lease_and_its_memory_is_used_again(clock: Clock) -> N
 
 def test_same_pin_again_renews_its_lease(clock: Clock) -> None:
     found = server()
-    found.pin(wish())
+    pulls.pin(found, wish())
     clock.now_ms += 900
-    found.pin(wish())
+    pulls.pin(found, wish())
     clock.now_ms += 900
-    found.expire_pins()
+    pulls.expire_pins(found)
     assert pull(found)
     with pytest.raises(InvalidRequest, match="asked for as one of version 3"):
         pins_of(found).take(PIN, [], 3, now_ms=clock.now_ms, lease_ms=1)
@@ -160,7 +162,7 @@ def test_same_pin_again_renews_its_lease(clock: Clock) -> None:
 
 def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     found = server()
-    found.pin(wish())
+    pulls.pin(found, wish())
     asked, given = threading.Event(), threading.Event()
     real = Partition.want
 
@@ -172,9 +174,9 @@ def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkey
     monkeypatch.setattr(Partition, "want", slow)
     with ThreadPoolExecutor(2) as readers:
         try:
-            other = readers.submit(found.pin, wish(bytes(16)))
+            other = readers.submit(pulls.pin, found, wish(bytes(16)))
             assert asked.wait(DEADLINE_S)
-            parts, _ = readers.submit(found.pin, wish()).result(5)
+            parts, _ = readers.submit(pulls.pin, found, wish()).result(5)
             assert [part.partition for part in parts] == OWNED
             assert not other.done()
         finally:
@@ -185,11 +187,11 @@ def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkey
 def test_lease_that_runs_out_takes_nothing_from_a_pull_under_way(clock: Clock) -> None:
     found = server()
     push(found, 0)
-    found.pin(wish())
+    pulls.pin(found, wish())
     asked = PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False, pin=PIN)
-    _, held = found.hold(found.admit_pull(asked), asked)
+    _, held = pulls.hold(admission.admit_pull(found, asked), asked)
     clock.now_ms += 2_000
-    found.expire_pins()
+    pulls.expire_pins(found)
     for sequence in range(1, 9):
         push(found, sequence)
     assert {float(each) for _, buffer in held.buffers for each in buffer.view(np.float64)} == {-1.0}
@@ -198,10 +200,10 @@ def test_lease_that_runs_out_takes_nothing_from_a_pull_under_way(clock: Clock) -
 
 def test_pin_that_is_let_go_is_gone_and_once_more_does_nothing() -> None:
     found = server()
-    found.pin(wish())
-    found.unpin(JOB, PIN)
-    found.unpin(JOB, PIN)
-    found.unpin(JobId(99), PIN)
+    pulls.pin(found, wish())
+    pulls.unpin(found, JOB, PIN)
+    pulls.unpin(found, JOB, PIN)
+    pulls.unpin(found, JobId(99), PIN)
     with pytest.raises(NotFound):
         pull(found)
 
@@ -217,7 +219,7 @@ def buffers(partition: Partition) -> int:
 def test_memory_that_updates_need_beside_a_pin_was_there_before() -> None:
     found = server()
     partition = found.hosted()[0].partitions[PartitionId(0)]
-    found.pin(wish())
+    pulls.pin(found, wish())
     before = buffers(partition)
     assert before == KEPT + 2
     for sequence in range(6):
@@ -230,9 +232,9 @@ def test_pins_one_after_the_other_take_the_same_memory() -> None:
     partition = found.hosted()[0].partitions[PartitionId(0)]
     for sequence in range(20):
         name = sequence.to_bytes(16, "big")
-        found.pin(wish(name))
+        pulls.pin(found, wish(name))
         push(found, sequence)
-        found.unpin(JOB, name)
+        pulls.unpin(found, JOB, name)
     assert buffers(partition) == KEPT + 2
     assert not partition._versions._readers
     assert not partition._versions._wanted
@@ -241,11 +243,11 @@ def test_pins_one_after_the_other_take_the_same_memory() -> None:
 def test_no_more_than_so_many_versions_are_held() -> None:
     found = server()
     for number in range(limits.PINS_MAX):
-        found.pin(wish(number.to_bytes(16, "big")))
+        pulls.pin(found, wish(number.to_bytes(16, "big")))
     with pytest.raises(TooLarge, match="are pinned"):
-        found.pin(wish(bytes(15) + b"\xff"))
-    found.unpin(JOB, bytes(16))
-    found.pin(wish(bytes(15) + b"\xff"))
+        pulls.pin(found, wish(bytes(15) + b"\xff"))
+    pulls.unpin(found, JOB, bytes(16))
+    pulls.pin(found, wish(bytes(15) + b"\xff"))
 
 
 def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +260,7 @@ def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.Mon
     last = hosted.partitions[OWNED[-1]]
     monkeypatch.setattr(last._versions, "another", no_memory.__get__(last._versions))
     with pytest.raises(TooLarge, match="no memory"):
-        found.pin(wish())
+        pulls.pin(found, wish())
     assert len(hosted.pins) == 0
     assert not hosted.partitions[OWNED[0]]._versions._wanted
     monkeypatch.undo()
@@ -278,37 +280,37 @@ def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.Mon
 )
 def test_pin_at_the_wrong_door_is_refused(changed: dict[str, object], refused: type[ShardyardError]) -> None:
     with pytest.raises(refused):
-        server().pin(wish(**changed))
+        pulls.pin(server(), wish(**changed))
 
 
 def test_pin_before_there_are_values_is_to_come_again() -> None:
     with pytest.raises(NotReady):
-        server(opened=False).pin(wish())
+        pulls.pin(server(opened=False), wish())
 
 
 def test_reader_without_an_incarnation_reads_its_pin_and_nothing_else() -> None:
     found = server()
     with pytest.raises(InvalidRequest, match="without an incarnation"):
-        found.admit_pull(PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False))
+        admission.admit_pull(found, PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False))
 
 
 def test_partitions_that_move_end_their_pins() -> None:
     found = server()
-    found.pin(wish())
-    found.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+    pulls.pin(found, wish())
+    orders.create(found, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     assert len(pins_of(found)) == 0
     with pytest.raises(StaleGeneration):
         pull(found)
     again = PullHeader(READER, HERE, Generation(5), tuple(OWNED), 0, exactly=False, pin=PIN)
     with pytest.raises(NotFound):
-        found.hold(found.admit_pull(again), again)
+        pulls.hold(admission.admit_pull(found, again), again)
 
 
 def test_job_that_is_dropped_ends_its_pins() -> None:
     found = server()
-    found.pin(wish())
+    pulls.pin(found, wish())
     held = pins_of(found)
-    found.drop(JOB)
+    orders.drop(found, JOB)
     assert len(held) == 0
 
 

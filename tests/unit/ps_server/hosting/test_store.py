@@ -32,7 +32,8 @@ from shardyard.domain.push_names import DataShardSource, PushName, RankSource, S
 from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.shared_memory import SharedMemory
-from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Counters, Store
 from shardyard_ps_server.partition import dense_state, partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -63,13 +64,13 @@ def server(mode: UpdateMode = UpdateMode.ASYNC, *, ranks: int = 2, opened: bool 
     """Holds partitions 0 and 2; what the mode leases, SHARD or all ranks, is open under TOKEN."""
     found = Store()
     found.become(HERE, Term(2))
-    found.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, ranks))
+    orders.create(found, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, ranks)))
     if opened:
-        found.open(JOB, GENERATION)
+        orders.open_partitions(found, JOB, GENERATION)
     keys = [SourceKey(SHARD)]
     if mode is UpdateMode.SYNC:
         keys = [SourceKey(RankSource(Rank(rank))) for rank in range(ranks)]
-    found.open_sources(found.admit(WORKER, HERE, GENERATION), [(key, TOKEN) for key in keys])
+    pushes.open_sources(admission.admit(found, WORKER, HERE, GENERATION), [(key, TOKEN) for key in keys])
     return found
 
 
@@ -99,7 +100,7 @@ def payload(order: PushHeader, fill: float = 1.0) -> Bytes:
 
 
 def send(to: Store, order: PushHeader, fill: float = 1.0) -> tuple[PartResult, ...]:
-    return to.push(to.admit_push(order), order, payload(order, fill))
+    return pushes.push(to, admission.admit_push(to, order), order, payload(order, fill))
 
 
 def wish(*wanted: int, number: int = 0, exactly: bool = False, wait_ms: int = 0) -> PullHeader:
@@ -108,7 +109,7 @@ def wish(*wanted: int, number: int = 0, exactly: bool = False, wait_ms: int = 0)
 
 
 def values(of: Store) -> dict[int, list[float]]:
-    result, held = of.hold(of.admit_pull(wish(0, 2)), wish(0, 2))
+    result, held = pulls.hold(admission.admit_pull(of, wish(0, 2)), wish(0, 2))
     try:
         return {
             part.partition: buffer.view(np.float64).tolist()
@@ -122,7 +123,7 @@ def state(of: Store) -> object:
     """All that a push could change in the partitions."""
     hosted = of.hosted()[0]
     sources = [SHARD, WorkerSource(WORKER.incarnation), RankSource(Rank(0)), RankSource(Rank(1))]
-    ledger = of.read_ledger(hosted, [(SourceKey(source), Token(0)) for source in sources])
+    ledger = pushes.read_ledger(hosted, [(SourceKey(source), Token(0)) for source in sources])
     described = [hosted.partitions[p].describe() for p in sorted(hosted.partitions)]
     return ledger, described, values(of) if hosted.open else None
 
@@ -132,58 +133,58 @@ def state(of: Store) -> object:
 
 def test_request_for_another_server_is_refused() -> None:
     for other in (Incarnation(0), Incarnation(2), Incarnation(4)):
-        with pytest.raises(StaleIncarnation, match=f"a request for server {other}; here is server {HERE}"):
-            server().admit(WORKER, other, GENERATION)
+        with pytest.raises(StaleIncarnation, match=f"a request for server {other}; this is server {HERE}"):
+            admission.admit(server(), WORKER, other, GENERATION)
 
 
 def test_promise_4_fenced_worker_can_neither_push_nor_pull_nor_open() -> None:
     here = server()
-    here.fence([WORKER.incarnation])
+    orders.fence(here, [WORKER.incarnation])
     for ask in (
-        lambda: here.admit_push(order()),
-        lambda: here.admit_pull(wish(0)),
-        lambda: here.admit(WORKER, HERE, GENERATION),
+        lambda: admission.admit_push(here, order()),
+        lambda: admission.admit_pull(here, wish(0)),
+        lambda: admission.admit(here, WORKER, HERE, GENERATION),
     ):
         with pytest.raises(StaleIncarnation, match="which was declared dead"):
             ask()
     assert here.counters == Counters()
-    assert here.admit(Caller(JOB, Incarnation(11)), HERE, GENERATION).job == JOB
+    assert admission.admit(here, Caller(JOB, Incarnation(11)), HERE, GENERATION).job == JOB
 
 
 def test_server_that_registers_anew_has_fenced_nobody() -> None:
     here = server()
-    here.fence([WORKER.incarnation])
+    orders.fence(here, [WORKER.incarnation])
     here.become(Incarnation(9), Term(3))
     assert here.incarnation == 9
-    assert here.admit(WORKER, Incarnation(9), GENERATION).job == JOB
+    assert admission.admit(here, WORKER, Incarnation(9), GENERATION).job == JOB
 
 
 @pytest.mark.parametrize("generation", [3, 5])
 def test_rule_a3_other_generation_is_refused(generation: int) -> None:
     with pytest.raises(StaleGeneration) as refused:
-        server().admit(WORKER, HERE, Generation(generation))
+        admission.admit(server(), WORKER, HERE, Generation(generation))
     assert refused.value.facts == {"generation": "4"}
 
 
 def test_caller_without_an_incarnation_only_reads() -> None:
     here, nobody = server(), Caller(JOB)
     with pytest.raises(InvalidRequest, match="a request without an incarnation"):
-        here.admit(nobody, HERE, GENERATION)
-    assert here.admit(nobody, HERE, GENERATION, reads=True).job == JOB
+        admission.admit(here, nobody, HERE, GENERATION)
+    assert admission.admit(here, nobody, HERE, GENERATION, reads=True).job == JOB
 
 
 def test_job_that_is_not_here_is_not_found() -> None:
     with pytest.raises(NotFound, match="job 8 is not on this server"):
-        server().admit(Caller(JobId(8), Incarnation(10)), HERE, GENERATION)
+        admission.admit(server(), Caller(JobId(8), Incarnation(10)), HERE, GENERATION)
 
 
 def test_rule_c4_coordinator_of_a_lower_term_is_refused_and_a_higher_one_is_remembered() -> None:
     here = server()
-    here.check_coordinator(Caller(term=Term(2)))
-    here.check_coordinator(Caller(term=Term(5)))
+    admission.check_coordinator(here, Caller(term=Term(2)))
+    admission.check_coordinator(here, Caller(term=Term(5)))
     with pytest.raises(StaleTerm, match="term 4; this server has seen 5"):
-        here.check_coordinator(Caller(term=Term(4)))
-    here.check_coordinator(Caller(term=Term(5)))
+        admission.check_coordinator(here, Caller(term=Term(4)))
+    admission.check_coordinator(here, Caller(term=Term(5)))
 
 
 # ---- the coordinator's orders
@@ -193,17 +194,17 @@ def test_same_order_to_create_again_keeps_what_is_there() -> None:
     here = server()
     send(here, order())
     before = values(here)
-    here.create(JOB, GENERATION, LAYOUT, list(reversed(OWNED)), UpdateRules(UpdateMode.ASYNC, 2))
+    orders.create(here, CreateRequest(JOB, GENERATION, LAYOUT, list(reversed(OWNED)), UpdateRules(UpdateMode.ASYNC, 2)))
     assert values(here) == before
     assert here.hosted()[0].open
 
 
 def test_same_order_of_a_later_generation_moves_the_generation_and_never_back() -> None:
     here = server()
-    here.create(JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+    orders.create(here, CreateRequest(JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     with pytest.raises(StaleGeneration):
-        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
-    assert here.admit(WORKER, HERE, Generation(6)).generation == 6
+        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+    assert admission.admit(here, WORKER, HERE, Generation(6)).generation == 6
 
 
 @pytest.mark.parametrize(
@@ -222,19 +223,21 @@ def test_another_order_for_a_job_that_is_here_is_refused(
     with pytest.raises(
         InvalidRequest, match=r"with another layout, mode, number of ranks|to be async at|without (partition 2|values)"
     ):
-        here.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, ranks))
+        orders.create(here, CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, ranks)))
     assert here.hosted()[0].mode is UpdateMode.SYNC
 
 
 @pytest.mark.parametrize("ranks", [0, limits.LOGICAL_RANKS_MAX + 1])
 def test_synchronous_job_has_a_bounded_number_of_ranks(ranks: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{ranks} logical ranks"):
-        Store().create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, ranks))
+        orders.create(Store(), CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, ranks)))
 
 
 def test_partitions_must_be_of_the_layout() -> None:
     with pytest.raises(InvalidRequest, match="of a layout with 3"):
-        Store().create(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateRules(UpdateMode.ASYNC, 0))
+        orders.create(
+            Store(), CreateRequest(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateRules(UpdateMode.ASYNC, 0))
+        )
 
 
 @pytest.mark.parametrize("shareable", [True, False])
@@ -255,55 +258,55 @@ def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(
         monkeypatch.setattr(shm_regions, "aligned_empty", enough_for_one)
     here = Store(shareable=shareable)
     with pytest.raises(TooLarge, match="job 1, one of them with 128 bytes, for which this server has no memory"):
-        here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 0))
+        orders.create(here, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 0)))
     assert here.hosted() == []
     assert len(asked) == 2
 
 
 def test_dropped_job_is_gone_and_can_be_dropped_again() -> None:
     here = server()
-    here.drop(JOB)
-    here.drop(JOB)
+    orders.drop(here, JOB)
+    orders.drop(here, JOB)
     assert here.hosted() == []
     with pytest.raises(NotFound):
-        here.admit(WORKER, HERE, GENERATION)
+        admission.admit(here, WORKER, HERE, GENERATION)
 
 
 def test_push_on_its_way_while_its_job_is_dropped_and_made_anew_is_not_counted() -> None:
     here = server()
-    admitted = here.admit_push(order())
-    here.drop(JOB)
+    admitted = admission.admit_push(here, order())
+    orders.drop(here, JOB)
     with pytest.raises(NotFound):
-        here.push(admitted, order(), payload(order()))
-    here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+        pushes.push(here, admitted, order(), payload(order()))
+    orders.create(here, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     with pytest.raises(
         NotFound, match="job 1 was dropped while data shard 0.0.0 #0 was on its way".replace(".", r"\.")
     ):
-        here.push(admitted, order(), payload(order()))
+        pushes.push(here, admitted, order(), payload(order()))
     assert here.counters.pushes_applied == 0
 
 
 def test_opening_takes_the_present_generation() -> None:
     here = server(opened=False)
     with pytest.raises(StaleGeneration):
-        here.open(JOB, Generation(3))
+        orders.open_partitions(here, JOB, Generation(3))
     assert not here.hosted()[0].open
     with pytest.raises(NotFound):
-        here.open(JobId(8), GENERATION)
+        orders.open_partitions(here, JobId(8), GENERATION)
 
 
 # ---- first values
 
 
 def initialize(to: Store, order: PushHeader, fill: float) -> None:
-    to.initialize(to.admit_push(order), order, payload(order, fill))
+    pushes.initialize(to, admission.admit_push(to, order), order, payload(order, fill))
 
 
 def test_first_values_are_what_is_pulled_after_opening() -> None:
     here = server(opened=False)
     initialize(here, first_values(), 3.0)
     initialize(here, first_values(), 5.0)
-    here.open(JOB, GENERATION)
+    orders.open_partitions(here, JOB, GENERATION)
     assert values(here) == {0: [5.0] * 16, 2: [5.0] * 16}
 
 
@@ -311,34 +314,34 @@ def test_gradient_before_the_first_values_is_not_ready() -> None:
     here = server(opened=False)
     for push in (order(), empty()):
         with pytest.raises(NotReady, match="job 1 has no first values yet"):
-            here.admit_push(push)
+            admission.admit_push(here, push)
 
 
 def test_first_values_after_opening_are_refused() -> None:
     here = server()
     with pytest.raises(InvalidRequest, match="first values for job 1, which is open"):
-        here.admit_push(first_values())
+        admission.admit_push(here, first_values())
 
 
 def test_first_values_whose_sender_was_fenced_on_the_way_are_not_taken() -> None:
     here = server(opened=False)
     initialize(here, first_values(), 5.0)
-    admitted = here.admit_push(first_values())
-    here.fence([WORKER.incarnation])
+    admitted = admission.admit_push(here, first_values())
+    orders.fence(here, [WORKER.incarnation])
     with pytest.raises(StaleIncarnation):
-        here.initialize(admitted, first_values(), payload(first_values(), 7.0))
+        pushes.initialize(here, admitted, first_values(), payload(first_values(), 7.0))
     here.become(HERE, Term(2))
-    here.open(JOB, GENERATION)
+    orders.open_partitions(here, JOB, GENERATION)
     assert values(here)[0] == [5.0] * 16
 
 
 def test_first_values_that_arrive_after_opening_are_not_taken() -> None:
     here = server(opened=False)
     initialize(here, first_values(), 5.0)
-    admitted = here.admit_push(first_values())
-    here.open(JOB, GENERATION)
+    admitted = admission.admit_push(here, first_values())
+    orders.open_partitions(here, JOB, GENERATION)
     with pytest.raises(InvalidRequest, match="which is open"):
-        here.initialize(admitted, first_values(), payload(first_values(), 7.0))
+        pushes.initialize(here, admitted, first_values(), payload(first_values(), 7.0))
     assert values(here)[0] == [5.0] * 16
 
 
@@ -346,7 +349,7 @@ def test_first_values_must_be_all_of_them() -> None:
     here = server(opened=False)
     for part in (PushPart(PartitionId(0), 64, (1,)), PushPart(PartitionId(0), 0), PushPart(PartitionId(0), 64)):
         with pytest.raises(ShapeMismatch, match="expected 128"):
-            here.admit_push(first_values(parts=(part,)))
+            admission.admit_push(here, first_values(parts=(part,)))
 
 
 # ---- what is refused before the payload comes
@@ -382,7 +385,7 @@ def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
     for module in (exchange_stream, servicer, shm_regions, partition, dense_state, versions):
         monkeypatch.setattr(module, "aligned_empty", never)
     with pytest.raises(kind, match=said):
-        here.admit_push(make())
+        admission.admit_push(here, make())
     assert state(here) == before
 
 
@@ -394,7 +397,7 @@ def test_each_partition_takes_its_own_piece_of_the_payload() -> None:
     push = order(parts=(PushPart(PartitionId(2), 128), PushPart(PartitionId(0), 64, (0,))))
     memory = aligned_empty(192)
     memory.view(np.float64)[:] = np.arange(24)
-    results = here.push(here.admit_push(push), push, memory)
+    results = pushes.push(here, admission.admit_push(here, push), push, memory)
     assert [result.partition for result in results] == [2, 0]
     assert values(here) == {0: [0.0] * 8 + [-float(x) for x in range(16, 24)], 2: [-float(x) for x in range(16)]}
 
@@ -413,7 +416,7 @@ def test_rule_a3_push_advances_the_listed_partitions_only() -> None:
     here = server()
     send(here, empty(owned=[2]))
     hosted = here.hosted()[0]
-    ((_, marks),) = here.read_ledger(hosted, [(SourceKey(SHARD), Token(0))])
+    ((_, marks),) = pushes.read_ledger(hosted, [(SourceKey(SHARD), Token(0))])
     assert [(mark.partition, mark.next) for mark in marks] == [(0, 0), (2, 1)]
 
 
@@ -457,14 +460,14 @@ def test_partition_that_has_a_push_skips_it_and_the_other_applies_it() -> None:
 @pytest.mark.parametrize("change", ["fenced", "moved"])
 def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(change: str) -> None:
     here = server()
-    admitted = here.admit_push(order())
+    admitted = admission.admit_push(here, order())
     before = state(here)
     if change == "fenced":
-        here.fence([WORKER.incarnation])
+        orders.fence(here, [WORKER.incarnation])
     else:
-        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     with pytest.raises(StaleIncarnation if change == "fenced" else StaleGeneration):
-        here.push(admitted, order(), payload(order()))
+        pushes.push(here, admitted, order(), payload(order()))
     here.become(HERE, Term(2))
     hosted = here.hosted()[0]
     hosted.generation = GENERATION
@@ -474,8 +477,8 @@ def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(c
 def test_rule_a5_opening_writes_the_token_to_every_partition_and_brings_back_the_watermarks() -> None:
     here = server()
     send(here, order(parts=parts([2])))
-    hosted = here.admit(WORKER, HERE, GENERATION)
-    ((key, marks),) = here.open_sources(hosted, [(SourceKey(SHARD), Token(2))])
+    hosted = admission.admit(here, WORKER, HERE, GENERATION)
+    ((key, marks),) = pushes.open_sources(hosted, [(SourceKey(SHARD), Token(2))])
     assert key == SourceKey(SHARD)
     assert [(mark.partition, mark.next, mark.version.number) for mark in marks] == [(0, 0, 0), (2, 1, 1)]
     for owned in OWNED:
@@ -487,7 +490,7 @@ def test_reading_the_ledger_makes_no_entry() -> None:
     here = server()
     hosted = here.hosted()[0]
     before = [hosted.partitions[p].describe() for p in OWNED]
-    found = here.read_ledger(hosted, [(SourceKey(DataShardSource(0, 7, 7)), Token(3))])
+    found = pushes.read_ledger(hosted, [(SourceKey(DataShardSource(0, 7, 7)), Token(3))])
     assert [mark.next for mark in found[0][1]] == [0, 0]
     assert [hosted.partitions[p].describe() for p in OWNED] == before
 
@@ -496,8 +499,8 @@ def test_reading_the_ledger_makes_no_entry() -> None:
 
 
 def pull(from_: Store, asked: PullHeader) -> ExchangeReply:
-    hosted = from_.admit_pull(asked)
-    result, held = from_.hold(hosted, asked)
+    hosted = admission.admit_pull(from_, asked)
+    result, held = pulls.hold(hosted, asked)
     assert [buffer.size for _, buffer in held.buffers] == [PART_BYTES for _ in result.parts]
     assert [partition for partition, _ in held.buffers] == [hosted.partitions[part.partition] for part in result.parts]
     held.release()
@@ -521,7 +524,7 @@ def test_pull_before_opening_waits_for_the_initializer() -> None:
 
 def test_pull_of_a_partition_that_is_elsewhere_is_not_found() -> None:
     with pytest.raises(NotFound):
-        server().admit_pull(wish(0, 1))
+        admission.admit_pull(server(), wish(0, 1))
 
 
 def held_buffers(hosted: HostedJob) -> int:
@@ -531,7 +534,7 @@ def held_buffers(hosted: HostedJob) -> int:
 def test_buffers_are_held_until_they_are_released_and_not_at_all_by_a_pull_that_fails() -> None:
     here = server(UpdateMode.SYNC, ranks=1)
     hosted = here.hosted()[0]
-    _, held = here.hold(hosted, wish(0, 2))
+    _, held = pulls.hold(hosted, wish(0, 2))
     assert held_buffers(hosted) == len(held.buffers) == 2
     held.release()
     assert held_buffers(hosted) == 0
@@ -539,9 +542,9 @@ def test_buffers_are_held_until_they_are_released_and_not_at_all_by_a_pull_that_
     for step in (1, 2):
         send(here, order(RankSource(Rank(0)), step, parts=parts([2])))
     with pytest.raises(NotFound, match="version 1 of partition 2"):
-        here.hold(hosted, wish(0, 2, number=1, exactly=True))
+        pulls.hold(hosted, wish(0, 2, number=1, exactly=True))
     assert held_buffers(hosted) == 0
-    result, held = here.hold(hosted, wish(2, 0, number=3))
+    result, held = pulls.hold(hosted, wish(2, 0, number=3))
     assert [missing.partition for missing in result.missing] == [0]
     assert held.buffers == ()
     assert held_buffers(hosted) == 0
@@ -563,7 +566,7 @@ def test_pushes_and_bytes_are_counted() -> None:
     assert (counters.pushes_applied, counters.pushes_duplicate) == (4, 1)
     assert counters.bytes_received == 7 * PART_BYTES
     assert counters.bytes_sent == 0  # noted where they are sent
-    here.note_sent(5)
+    here.count_sent(5)
     assert counters.bytes_sent == 5
 
 

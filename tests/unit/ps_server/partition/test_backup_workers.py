@@ -27,6 +27,8 @@ from shardyard_coordinator.records import Body
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
 from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_ps_server.hosting import admission, orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.step_gate import StepGate
@@ -506,7 +508,7 @@ def wal(tmp_path: Path) -> Iterator[logs.Yard]:
 
 def bring(store: Store, verdict: StepVerdict) -> None:
     order = logs.order_of(store, 0)
-    store.take_verdict(store.admit(order.caller, order.server, order.generation), order, verdict)
+    pushes.take_verdict(store, admission.admit(store, order.caller, order.server, order.generation), order, verdict)
 
 
 @pytest.mark.parametrize("after", range(6))
@@ -540,7 +542,10 @@ def test_server_refuses_backup_workers_that_leave_nobody() -> None:
         store = Store()
         store.become(Incarnation(3), logs.COORDINATOR.term)
         with pytest.raises(InvalidRequest, match="backup workers in job"):
-            store.create(
-                logs.JOB, logs.GENERATION, logs.LAYOUT, logs.OWNED, UpdateRules(mode, ranks, backup_workers=backups)
+            orders.create(
+                store,
+                CreateRequest(
+                    logs.JOB, logs.GENERATION, logs.LAYOUT, logs.OWNED, UpdateRules(mode, ranks, backup_workers=backups)
+                ),
             )
         store.close()

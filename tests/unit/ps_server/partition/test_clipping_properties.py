@@ -20,6 +20,8 @@ from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import PushName, RankSource, SourceKey
 from shardyard.domain.pushes import PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
@@ -122,12 +124,15 @@ class Servers:
         self.stores = [Store(shareable=False) for _ in range(count)]
         for index, (store, owned) in enumerate(zip(self.stores, self.owned, strict=True)):
             store.become(Incarnation(index + 1), Term(1))
-            store.create(
-                JOB,
-                GENERATION,
-                work.layout,
-                owned,
-                UpdateRules(UpdateMode.SYNC, len(work.weights), clipping=work.clipping),
+            orders.create(
+                store,
+                CreateRequest(
+                    JOB,
+                    GENERATION,
+                    work.layout,
+                    owned,
+                    UpdateRules(UpdateMode.SYNC, len(work.weights), clipping=work.clipping),
+                ),
             )
             for number in owned:
                 firsts = aligned_empty(work.layout.partitions[number].payload_bytes)
@@ -136,9 +141,9 @@ class Servers:
                     values = work.firsts[block.variable][block.offset : block.offset + block.length]
                     _block_of(work.layout, firsts, block)[:] = values
                 store.hosted()[0].partitions[number].set_values(firsts, lambda: None)
-            store.open(JOB, GENERATION)
+            orders.open_partitions(store, JOB, GENERATION)
             ranks = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(len(work.weights))]
-            store.open_sources(store.hosted()[0], ranks)
+            pushes.open_sources(store.hosted()[0], ranks)
 
     def close(self) -> None:
         for store in self.stores:
@@ -168,13 +173,13 @@ class Servers:
         aligned = aligned_empty(len(payload))
         aligned[:] = payload
         store = self.stores[index]
-        store.push(store.admit_push(order), order, aligned)
+        pushes.push(store, admission.admit_push(store, order), order, aligned)
 
     def take_step(self, step: int) -> float | None:
         """All ranks push, in any order; then somebody brings the verdict, where there is one. The gradient's norm."""
-        pushes = [(rank, index) for rank in range(len(self.work.weights)) for index in range(len(self.stores))]
-        self.rng.shuffle(pushes)
-        for rank, index in pushes:
+        pending = [(rank, index) for rank in range(len(self.work.weights)) for index in range(len(self.stores))]
+        self.rng.shuffle(pending)
+        for rank, index in pending:
             self.push(step, rank, index)
         if not self.work.clipping.norm:
             return None
@@ -182,16 +187,16 @@ class Servers:
         for index in self.rng.sample(range(len(self.stores)), len(self.stores)):
             store, incarnation = self.stores[index], Incarnation(index + 1)
             wish = PullHeader(self.caller, incarnation, GENERATION, tuple(self.owned[index]), step + 1, exactly=True)
-            result, held = store.hold(store.admit_pull(wish), wish)
+            result, held = pulls.hold(admission.admit_pull(store, wish), wish)
             held.release()
             assert verdicts.on(step) is None or not self.owned[index]  # nobody has it before all have told
             verdicts.hear(result.gathered)
         verdict = verdicts.on(step)
         assert verdict is not None
         for index in self.rng.choices(range(len(self.stores)), k=8):
-            self.stores[index].take_verdict(self.stores[index].hosted()[0], self._order(index), verdict)
+            pushes.take_verdict(self.stores[index], self.stores[index].hosted()[0], self._order(index), verdict)
         for index, store in enumerate(self.stores):
-            store.take_verdict(store.hosted()[0], self._order(index), verdict)
+            pushes.take_verdict(store, store.hosted()[0], self._order(index), verdict)
         return verdicts.norm(step)
 
     def values(self) -> list[np.ndarray]:

@@ -22,6 +22,8 @@ from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard_coordinator.placement.table_specs import check_settings
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.partition import Partition
@@ -230,7 +232,7 @@ def saved_in_the_midst_of_step_1(tmp_path: Path) -> Restore:
     for rank in range(2):
         push(partition, rank, 0, work({0: 2.0}, dense=2.0))
     push(partition, 0, 1, work({1: 2.0}, dense=4.0))
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 1, 0, 0), str(tmp_path))
+    (saved,) = orders.save(store, Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 1, 0, 0), str(tmp_path))
     push(partition, 1, 1, work({0: 64.0}))  # never happened
     assert saved.version.number == 1
     return Restore(
@@ -281,14 +283,14 @@ def test_rows_that_have_counted_need_no_room(tmp_path: Path) -> None:
 def test_who_takes_over_a_rank_is_told_what_of_its_rows_has_counted(tmp_path: Path) -> None:
     store = server(saved_in_the_midst_of_step_1(tmp_path))
     leased = [(each, Token(2)) for rank in range(2) for each in (key(rank), key(rank).of_rows)]
-    found = {each: mark.next for each, (mark,) in store.open_sources(store.hosted()[0], leased)}
+    found = {each: mark.next for each, (mark,) in pushes.open_sources(store.hosted()[0], leased)}
     assert found == {key(0): 1, key(0).of_rows: 2, key(1): 1, key(1).of_rows: 1}
 
 
 def test_a_synchronous_job_has_no_lane_of_rows() -> None:
     store = server(rows_at_once=False)
     with pytest.raises(InvalidRequest, match="logical rank 0, lane 1, to be opened"):
-        store.open_sources(store.hosted()[0], [(key(0).of_rows, Token(1))])
+        pushes.open_sources(store.hosted()[0], [(key(0).of_rows, Token(1))])
 
 
 # ---- what cannot be
@@ -307,16 +309,25 @@ def test_what_rows_that_are_updated_early_cannot_be_part_of_is_refused(
 ) -> None:
     store = made()
     with pytest.raises(InvalidRequest, match=text):
-        store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(mode, 2, rows_at_once=True, **given))
+        orders.create(
+            store, CreateRequest(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(mode, 2, rows_at_once=True, **given))
+        )
     assert not store.hosted()
 
 
 def test_another_rule_for_rows_is_another_job() -> None:
     store = server()
     with pytest.raises(InvalidRequest, match="backup workers or rows"):
-        store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(UpdateMode.SYNC, 2))
-    store.create(
-        JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(UpdateMode.SYNC, 2, clipping=NO_CLIPPING, rows_at_once=True)
+        orders.create(store, CreateRequest(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(UpdateMode.SYNC, 2)))
+    orders.create(
+        store,
+        CreateRequest(
+            JOB,
+            GENERATION,
+            LAYOUT,
+            [PARTITION],
+            UpdateRules(UpdateMode.SYNC, 2, clipping=NO_CLIPPING, rows_at_once=True),
+        ),
     )
 
 

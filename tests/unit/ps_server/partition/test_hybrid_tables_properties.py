@@ -26,6 +26,8 @@ from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.dense_state import Contribution
 from shardyard_ps_server.partition.ledger import Ledger
@@ -66,10 +68,15 @@ class Run:
         store.become(HERE, Term(1))
         generation = Generation(self.life)
         mode = UpdateMode.SYNC
-        store.create(JOB, generation, LAYOUT, list(PARTS), UpdateRules(mode, self.ranks, rows_at_once=True), restore)
-        store.open(JOB, generation)
+        orders.create(
+            store,
+            CreateRequest(
+                JOB, generation, LAYOUT, list(PARTS), UpdateRules(mode, self.ranks, rows_at_once=True), restore
+            ),
+        )
+        orders.open_partitions(store, JOB, generation)
         leased = [(SourceKey(RankSource(Rank(rank))), Token(self.life)) for rank in range(self.ranks)]
-        store.open_sources(store.hosted()[0], leased)
+        pushes.open_sources(store.hosted()[0], leased)
         return store
 
     @property
@@ -103,7 +110,7 @@ class Run:
         self.saved += 1
         order = SaveRequest(self.saved, step, 0, 0)
         caller = Caller(JOB, term=Term(1))
-        saved = self.store.save(caller, HERE, Generation(self.life), order, self.folder)
+        saved = orders.save(self.store, caller, HERE, Generation(self.life), order, self.folder)
         entries = tuple(
             PartitionEntry(each.partition, Version(self.life + 1, step), (each.file,), each.tables) for each in saved
         )

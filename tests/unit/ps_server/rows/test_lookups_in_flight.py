@@ -11,6 +11,7 @@ from shardyard.domain.ids import Caller, Incarnation, PartitionId, Token
 from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.tables.table_settings import ExpirySettings
+from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.rows import lookups_in_flight
 from shardyard_ps_server.rows.lookups_in_flight import LookupsInFlight, TablePart
@@ -168,7 +169,7 @@ def test_a_row_that_only_a_reader_or_a_dead_worker_has_looked_up_goes() -> None:
         push_rows(store, sequence, ever)
     assert not stay(store, read)
     assert stay(store, dead)
-    store.fence([OTHER])
+    orders.fence(store, [OTHER])
     for sequence in range(300, 600):
         push_rows(store, sequence, ever)
     assert not stay(store, dead)

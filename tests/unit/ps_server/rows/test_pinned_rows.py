@@ -20,6 +20,8 @@ from shardyard.domain.pulls import PinRequest
 from shardyard.domain.push_names import SourceKey, WorkerSource
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard.wire import pull_messages, table_messages
+from shardyard_ps_server.hosting import lookups, orders, pulls
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pin
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition as partitions
@@ -87,7 +89,7 @@ def test_pinned_rows_stay_whatever_is_pushed() -> None:
     store = server()
     for sequence in range(3):
         push_ones(store, sequence)
-    store.pin(wish())
+    pulls.pin(store, wish())
     for sequence in range(3, 30):
         push_ones(store, sequence, sequence % 2)
         assert (pinned(store) == after(3)).all()
@@ -97,7 +99,7 @@ def test_pinned_rows_stay_whatever_is_pushed() -> None:
 
 def test_a_row_that_began_since_reads_as_it_would_have_begun() -> None:
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     push_ones(store, 0)
     assert (pinned(store) == INITIAL).all()
 
@@ -105,12 +107,12 @@ def test_a_row_that_began_since_reads_as_it_would_have_begun() -> None:
 def test_each_pin_has_its_own_version() -> None:
     store = server()
     for sequence in range(8):
-        store.pin(wish(bytes([sequence]) * 16))
+        pulls.pin(store, wish(bytes([sequence]) * 16))
         push_ones(store, sequence)
     for number in range(8):
         assert (pinned(store, bytes([number]) * 16) == after(number)).all()
     for number in range(0, 8, 2):
-        store.unpin(JOB, bytes([number]) * 16)
+        pulls.unpin(store, JOB, bytes([number]) * 16)
     push_ones(store, 8)
     for number in range(1, 8, 2):
         assert (pinned(store, bytes([number]) * 16) == after(number)).all()
@@ -121,7 +123,7 @@ def test_rows_that_expired_since_are_there() -> None:
     layout = dataclasses.replace(LAYOUT, tables=(expiring, NARROW))
     store = server(layout)
     push_ones(store, 0)
-    store.pin(wish())
+    pulls.pin(store, wish())
     owned = np.flatnonzero(OWNER == 0)[:1]
     only = [(0, PARTS[0], IDS[owned], np.ones((1, 3), np.float32))]
     rows, data = coded(only)
@@ -137,7 +139,7 @@ def everything(store: Store, pin: bytes = PIN) -> dict[int, list[float]]:
     """All rows of the first table, of all partitions, as a pin has them."""
     found: dict[int, list[float]] = {}
     for part in PARTS:
-        for ids, rows in store.read_rows(READER, HERE, GENERATION, part, 0, pin):
+        for ids, rows in lookups.read_rows(store, READER, HERE, GENERATION, part, 0, pin):
             for each, row in zip(ids.tolist(), rows.tolist(), strict=True):
                 assert found.setdefault(each, row) == row, "an id came twice, with other values"
     return found
@@ -147,7 +149,7 @@ def test_all_pinned_rows_are_those_of_the_version_whatever_is_pushed() -> None:
     """Rows that began since are there with what they read as."""
     store = server()
     for sequence in range(4):
-        store.pin(wish(bytes([sequence]) * 16))
+        pulls.pin(store, wish(bytes([sequence]) * 16))
         push_ones(store, sequence)
     for number in range(4):
         expected = {int(each): row.tolist() for each, row in zip(IDS, after(number), strict=True)}
@@ -159,7 +161,7 @@ def test_all_rows_of_a_pin_that_is_not_there_are_refused() -> None:
     push_ones(store, 0)
     with pytest.raises(NotFound, match="a pin that is not here"):
         everything(store)
-    store.pin(wish(rows=False))
+    pulls.pin(store, wish(rows=False))
     with pytest.raises(InvalidRequest, match="that has none"):
         everything(store)
 
@@ -371,7 +373,7 @@ def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes
 ) -> None:
     monkeypatch.setattr(partitions, "HELD_ROWS_BYTES_MAX", 200)
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     assert (pinned(store) == INITIAL).all()
     for sequence in range(10):
         push_ones(store, sequence)
@@ -379,8 +381,8 @@ def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes
         pinned(store)
     assert (look_up(store, caller=READER) == after(10)).all()
     assert all(not each._readers.nbytes for each in parts_of(store))
-    store.unpin(JOB, PIN)
-    store.pin(wish())
+    pulls.unpin(store, JOB, PIN)
+    pulls.pin(store, wish())
     assert (pinned(store) == after(10)).all()
 
 
@@ -415,9 +417,9 @@ def test_a_server_without_memory_for_readers_trains_on(mode: UpdateMode, monkeyp
 
 def test_nothing_is_kept_when_nobody_holds() -> None:
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     push_ones(store, 0)
-    store.unpin(JOB, PIN)
+    pulls.unpin(store, JOB, PIN)
     push_ones(store, 1)
     assert all(not each._readers for each in parts_of(store))
 
@@ -431,9 +433,9 @@ def pin_of(store: Store) -> Pin:
 
 def test_rows_of_a_pin_that_was_released_are_not_given() -> None:
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     ((_, wanted), *_) = pin_of(store).wanted
-    store.unpin(JOB, PIN)
+    pulls.unpin(store, JOB, PIN)
     with pytest.raises(NotFound, match="a pin that is not here"):
         pinned(store)
     with pytest.raises(InvalidRequest):
@@ -443,11 +445,11 @@ def test_rows_of_a_pin_that_was_released_are_not_given() -> None:
 def test_a_pin_that_is_released_while_rows_are_read_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is pushed from then on is set aside for nobody."""
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     real = Partition._read_rows
 
     def between(self: Partition, *given: Any) -> None:
-        store.unpin(JOB, PIN)
+        pulls.unpin(store, JOB, PIN)
         push_ones(store, 0)
         real(self, *given)
 
@@ -458,14 +460,14 @@ def test_a_pin_that_is_released_while_rows_are_read_gives_none(monkeypatch: pyte
 
 def test_rows_of_a_pin_without_rows_are_refused() -> None:
     store = server()
-    store.pin(wish(rows=False))
+    pulls.pin(store, wish(rows=False))
     with pytest.raises(InvalidRequest, match="pin it with its rows"):
         pinned(store)
 
 
 def test_a_partition_that_goes_back_loses_what_was_held() -> None:
     store = server()
-    store.pin(wish())
+    pulls.pin(store, wish())
     push_ones(store, 0)
     partition = parts_of(store)[0]
     partition.let_go_tables()
@@ -477,8 +479,8 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
 
 def test_a_look_up_of_another_generation_is_refused() -> None:
     store = server()
-    store.pin(wish())
-    store.create(JOB, Generation(5), LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1))
+    pulls.pin(store, wish())
+    orders.create(store, CreateRequest(JOB, Generation(5), LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1)))
     with pytest.raises(NotFound):
         look_up(store, caller=READER, pin=PIN, generation=Generation(5))
 

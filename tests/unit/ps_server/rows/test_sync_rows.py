@@ -40,6 +40,8 @@ from shardyard.wire import table_messages as wire_tables
 from shardyard_coordinator.placement.table_specs import check_settings
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.partition import Partition, RowsToRead
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows import partition_tables, row_sums
@@ -447,7 +449,7 @@ def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
     name = PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)
     order = PushHeader(Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.NOTHING, (), 0.0, ())
     with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
-        store.take_verdict(store.hosted()[0], order, StepVerdict(0, gathered.square_norm))
+        pushes.take_verdict(store, store.hosted()[0], order, StepVerdict(0, gathered.square_norm))
     assert [type(each) for each in told] == [Internal]
 
 
@@ -466,7 +468,7 @@ def test_rule_b7_a_checkpoint_of_a_step_has_its_rows_and_comes_back_to_the_bit(t
     steps(partition, 0, 3)
     with ThreadPoolExecutor(1) as pool:
         order = SaveRequest(1, 5, 0, 30_000)
-        saving = pool.submit(store.save, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
+        saving = pool.submit(orders.save, store, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
         until = time.monotonic() + 30
         while partition._named is None:
             assert time.monotonic() < until
@@ -494,18 +496,21 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
     store = server()
     partition = only(store)
     steps(partition, 0, 2)
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 2, 0, 0), str(tmp_path))
+    (saved,) = orders.save(store, Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 2, 0, 0), str(tmp_path))
     then = read(partition)
     steps(partition, 2, 4)
     assert partition._former is not None
     entry = PartitionEntry(saved.partition, Version(2, 2), (saved.file,), saved.tables)
-    store.create(
-        JOB,
-        Generation(5),
-        LAYOUT,
-        [PARTITION],
-        UpdateRules(UpdateMode.SYNC, 2),
-        Restore(str(tmp_path), (entry,), job=JOB),
+    orders.create(
+        store,
+        CreateRequest(
+            JOB,
+            Generation(5),
+            LAYOUT,
+            [PARTITION],
+            UpdateRules(UpdateMode.SYNC, 2),
+            Restore(str(tmp_path), (entry,), job=JOB),
+        ),
     )
     assert only(store)._former is None
     assert read(only(store)).tobytes() == then.tobytes()
@@ -597,7 +602,7 @@ def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
     assert straight.tables["wide"].expired > 0
     store = server(layout=layout)
     train(only(store), 0, 61, (1, 0))
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 61, 0, 0), str(tmp_path))
+    (saved,) = orders.save(store, Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 61, 0, 0), str(tmp_path))
     entry = PartitionEntry(saved.partition, Version(2, 61), (saved.file,), saved.tables)
     again = only(server(Restore(str(tmp_path), (entry,)), layout=layout))
     train(again, 61, 150, (1, 0))
@@ -692,7 +697,7 @@ def test_rows_that_expire_by_seconds_are_refused_in_a_synchronous_job() -> None:
     store = made()
     layout = dataclasses.replace(LAYOUT, tables=(WIDE, IN_SECONDS))
     with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire by seconds"):
-        store.create(JOB, GENERATION, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, 2))
+        orders.create(store, CreateRequest(JOB, GENERATION, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, 2)))
     assert not store.hosted()
 
 

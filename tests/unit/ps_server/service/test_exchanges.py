@@ -37,7 +37,8 @@ from shardyard.wire import common_messages, frames, push_messages
 from shardyard.wire.frames import FRAME_BYTES, Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_v1
-from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting import orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.staleness import Tally
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -67,11 +68,11 @@ def server(
     found = Store(shareable=shareable)
     found.become(HERE, Term(1))
     for job in jobs:
-        found.create(job, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, stale=stale))
-        found.open(job, GENERATION)
+        orders.create(found, CreateRequest(job, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, stale=stale)))
+        orders.open_partitions(found, job, GENERATION)
         if mode is UpdateMode.SYNC:
             keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
-            found.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
+            pushes.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
     return found
 
 
@@ -331,14 +332,14 @@ def test_parts_are_checked_before_they_are_inherited(first: PushKind) -> None:
 def test_who_was_fenced_between_two_exchanges_is_refused_in_the_next() -> None:
     wire = Wire(server())
     wire.push(1.0)
-    wire.store.fence([wire.caller.incarnation])
+    orders.fence(wire.store, [wire.caller.incarnation])
     assert type(refused(wire, wire.order(pull=wire.wish()))) is StaleIncarnation
 
 
 def test_job_that_was_dropped_between_two_exchanges_is_not_found() -> None:
     wire = Wire(server())
     wire.push(1.0)
-    wire.store.drop(JOB)
+    orders.drop(wire.store, JOB)
     assert type(refused(wire, wire.order(pull=wire.wish()))) is NotFound
 
 
@@ -588,8 +589,11 @@ def test_values_of_a_partition_without_any_need_no_place() -> None:
     layout = dataclasses.replace(LAYOUT, partitions=(*LAYOUT.partitions, PartitionLayout(PartitionId(2), 0, ())))
     store = Store()
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, layout, [PartitionId(0), PartitionId(2)], UpdateRules(UpdateMode.ASYNC, 0))
-    store.open(JOB, GENERATION)
+    orders.create(
+        store,
+        CreateRequest(JOB, GENERATION, layout, [PartitionId(0), PartitionId(2)], UpdateRules(UpdateMode.ASYNC, 0)),
+    )
+    orders.open_partitions(store, JOB, GENERATION)
     wire = Wire(store)
     wire.attach()
     wanted = (PartitionId(2), PartitionId(0))
@@ -600,7 +604,7 @@ def test_values_of_a_partition_without_any_need_no_place() -> None:
 
 def others_push(store: Store, times: int) -> None:
     other = Wire(store, worker=50)
-    ((_, marks),) = store.read_ledger(store.hosted()[0], [(SourceKey(WorkerSource(Incarnation(50))), Token(0))])
+    ((_, marks),) = pushes.read_ledger(store.hosted()[0], [(SourceKey(WorkerSource(Incarnation(50))), Token(0))])
     other.sequence = marks[0].next
     for _ in range(times):
         other.push(1.0)
@@ -675,7 +679,7 @@ def test_what_was_lent_is_taken_back_from_who_detaches_or_is_dead(how: str) -> N
     if how == "detach":
         wire.ask(wire.order(detach=True))
     else:
-        wire.store.fence([wire.caller.incarnation])
+        orders.fence(wire.store, [wire.caller.incarnation])
     assert held(hosted) == 0
     assert hosted.lent == {}
 
@@ -838,21 +842,21 @@ def test_nothing_is_kept_for_a_worker_that_has_left_or_is_dead(how: str, shared:
     if how == "detach":
         wire.ask(wire.order(detach=True))
     else:
-        store.fence([wire.caller.incarnation])
+        orders.fence(store, [wire.caller.incarnation])
     assert kept(other) == theirs
 
 
 def test_worker_that_is_fenced_while_it_is_answered_has_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store = server(stale=COMPENSATED)
     wire = Wire(store)
-    real = store.hold
+    real = pulls.hold
 
     def hold(*arguments: Any) -> Any:
         found = real(*arguments)
-        store.fence([wire.caller.incarnation])
+        orders.fence(store, [wire.caller.incarnation])
         return found
 
-    monkeypatch.setattr(store, "hold", hold)
+    monkeypatch.setattr(pulls, "hold", hold)
     wire.ask(wire.order(pull=wire.wish()))
     wire.end()
     assert held(store.hosted()[0]) == 0

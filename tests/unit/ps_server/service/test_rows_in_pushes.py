@@ -48,6 +48,8 @@ from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.hosting import lookups, orders
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows, unpack_pushed
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
@@ -331,7 +333,7 @@ def test_first_rows_are_given_before_a_job_is_open_and_may_come_again() -> None:
         look_up(store)
     with pytest.raises(ShapeMismatch, match="64 bytes; expected 0"):
         initialize(dataclasses.replace(order, rows=rows), DENSE + data)
-    store.open(JOB, GENERATION)
+    orders.open_partitions(store, JOB, GENERATION)
     assert (look_up(store) == 7).all()
     with pytest.raises(InvalidRequest, match="which is open"):
         initialize(giving, data)
@@ -513,7 +515,7 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
         ({"wanted": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
         ({"wanted": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
         ({"generation": Generation(3)}, StaleGeneration, "generation 3"),
-        ({"server": Incarnation(9)}, StaleIncarnation, "here is server"),
+        ({"server": Incarnation(9)}, StaleIncarnation, "this is server"),
         ({"caller": Caller(JobId(2))}, NotFound, "job 2"),
     ],
 )
@@ -536,7 +538,7 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     )
     asked = LookupRequest(Caller(JOB), HERE, GENERATION, wanted, code=code)
     assert table_messages.look_up_from_header(table_messages.look_up_to_header(asked)) == asked
-    data = store.look_up(asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
+    data = lookups.look_up(store, asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
     rest, found = memoryview(bytes(data)), []
     for rows, dim in ((n[0], 3), (n[1], 3), (n[0], 1)):
         first = first_code(rest, rows, dim)
@@ -565,7 +567,7 @@ def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
         Caller(JOB), HERE, GENERATION, (RequestedRows(0, (PARTS[0],), (int((OWNER == 1).sum()),), (len(code),)),)
     )
     with pytest.raises(InvalidRequest, match="in partition 0"):
-        store.look_up(asked, np.frombuffer(code, np.uint8))
+        lookups.look_up(store, asked, np.frombuffer(code, np.uint8))
 
 
 # ---- layouts
@@ -625,7 +627,9 @@ FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, opt
 def test_jobs_of_which_rows_are_no_part_are_refused(stale: StaleRule, layout: JobLayout, text: str) -> None:
     store = made()
     with pytest.raises(InvalidRequest, match=text):
-        store.create(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
+        orders.create(
+            store, CreateRequest(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
+        )
     assert store.hosted() == []
 
 
@@ -741,7 +745,7 @@ def test_the_memory_of_tables_is_given_back_with_their_job() -> None:
     push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
     watched = [weakref.ref(table) for p in store.hosted()[0].partitions.values() for table in p.tables.values()]
     assert all(watched)
-    store.drop(JOB)
+    orders.drop(store, JOB)
     gc.collect()
     assert not any(ref() for ref in watched)
 

@@ -24,6 +24,8 @@ from shardyard.transport.shared_memory import SharedMemory
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
@@ -41,8 +43,8 @@ PAYLOAD_BYTES = 128
 def store() -> Iterator[Store]:
     made = Store(shareable=True)
     made.become(HERE, Term(1))
-    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1))
-    made.open(JOB, GENERATION)
+    orders.create(made, CreateRequest(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1)))
+    orders.open_partitions(made, JOB, GENERATION)
     yield made
     made.close()
 
@@ -308,13 +310,13 @@ def test_what_a_worker_writes_while_its_rows_are_applied_changes_nothing(
     wire = Wire(store)
     room = Room(wire)
     rows, data = pushed()
-    push = store.push
+    push = pushes.push
 
     def scribble(*given: Any) -> Any:
         room.memory.bytes[: Room.WANTED] = 0xFF
         return push(*given)
 
-    monkeypatch.setattr(store, "push", scribble)
+    monkeypatch.setattr(pushes, "push", scribble)
     wire.exchange(order(0, rows, rows_at=room.put(data)), DENSE)
     wanted, ids = asked()
     assert (taken(Wire(store).exchange(order(None, wanted=wanted), ids)[1])[1] == INITIAL - 1).all()
@@ -323,15 +325,18 @@ def test_what_a_worker_writes_while_its_rows_are_applied_changes_nothing(
 def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> None:
     store = Store(shareable=False)
     store.become(HERE, Term(1))
-    store.create(
-        JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, 11]
+    orders.create(
+        store,
+        CreateRequest(
+            JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, 11]
+        ),
     )
-    store.open(JOB, GENERATION)
+    orders.open_partitions(store, JOB, GENERATION)
     wire = Wire(store)
     room = Room(wire)
     wanted, ids = asked()
     said = order(
-        0, wanted=wanted, pace=SspReport(SspPhase.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED
+        0, wanted=wanted, ssp_report=SspReport(SspPhase.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED
     )
     result, _ = wire.exchange(said, DENSE)
     assert result.missing
@@ -353,21 +358,24 @@ def test_rows_come_with_the_values_and_not_before() -> None:
     store = Store(shareable=False)
     other = Incarnation(11)
     store.become(HERE, Term(1))
-    store.create(
-        JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, other]
+    orders.create(
+        store,
+        CreateRequest(
+            JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, other]
+        ),
     )
-    store.open(JOB, GENERATION)
+    orders.open_partitions(store, JOB, GENERATION)
     wanted, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)
     pace = SspReport(SspPhase.STEPS, 0, 1, 0)
-    result, found = ours.exchange(order(0, rows, wanted=wanted, pace=pace), DENSE + data + ids)
+    result, found = ours.exchange(order(0, rows, wanted=wanted, ssp_report=pace), DENSE + data + ids)
     assert result.missing
     assert sum(len(frame.data) for frame in found) == 0
     name = PushName(SourceKey(WorkerSource(other)), Token(0), 0, 0)
-    said = order(0, rows, name=name, caller=Caller(JOB, other), pull=None, pace=pace)
+    said = order(0, rows, name=name, caller=Caller(JOB, other), pull=None, ssp_report=pace)
     theirs.exchange(said, DENSE + data)
-    result, found = ours.exchange(order(None, wanted=wanted, pace=pace), ids)
+    result, found = ours.exchange(order(None, wanted=wanted, ssp_report=pace), ids)
     assert not result.missing
     assert (taken(found)[1] == INITIAL - 2).all()
     store.close()
@@ -431,10 +439,10 @@ def stepping() -> Iterator[tuple[Store, list[PushName]]]:
     """A synchronous job of two ranks, and the names of their parts of step 0."""
     made = Store(shareable=False)
     made.become(HERE, Term(1))
-    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2))
-    made.open(JOB, GENERATION)
+    orders.create(made, CreateRequest(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2)))
+    orders.open_partitions(made, JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
-    made.open_sources(made.hosted()[0], [(key, Token(1)) for key in keys])
+    pushes.open_sources(made.hosted()[0], [(key, Token(1)) for key in keys])
     yield made, [PushName(key, Token(1), 0, 0) for key in keys]
     made.close()
 
@@ -487,10 +495,12 @@ def test_rows_of_a_hybrid_job_ride_along_with_the_version_that_they_belong_to() 
     """A look-up waits for no step, but those that come along come with the values."""
     store = Store(shareable=False)
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2, rows_at_once=True))
-    store.open(JOB, GENERATION)
+    orders.create(
+        store, CreateRequest(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2, rows_at_once=True))
+    )
+    orders.open_partitions(store, JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
-    store.open_sources(store.hosted()[0], [(key, Token(1)) for key in keys])
+    pushes.open_sources(store.hosted()[0], [(key, Token(1)) for key in keys])
     wanted, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)

@@ -17,6 +17,8 @@ from shardyard.domain.pushes import ExchangeReply, GatheredPart, Outcome, PushKi
 from shardyard.wire import common_messages, push_messages
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_messages
+from shardyard_ps_server.hosting import orders, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from tests.unit.ps_server.service.test_exchanges import (
@@ -38,10 +40,10 @@ NORM = Clipping(norm=1.0)
 def server(clipping: Clipping = NORM, mode: UpdateMode = UpdateMode.SYNC) -> Store:
     found = Store()
     found.become(HERE, Term(1))
-    found.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, clipping=clipping))
-    found.open(JOB, GENERATION)
+    orders.create(found, CreateRequest(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, clipping=clipping)))
+    orders.open_partitions(found, JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
-    found.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
+    pushes.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
     return found
 
 
@@ -134,14 +136,24 @@ def test_verdict_that_one_partition_refuses_changes_none() -> None:
 
 def test_servers_do_not_clip_what_is_an_update_by_itself() -> None:
     with pytest.raises(InvalidRequest, match="clipping by servers in job 1, which is async"):
-        Store().create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.ASYNC, 0, clipping=NORM))
+        orders.create(
+            Store(),
+            CreateRequest(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.ASYNC, 0, clipping=NORM)),
+        )
 
 
 def test_job_is_not_given_again_with_other_clipping() -> None:
     store = server()
-    store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=NORM))
+    orders.create(
+        store, CreateRequest(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=NORM))
+    )
     with pytest.raises(InvalidRequest, match="bound, rules for stale gradients, clipping, backup workers or rows"):
-        store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=Clipping(norm=2.0)))
+        orders.create(
+            store,
+            CreateRequest(
+                JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=Clipping(norm=2.0))
+            ),
+        )
 
 
 # ---- the door

@@ -42,6 +42,8 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition as partitions
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -103,8 +105,8 @@ class Yard:
     def first(self, incarnation: Incarnation = FIRST) -> Store:
         """With checkpoint 1, of zeros."""
         store = self.empty(incarnation)
-        store.create(JOB, GENERATION, self.layout, OWNED, self.rules)
-        store.open(JOB, GENERATION)
+        orders.create(store, CreateRequest(JOB, GENERATION, self.layout, OWNED, self.rules))
+        orders.open_partitions(store, JOB, GENERATION)
         leases(store)
         self.save(store, 1)
         return store
@@ -113,7 +115,7 @@ class Yard:
         step = None if self.mode is UpdateMode.ASYNC else store.hosted()[0].partitions[OWNED[0]].describe()[0].number
         order = SaveRequest(number, step, 0, 0, oldest, frozenset(logs))
         generation = store.hosted()[0].generation
-        return store.save(COORDINATOR, store.incarnation, generation, order, str(self.checkpoints))
+        return orders.save(store, COORDINATOR, store.incarnation, generation, order, str(self.checkpoints))
 
     def successor(
         self,
@@ -135,7 +137,7 @@ class Yard:
             if each.partition in owned
         )
         restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail), job)
-        store.create(JOB, generation, self.layout, owned, self.rules, restore)
+        orders.create(store, CreateRequest(JOB, generation, self.layout, owned, self.rules, restore))
         return store
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ def leases(store: Store, token: int = 1) -> None:
     sources: list[Source] = [SHARD]
     if hosted.mode is UpdateMode.SYNC:
         sources = [RankSource(Rank(rank)) for rank in range(2)]
-    store.open_sources(hosted, [(SourceKey(source), Token(token)) for source in sources])
+    pushes.open_sources(hosted, [(SourceKey(source), Token(token)) for source in sources])
 
 
 def order_of(
@@ -219,8 +221,8 @@ def payload_of(order: PushHeader) -> np.ndarray:
 
 
 def send(store: Store, order: PushHeader) -> set[Outcome]:
-    hosted = store.admit_push(order)
-    return {result.outcome for result in store.push(hosted, order, payload_of(order))}
+    hosted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, hosted, order, payload_of(order))}
 
 
 def push(store: Store, sequence: int, **said: object) -> set[Outcome]:
@@ -417,7 +419,7 @@ def test_what_was_passed_over_stays_so(yard: Yard) -> None:
     """A worker whose own pushes a restore has taken back goes on behind them (rule A11)."""
     first = yard.first()
     saved = yard.save(first, 2)
-    first.pass_over(COORDINATOR, FIRST, GENERATION, WORKER, 5)
+    orders.pass_over(first, COORDINATOR, FIRST, GENERATION, WORKER, 5)
     assert push(first, 5, source=WorkerSource(WORKER), token=0) == {Outcome.APPLIED}
     before = state(first)
     second = yard.successor(saved, 2, FIRST)
@@ -463,8 +465,11 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
     logs: list[Store] = []
     for incarnation, owned in ((FIRST, [OWNED[0]]), (SECOND, [OWNED[1]])):
         store = yard.empty(incarnation)
-        store.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
-        store.open(JOB, GENERATION)
+        orders.create(
+            store,
+            CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
+        orders.open_partitions(store, JOB, GENERATION)
         leases(store)
         logs.append(store)
     first, second = logs
@@ -478,7 +483,10 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
         1,
         {OWNED[0]: (FIRST,)},
     )
-    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore)
+    orders.create(
+        second,
+        CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore),
+    )
     assert state(second) == before
     push(second, 1)
     before = state(second)
@@ -486,8 +494,11 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
     third = yard.empty(THIRD)
     trails = {OWNED[0]: (FIRST, SECOND), OWNED[1]: (SECOND,)}
     restore = Restore(str(yard.checkpoints), entries, 1, trails)
-    third.create(
-        JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore
+    orders.create(
+        third,
+        CreateRequest(
+            JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore
+        ),
     )
     assert state(third) == before
 
@@ -533,8 +544,10 @@ def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -
     first = yard.first()
     saved = yard.save(first, 2)
     other = yard.empty(SECOND)
-    other.create(JOB, GENERATION, LAYOUT, [], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
-    other.open(JOB, GENERATION)
+    orders.create(
+        other, CreateRequest(JOB, GENERATION, LAYOUT, [], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    )
+    orders.open_partitions(other, JOB, GENERATION)
     taken: list[int] = []
     regions = other.hosted()[0].regions
     take = regions.take
@@ -570,8 +583,8 @@ def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
         payload[:] = 0xFF
 
     with failpoints.armed("wal.before_apply", scribble):
-        hosted = first.admit_push(order)
-        first.push(hosted, order, payload)
+        hosted = admission.admit_push(first, order)
+        pushes.push(first, hosted, order, payload)
     shared.close()
     before = state(first)
     assert np.isfinite(np.frombuffer(before[0][1])).all()
@@ -591,7 +604,7 @@ def test_any_prefix_of_a_log_holds_what_was_acknowledged(tmp_path: Path, mode: U
         sources: list[Source] = [RankSource(Rank(0)), RankSource(Rank(1))]
         if mode is UpdateMode.ASYNC:
             sources = [DataShardSource(0, 0, index) for index in range(4)]
-            first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+            pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
         barrier = threading.Barrier(len(sources))
         errors: list[BaseException] = []
 
@@ -618,7 +631,7 @@ def test_any_prefix_of_a_log_holds_what_was_acknowledged(tmp_path: Path, mode: U
 def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     first = yard.first()
     sources = [DataShardSource(0, 0, index) for index in range(6)]
-    first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+    pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
     syncs = []
     held, go = threading.Event(), threading.Event()
     fdatasync = os.fdatasync
@@ -663,10 +676,10 @@ def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.Mo
     thread.start()
     assert held.wait(30)
     wish = PullHeader(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
-    result, buffers = first.hold(first.admit_pull(wish), wish)
+    result, buffers = pulls.hold(admission.admit_pull(first, wish), wish)
     assert [part.version.number for part in result.parts] == [0, 0]
     buffers.release()
-    ((_, marks),) = first.read_ledger(first.hosted()[0], [(SourceKey(SHARD), Token(0))])
+    ((_, marks),) = pushes.read_ledger(first.hosted()[0], [(SourceKey(SHARD), Token(0))])
     assert [mark.next for mark in marks] == [0, 0]
     go.set()
     thread.join()
@@ -707,7 +720,7 @@ def test_pushes_take_effect_in_the_order_of_the_log(yard: Yard, monkeypatch: pyt
     first = yard.first()
     saved = yard.save(first, 2)
     sources = [DataShardSource(0, 0, index) for index in (1, 2)]
-    first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+    pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
     appended, go = threading.Event(), threading.Event()
     sync = Wal.sync
 
@@ -738,7 +751,7 @@ def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
     assert not takes_a_moment(order, first.hosted()[0])
     plain = Store()
     plain.become(FIRST, Term(2))
-    plain.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+    orders.create(plain, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
     assert takes_a_moment(order, plain.hosted()[0])
     plain.close()
 
@@ -810,15 +823,15 @@ def test_a_fenced_worker_and_an_old_generation_append_nothing(yard: Yard) -> Non
     first = yard.first()
     saved = yard.save(first, 2)
     order = order_of(first, 0)
-    hosted = first.admit_push(order)
-    first.fence([WORKER])
+    hosted = admission.admit_push(first, order)
+    orders.fence(first, [WORKER])
     with pytest.raises(StaleIncarnation):
-        first.push(hosted, order, payload_of(order))
+        pushes.push(first, hosted, order, payload_of(order))
     other = dataclasses.replace(order_of(first, 0), caller=Caller(JOB, Incarnation(11)))
-    hosted = first.admit_push(other)
+    hosted = admission.admit_push(first, other)
     hosted.generation = NEXT
     with pytest.raises(StaleGeneration):
-        first.push(hosted, other, payload_of(other))
+        pushes.push(first, hosted, other, payload_of(other))
     assert state(yard.successor(saved, 2, FIRST))[0][0] == 0
 
 
@@ -919,7 +932,7 @@ def test_a_log_that_fails_stops_its_server(yard: Yard, place: str) -> None:
         push(first, 0)
     assert len(yard.failures) == 1
     wish = PullHeader(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
-    _, buffers = first.hold(first.admit_pull(wish), wish)
+    _, buffers = pulls.hold(admission.admit_pull(first, wish), wish)
     assert not any(buffer.any() for _, buffer in buffers.buffers)
     buffers.release()
     with pytest.raises(NotReady, match="stops"):
@@ -1003,7 +1016,7 @@ def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) 
     yard.save(second, 4, oldest=3)
     assert not log_of(yard).folder.is_dir()
     assert log_of(yard, SECOND).folder.is_dir()
-    second.drop(JOB)
+    orders.drop(second, JOB)
     assert not list(yard.logs.path.glob("*/*"))
 
 
@@ -1023,8 +1036,10 @@ def test_rule_c2_server_whose_own_log_nobody_took_over_deletes_none_of_later_own
     """It was given up before there was a checkpoint, so values were given again, and nobody has read its log."""
     first = yard.first()
     second = yard.empty(SECOND)
-    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
-    second.open(JOB, NEXT)
+    orders.create(
+        second, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    )
+    orders.open_partitions(second, JOB, NEXT)
     leases(second)
     saved = yard.save(second, 2, logs=[SECOND])
     push(second, 0)
@@ -1054,7 +1069,7 @@ def test_fence_says_the_highest_generation_under_which_it_was_raised_or_nothing(
 def test_a_job_that_ends_leaves_no_log(yard: Yard) -> None:
     first = yard.first()
     push(first, 0)
-    first.drop(JOB)
+    orders.drop(first, JOB)
     assert not list(yard.logs.path.iterdir())
 
 
@@ -1071,7 +1086,10 @@ def test_a_server_without_a_folder_for_logs_refuses(yard: Yard) -> None:
     store = Store()
     store.become(FIRST, Term(2))
     with pytest.raises(InvalidRequest, match=r"yard\.wal"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            store,
+            CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
     assert not store.hosted()
     store.close()
 
@@ -1084,7 +1102,10 @@ def test_a_log_that_cannot_be_begun_leaves_nothing(yard: Yard, monkeypatch: pyte
 
     monkeypatch.setattr("shardyard_ps_server.wal.wal.os.write", full)
     with pytest.raises(StorageUnavailable, match="No space left"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            store,
+            CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
     assert not store.hosted()
     assert not yard.failures
 
@@ -1124,9 +1145,15 @@ def test_a_log_that_could_not_be_begun_is_begun_later(yard: Yard) -> None:
         raise OSError(28, "No space left on device")
 
     with failpoints.armed("wal.after_segment", full), pytest.raises(StorageUnavailable):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            store,
+            CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
     assert not log_of(yard).folder.exists()
-    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    orders.create(
+        store,
+        CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+    )
     assert log_of(yard).numbers() == [0]
 
 
@@ -1162,7 +1189,10 @@ def test_what_was_put_aside_is_deleted_after_a_week_and_nothing_else_is(yard: Ya
     os.utime(log_of(yard).folder, (0, 0))
     other = Store(logs=yard.logs)
     other.become(FIRST, Term(2))
-    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    orders.create(
+        other,
+        CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+    )
     other.close()
     (aside,) = (each for each in log_of(yard).folder.parent.iterdir() if "of-another-yard" in each.name)
     for strange in ("3.of-another-yard-", "notes.txt", "3.of-another-yard-00000000x"):
@@ -1189,18 +1219,21 @@ def test_log_of_a_server_that_was_gone_when_the_job_ended_is_put_aside(
     read, unread, living = yard.first(), yard.empty(THIRD), yard.empty(Incarnation(9))
     saved = yard.save(read, 2)
     for store in (unread, living):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            store,
+            CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
     last = yard.successor(saved, 2, FIRST)
     read.close()
     unread.close()
     job = log_of(yard).folder.parent
-    last.drop(JOB)
+    orders.drop(last, JOB)
     kept = {each.name for each in job.iterdir()}
     assert len(kept) == 2
     assert f"{Incarnation(9):x}" in kept
     (aside,) = (each for each in job.iterdir() if each.name.startswith(f"{THIRD:x}.of-an-ended-job-"))
     assert str(aside) in caplog.text
-    living.drop(JOB)
+    orders.drop(living, JOB)
     assert {each.name for each in job.iterdir()} == {aside.name}
     assert yard.logs.delete_aside(aside.stat().st_mtime + ASIDE_KEPT_S) == [aside]
     assert not job.exists()
@@ -1209,7 +1242,10 @@ def test_log_of_a_server_that_was_gone_when_the_job_ended_is_put_aside(
 def test_log_that_is_deleted_is_locked_until_it_is_gone(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another server would put aside what is left of it."""
     first, second = yard.first(), yard.empty(SECOND)
-    second.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    orders.create(
+        second,
+        CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+    )
     remove, seen = LogFiles.remove, []
 
     def slowly(files: LogFiles) -> None:
@@ -1218,9 +1254,9 @@ def test_log_that_is_deleted_is_locked_until_it_is_gone(yard: Yard, monkeypatch:
         remove(files)
 
     monkeypatch.setattr(LogFiles, "remove", slowly)
-    first.drop(JOB)
+    orders.drop(first, JOB)
     assert seen == [None]
-    second.drop(JOB)
+    orders.drop(second, JOB)
     assert not list(yard.logs.path.glob("*/*"))
 
 
@@ -1232,25 +1268,31 @@ def values_of(store: Store, fill: float) -> None:
     order = PushHeader(caller, store.incarnation, hosted.generation, name, PushKind.VALUES, parts, 0.0, ())
     payload = aligned_empty(order.payload_bytes)
     payload.view(np.float64)[:] = fill
-    store.initialize(store.admit_push(order), order, payload)
+    pushes.initialize(store, admission.admit_push(store, order), order, payload)
 
 
 def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> None:
     """Another server has died before the first checkpoint."""
     first = yard.empty(FIRST)
-    first.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    orders.create(
+        first,
+        CreateRequest(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+    )
     values_of(first, 1.0)
-    first.open(JOB, GENERATION)
+    orders.open_partitions(first, JOB, GENERATION)
     old = order_of(first, 0)
     yard.save(first, 1, oldest=0)
 
     def create(generation: Generation, owned: Sequence[PartitionId] = OWNED) -> None:
-        first.create(JOB, generation, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            first,
+            CreateRequest(JOB, generation, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
 
     before = first.hosted()[0]
-    admitted = first.admit_push(old)
+    admitted = admission.admit_push(first, old)
     create(NEXT)
-    for late in (lambda: send(first, old), lambda: first.push(admitted, old, payload_of(old))):
+    for late in (lambda: send(first, old), lambda: pushes.push(first, admitted, old, payload_of(old))):
         with pytest.raises(StaleGeneration):
             late()
     with pytest.raises(StaleGeneration):
@@ -1260,7 +1302,7 @@ def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> No
     assert {each[1:] for each in state(first).values()} == {(bytes(128), bytes(128), ())}
     values_of(first, 2.0)
     create(NEXT)
-    first.open(JOB, NEXT)
+    orders.open_partitions(first, JOB, NEXT)
     leases(first)
     assert before is not first.hosted()[0]
     saved = yard.save(first, 2, oldest=0)
@@ -1273,9 +1315,12 @@ def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> No
 
 def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     first = yard.empty(FIRST)
-    first.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+    orders.create(
+        first,
+        CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+    )
     values_of(first, 1.0)
-    first.open(JOB, GENERATION)
+    orders.open_partitions(first, JOB, GENERATION)
     before = state(first)
 
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -1284,11 +1329,16 @@ def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monke
     with monkeypatch.context() as patch:
         patch.setattr("shardyard_ps_server.hosting.provisioning.Partition", refuse)
         with pytest.raises(TooLarge):
-            first.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+            orders.create(
+                first,
+                CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+            )
     assert state(first) == before
     leases(first)
     with pytest.raises(InvalidRequest, match=r"partition 0 of job 1\.1 to begin anew, which has counted work"):
-        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            first, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        )
     assert push(first, 0) == {Outcome.APPLIED}
 
 
@@ -1297,7 +1347,10 @@ def test_yards_that_share_a_folder_of_logs_do_not_share_a_log(yard: Yard) -> Non
     push(first, 0)
     other = yard.empty(FIRST)
     with pytest.raises(StorageUnavailable, match="of another yard writes the log"):
-        other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
+        orders.create(
+            other,
+            CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL)),
+        )
     assert push(first, 1) == {Outcome.APPLIED}
 
 
@@ -1309,7 +1362,7 @@ def test_a_run_that_begins_with_a_high_checkpoint_of_another_begins_segments_of_
     send(run, order_of(run, 0, source=own.source, token=0))
     saved = yard.save(run, 1)
     assert log_of(yard, SECOND).numbers() == [1], "the one before it is not needed"
-    run.forget(COORDINATOR, SECOND, NEXT, [], [WORKER], Token(0))
+    orders.forget_sources(run, COORDINATOR, SECOND, NEXT, [], [WORKER], Token(0))
     third = yard.successor(saved, 1, SECOND, incarnation=THIRD, life=3, generation=Generation(NEXT + 1))
     assert [each[:3] for each in state(third).values()] == [each[:3] for each in state(run).values()]
 

@@ -40,6 +40,7 @@ from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard.wire import push_messages
+from shardyard_ps_server.hosting import admission, pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.tables import disk_tier
 from shardyard_ps_server.tables.memory.budget import Budget
@@ -163,8 +164,8 @@ def some(store: Store, sequence: int, seed: int = 0, tables: int = len(TABLES)) 
 
 
 def send(store: Store, order: PushHeader, rows: np.ndarray) -> set[Outcome]:
-    hosted = store.admit_push(order)
-    return {result.outcome for result in store.push(hosted, order, payload_of(order), rows)}
+    hosted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, hosted, order, payload_of(order), rows)}
 
 
 def push_rows(
@@ -287,7 +288,7 @@ def test_any_prefix_of_a_log_has_the_rows_that_were_acknowledged(tmp_path: Path,
         first = yard.first()
         saved = yard.save(first, 2)
         sources = [DataShardSource(0, 0, index) for index in range(4)]
-        first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+        pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
         errors = run(
             [lambda s=s, i=i: [push_rows(first, n, seed=10 * seed + i, source=s) for n in range(6)]
              for i, s in enumerate(sources)]
@@ -324,7 +325,7 @@ def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None
     order, rows = order_with(first, dataclasses.replace(order_of(first, 0), shared_at=0), some(first, 0))
     payload = shared.bytes[: order.payload_bytes]
     payload[:] = payload_of(order)
-    first.push(first.admit_push(order), order, payload, rows)
+    pushes.push(first, admission.admit_push(first, order), order, payload, rows)
     shared.close()
     then = everything(first)
     assert table_of(first, 0).rows
@@ -399,7 +400,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
     first = yard.first()
     saved = yard.save(first, 2)
     other = DataShardSource(0, 0, 1)
-    first.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
+    pushes.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
     old, fresh = ids_of(0, 2), ids_of(0, 4, begin=2)
     push_rows(first, 0, [(AGING, OWNED[0], old)])
     for sequence in range(1, 3):
@@ -574,7 +575,7 @@ def test_a_table_that_pushes_on_their_way_fill_refuses_the_next_before_it_is_rec
         first = yard.first()
         saved = yard.save(first, 2)
         other = DataShardSource(0, 0, 1)
-        first.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
+        pushes.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
         errors: list[BaseException] = []
 
         def fill() -> None:

@@ -17,6 +17,7 @@ from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import RankSource
 from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.values.versions import NO_BYTES
 from shardyard_ps_server.wal.records import RecordKind
@@ -52,7 +53,7 @@ def told(store: Store, number: int) -> list[GatheredPart]:
     hosted = store.hosted()[0]
     owned = tuple(sorted(hosted.partitions))
     wish = PullHeader(Caller(JOB, WORKER), store.incarnation, hosted.generation, owned, number + 1, exactly=True)
-    result, held = store.hold(store.admit_pull(wish), wish)
+    result, held = pulls.hold(admission.admit_pull(store, wish), wish)
     held.release()
     return list(result.gathered)
 
@@ -67,7 +68,7 @@ def verdict_of(store: Store, number: int) -> StepVerdict:
 
 def bring(store: Store, verdict: StepVerdict, worker: Incarnation = WORKER) -> None:
     order = order_of(store, 0, worker=worker)
-    store.take_verdict(store.admit(order.caller, order.server, order.generation), order, verdict)
+    pushes.take_verdict(store, admission.admit(store, order.caller, order.server, order.generation), order, verdict)
 
 
 def take_step(store: Store, number: int) -> None:
@@ -191,14 +192,14 @@ def test_who_may_not_write_brings_no_verdict(yard: Yard) -> None:
     first = yard.first()
     step(first, 0)
     verdict = verdict_of(first, 0)
-    first.fence([WORKER])
+    orders.fence(first, [WORKER])
     with pytest.raises(StaleIncarnation):
         bring(first, verdict)
     order = order_of(first, 0, worker=Incarnation(11))
-    hosted = first.admit(order.caller, order.server, order.generation)
+    hosted = admission.admit(first, order.caller, order.server, order.generation)
     hosted.generation = type(hosted.generation)(hosted.generation + 1)  # since it was admitted
     with pytest.raises(StaleGeneration):
-        first.take_verdict(hosted, order, verdict)
+        pushes.take_verdict(first, hosted, order, verdict)
     hosted.generation = order.generation
     with pytest.raises(InvalidRequest):
         bring(first, StepVerdict(1, verdict.square_norm), Incarnation(11))

@@ -1,0 +1,126 @@
+"""How rows of tables are looked up on this server, or read as a whole.
+
+In: requests, with the ids of rows as encoded bytes. Out: the rows, one after the other, float32 or coded. A look-up
+changes nothing but one thing: rows that a worker has looked up do not expire before its push (`rows_in_flight`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from shardyard.codecs.rows.row_values import encode_rows
+from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId
+from shardyard.domain.pulls import LookupRequest, RequestedRows, RowCode
+from shardyard.domain.tables.row_ids import Ids
+from shardyard_ps_server.hosting.admission import admit, check_requested_rows
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.pulls import now_ms
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import RowsToRead
+from shardyard_ps_server.rows.lookups_in_flight import TablePart
+from shardyard_ps_server.rows.partition_tables import Floats, RowQuery, read_all_ids, table_at
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
+
+NO_WORKER: Final = Incarnation(0)
+
+
+def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
+    """The rows of a request outside of an exchange, as `find_rows`. Raises InvalidRequest, MalformedPayload, TooLarge,
+    NotReady if there are no first values or a version does not come in time, NotFound if it has passed."""
+    hosted = admit(store, request.caller, request.server, request.generation, reads=True)
+    hosted.check_open()
+    check_requested_rows(hosted, request.wanted, code=request.code)
+    until = time.monotonic() + request.wait_ms / 1000
+    queries = decode_queries(hosted, request.wanted, encoded_ids)
+    worker = request.caller.incarnation
+    found = find_rows(store, hosted, queries, request.number, until, request.code, request.pin, worker=worker)
+    store.count_sent(len(found))
+    hosted.check_generation(request.generation)  # partitions may have gone back, or moved, meanwhile
+    return found
+
+
+def decode_queries(hosted: HostedJob, requested: Sequence[RequestedRows], encoded_ids: Bytes) -> list[RowQuery]:
+    """Decodes the ids of a look-up. Raises MalformedPayload, InvalidRequest."""
+    announced = sum([sum(each.id_bytes) for each in requested])
+    if announced != len(encoded_ids):
+        raise MalformedPayload(f"{len(encoded_ids)} bytes of ids; announced {announced}")
+    found, at = [], 0
+    for each in requested:
+        ends = [*itertools.accumulate(each.id_bytes, initial=at)]
+        parts = [*zip(each.partitions, each.rows, ends, ends[1:], strict=False)]
+        all_ids = read_all_ids(hosted.layout, each.table, parts, encoded_ids)
+        found += [RowQuery(each.table, number, ids) for number, ids in zip(each.partitions, all_ids, strict=True)]
+        at = ends[-1]
+    return found
+
+
+def find_rows(
+    store: Store,
+    hosted: HostedJob,
+    queries: Sequence[RowQuery],
+    number: int | None = None,
+    until: float = 0.0,
+    code: RowCode = RowCode.FLOAT32,
+    pin: bytes = b"",
+    into: Bytes | None = None,
+    *,
+    worker: Incarnation = NO_WORKER,
+) -> Bytes:
+    """The rows, one after the other, float32 or coded. In a synchronous job all rows of a partition have one version.
+
+    `number`: that version; it is waited for until `until` (time.monotonic); None: the newest. `pin`: the version that
+    a reader has pinned. `into`: the worker's memory, of the right size, for rows that are not coded. `worker`: may push
+    the rows later, and until then they do not expire. Raises what Partition.look_up and look_up_held raise.
+    """
+    if worker != NO_WORKER and hosted.protects_looked_up_rows:
+        hosted.rows_in_flight.begin(worker, [(TablePart(partition, table), ids) for table, partition, ids in queries])
+        if store.is_fenced(worker):  # since it was admitted
+            hosted.rows_in_flight.forget([worker])
+    dims = [hosted.layout.tables[each.table].dim for each in queries]
+    nbytes = 4 * sum([dim * each.ids.size for dim, each in zip(dims, queries, strict=True)])
+    found, at = aligned_empty(nbytes) if into is None else into, 0
+    by_partition: dict[PartitionId, list[RowsToRead]] = {}
+    answers: list[Floats] = []
+    for dim, (table, partition, ids) in zip(dims, queries, strict=True):
+        rows = found[at : at + 4 * dim * ids.size].view(np.float32).reshape(ids.size, dim)
+        by_partition.setdefault(partition, []).append(RowsToRead(table, ids, rows))
+        answers.append(rows)
+        at += rows.nbytes
+    pinned = hosted.pins.rows(pin, list(by_partition), now_ms()) if pin else {}
+    for partition, of_partition in by_partition.items():
+        if pin:
+            holder, version = pinned[partition]
+            holder.look_up_held(of_partition, version)
+        else:
+            hosted.find(partition).look_up(of_partition, number, until)
+    if code is not RowCode.FLOAT32:
+        found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
+    return found
+
+
+def read_rows(
+    store: Store,
+    caller: Caller,
+    server: Incarnation,
+    generation: Generation,
+    number: PartitionId,
+    table: int,
+    pin: bytes = b"",
+) -> Iterator[tuple[Ids, Floats]]:
+    """All rows of a table in one partition, in pieces, as they are between two updates. `pin`: as they were in the
+    version that a reader has pinned. Raises NotReady while another caller reads them, NotFound, VersionPassed."""
+    hosted = admit(store, caller, server, generation, reads=True)
+    hosted.check_open()
+    table_at(hosted.layout.tables, table)
+    if pin:
+        holder, version = hosted.pins.rows(pin, [number], now_ms())[number]
+        yield from holder.items_held(table, version)
+        return
+    for chunk in hosted.find(number).items(table):
+        yield chunk.ids[: chunk.values.shape[0]], chunk.values

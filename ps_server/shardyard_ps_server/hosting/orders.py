@@ -1,0 +1,222 @@
+"""What the coordinator orders: partitions created, opened, saved or dropped; members fenced; sources forgotten.
+
+Each order may come again and then changes nothing. `admission.check_coordinator` has refused the orders of a
+coordinator that was replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import InvalidRequest, NotReady
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Token
+from shardyard.domain.push_names import DoneDataShards, SourceKey, WorkerSource
+from shardyard.storage.storage import open_storage
+from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting import provisioning
+from shardyard_ps_server.hosting.admission import admit
+from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
+from shardyard_ps_server.hosting.pulls import reclaim_all
+from shardyard_ps_server.hosting.ssp_clock import SspClock
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.values.versions import NO_BYTES
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.replay import pass_over_head
+
+
+def fence(store: Store, incarnations: Iterable[int]) -> None:
+    """Refuses these members from now on. What they had recorded before counts, and is applied when this returns."""
+    fenced = {Incarnation(number) for number in incarnations}
+    with store.lock:
+        fresh = fenced - store.identity.fenced
+        store.identity.fenced.update(fresh)
+    for hosted in store.hosted() if fresh else ():
+        for incarnation in sorted(fresh):
+            reclaim_all(store, hosted, incarnation)
+        hosted.rows_in_flight.forget(fresh)
+        if hosted.wal is not None:
+            with suppress(NotReady):
+                hosted.wal.drain()
+    for hosted in store.hosted():
+        if hosted.ssp_clock is not None:  # an order to expect them may have come after they were fenced
+            hosted.ssp_clock.forget(fenced)
+
+
+# ---- partitions
+
+
+def create(store: Store, request: CreateRequest) -> None:
+    """Takes partitions over, with zeros for values or as a checkpoint has them.
+
+    Partitions that are here stay as they are, unless the request restores them; then they get a new life. A higher
+    generation takes away the partitions that the request does not name. A job with logs that is given a higher
+    generation without a checkpoint starts empty. The same request again changes nothing.
+
+    Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises, and has
+    then changed nothing.
+    """
+    _check_create(store, request)
+    job = request.job
+    store.loops.begin(job, request.layout, request.rules.stale, request.rules.clipping)
+    if request.restore.entries:  # they are open at once; the coordinator waits long for this call
+        store.loops.await_loaded(job, wait_ms=None)
+    elif request.layout.tables:
+        store.loops.await_loaded(job)
+    with store.creating:
+        with store.lock:
+            hosted = store.jobs.get(job)
+        changes_mode = hosted is not None and hosted.changes_mode(request)
+        if hosted is not None and not changes_mode:
+            hosted.check_same_job(request)
+            blank = set(request.owned) - set(hosted.partitions) - {entry.partition for entry in request.restore.entries}
+            if hosted.open and blank and not hosted.starts_empty(request):
+                raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
+        loaded = provisioning.load(store, None if changes_mode else hosted, request)
+        if hosted is not None and not changes_mode and not hosted.starts_empty(request):
+            if hosted.ssp_clock is not None:
+                hosted.ssp_clock.set_bound(request.staleness, request.switches)
+                if request.generation > hosted.generation:  # otherwise they were announced before
+                    hosted.ssp_clock.expect(request.working)
+            provisioning.give(store, hosted, request, loaded)
+            return
+        ssp_clock = None
+        if request.rules.mode is UpdateMode.ASYNC:
+            ssp_clock = SspClock(request.staleness, request.switches)
+            ssp_clock.expect(request.working)
+        wal = None if hosted is None else hosted.wal
+        begun = provisioning.begin(store, request, loaded, ssp_clock, wal)
+        with store.lock:
+            store.jobs[job] = begun
+        if hosted is not None:
+            hosted.pins.clear()
+            if changes_mode:
+                hosted.generation = request.generation  # partitions now refuse pushes that were admitted before
+                hosted.release_partitions()
+            hosted.regions.close()
+
+
+def _check_create(store: Store, request: CreateRequest) -> None:
+    job, layout, rules, staleness = request.job, request.layout, request.rules, request.staleness
+    if staleness is not None and (rules.mode is UpdateMode.SYNC or staleness > limits.STALENESS_MAX):
+        raise InvalidRequest(f"a staleness of {staleness} in job {job}, which is {rules.mode.value}")
+    rules.check(job, layout)
+    request.restore.check(job, rules)
+    if any(partition >= len(layout.partitions) for partition in request.owned):
+        raise InvalidRequest(f"partitions {list(request.owned)} of a layout with {len(layout.partitions)}")
+    if rules.logged and store.logs is None:
+        raise InvalidRequest(
+            f"partitions of job {job}, which wants a log, on a server that keeps none",
+            todo="give the server a folder for logs (yard.wal), or set job.durability to checkpoint",
+        )
+
+
+def open_partitions(store: Store, job: JobId, generation: Generation) -> None:
+    """First values are complete: pushes and pulls may begin. Raises NotReady while the job's loops are compiled."""
+    hosted = store.find(job)
+    hosted.check_generation(generation)
+    store.loops.await_loaded(job)
+    for number in sorted(hosted.partitions):
+        hosted.partitions[number].open()
+    hosted.open = True
+
+
+def drop(store: Store, job: JobId) -> None:
+    """Forgets a job that has ended, and deletes its log."""
+    with store.lock:
+        hosted = store.jobs.pop(job, None)
+    if hosted is not None:
+        hosted.pins.clear()
+        hosted.regions.close()
+        if hosted.wal is not None:
+            hosted.wal.close(remove=True)
+            assert store.logs is not None
+            store.logs.end_job(job, store.incarnation)
+
+
+# ---- checkpoints, ledgers, staleness
+
+
+def save(
+    store: Store, caller: Caller, server: Incarnation, generation: Generation, request: SaveRequest, url: str
+) -> list[Saved]:
+    """Writes all partitions of a job into a checkpoint. A job with a log begins a new segment of it before. Raises what
+    Saver.save raises."""
+    hosted = admit(store, caller, server, generation, reads=True)
+    hosted.check_open()
+    if (request.step is None) is (hosted.mode is UpdateMode.SYNC):
+        how = "without" if request.step is None else "at"
+        raise InvalidRequest(f"a checkpoint of job {hosted.job}, which is {hosted.mode.value}, {how} a step")
+    if hosted.wal is not None:
+        with hosted.wal.admission:
+            hosted.wal.rotate(request.number)
+        hosted.wal.prune(request.oldest)
+        assert store.logs is not None
+        store.logs.prune(job=hosted.job, server=store.incarnation, generation=generation, needed=request.logs)
+    partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+    # with a log, between steps: a part of the next step that is in the old segment would be lost
+    saved = hosted.saver.save(partitions, request, open_storage(url), between=hosted.wal is not None)
+    hosted.check_generation(generation)  # otherwise some may have been saved before a restore, others after it
+    return saved
+
+
+def forget_sources(
+    store: Store,
+    caller: Caller,
+    server: Incarnation,
+    generation: Generation,
+    done: Sequence[DoneDataShards],
+    workers: Sequence[Incarnation],
+    floor: Token,
+) -> None:
+    """Rule A7. `workers` have left, and are refused from now on. Raises InvalidRequest in a synchronous job: tokens of
+    ranks live as long as the job."""
+    hosted = admit(store, caller, server, generation, reads=True)
+    if hosted.mode is UpdateMode.SYNC:
+        raise InvalidRequest(f"sources to be forgotten in job {hosted.job}, which is sync")
+    fence(store, workers)
+    with hosted.quiescent():
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].forget(done, workers, floor, partial(hosted.check_generation, generation))
+
+
+def pass_over(
+    store: Store, caller: Caller, server: Incarnation, generation: Generation, worker: Incarnation, next_sequence: int
+) -> None:
+    """Rule A11: a worker's own source goes on at `next_sequence`, past pushes that a restore has lost. Raises
+    InvalidRequest in a synchronous job, which computes them again."""
+    hosted = admit(store, caller, server, generation, reads=True)
+    if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
+        raise InvalidRequest(
+            f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}",
+            why="ranks are computed again",
+        )
+    key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)
+    if hosted.wal is None:
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].pass_over(key, next_sequence, check_current)
+        return
+    with hosted.wal.admission:
+        check_current()
+        ticket = hosted.wal.append(RecordKind.PASS_OVER, pass_over_head(worker, next_sequence), NO_BYTES)
+    hosted.wal.sync(ticket)
+    with hosted.wal.turn(ticket):
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].pass_over(key, next_sequence, lambda: None)  # checked when it was appended
+
+
+def set_staleness(
+    store: Store, caller: Caller, server: Incarnation, generation: Generation, staleness: int | None, switches: int
+) -> None:
+    """Changes the bound of an asynchronous job; None: there is no bound. `switches` numbers the job's mode switches: an
+    order of an earlier switch changes nothing. Raises InvalidRequest."""
+    hosted: HostedJob = admit(store, caller, server, generation, reads=True)
+    clock = hosted.ssp_clock
+    if clock is None or (staleness is not None and staleness > limits.STALENESS_MAX):
+        raise InvalidRequest(f"a staleness of {staleness} in job {hosted.job}, which is {hosted.mode.value}")
+    if not clock.agrees(staleness, switches):
+        raise InvalidRequest(f"a staleness of {staleness} in job {hosted.job}, where that switch has set {clock.bound}")
+    clock.set_bound(staleness, switches)

@@ -1,0 +1,177 @@
+"""How values of this server are handed out: for a moment, for a worker in shared memory, or pinned for a reader.
+
+In: admitted pulls. Out: the buffers of versions, which nobody writes until they are released. A pull waits at most
+`wait_ms`, for its version and for slower workers (`ssp_clock`), then says what is missing. Nothing here changes values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from shardyard.domain.consistency import SspReport, UpdateMode
+from shardyard.domain.errors import InvalidRequest, StaleGeneration
+from shardyard.domain.ids import Incarnation, JobId, Version
+from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader
+from shardyard.domain.pushes import ExchangeReply, GatheredPart
+from shardyard_ps_server.hosting.admission import admit
+from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
+from shardyard_ps_server.hosting.pins import await_pin
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.values.versions import Bytes
+
+
+def report_progress(store: Store, hosted: HostedJob, worker: Incarnation, report: SspReport) -> int | None:
+    """Notes how far a worker is, after its push was counted. Gives the clock of a worker that joins. Raises
+    InvalidRequest in a synchronous job."""
+    if hosted.ssp_clock is None:
+        raise InvalidRequest(f"the progress of worker {worker} in job {hosted.job}, which is {hosted.mode.value}")
+    clock = hosted.ssp_clock.report(worker, report)
+    if store.is_fenced(worker):  # since it was admitted
+        hosted.ssp_clock.forget([worker])
+    return clock
+
+
+def hold(hosted: HostedJob, pull: PullHeader, report: SspReport | None = None) -> tuple[ExchangeReply, HeldValues]:
+    """Waits for what an admitted pull asks for, at most `pull.wait_ms`. With a `report` it also waits for slower
+    workers. Gives one buffer for each partition, or none if something is missing. The caller releases or lends them."""
+    if pull.pin:
+        return _hold_pinned(hosted, pull)
+    until = time.monotonic() + pull.wait_ms / 1000
+    if not hosted.open:
+        first = Version(1, 0)
+        missing = [NotReadyPart(p, first, pull.number, "first values from the initializer") for p in pull.partitions]
+        time.sleep(min(pull.wait_ms, 50) / 1000)
+        return ExchangeReply(missing=tuple(missing)), HeldValues()
+    if hosted.ssp_clock is not None and report is not None:
+        waits_for = hosted.ssp_clock.await_slower(pull.caller.incarnation, report, until)
+        if waits_for:
+            newest = [(number, hosted.find(number).describe()[0]) for number in pull.partitions]
+            missing = [NotReadyPart(number, version, pull.number, waits_for) for number, version in newest]
+            return ExchangeReply(missing=tuple(missing)), HeldValues()
+    held: list[tuple[Partition, Bytes]] = []
+    parts: list[PulledPart] = []
+    missing = []
+    gathered: list[GatheredPart] = []
+    try:
+        for number in pull.partitions:
+            partition = hosted.find(number)
+            found = partition.hold(pull.number, pull.exactly, until)
+            if hosted.rules.clipping.norm and pull.exactly and pull.number:
+                part = partition.gathered(pull.number - 1)
+                gathered += [] if part is None else [part]
+            if isinstance(found, NotReadyPart):
+                missing.append(found)
+                continue
+            version, buffer = found
+            held.append((partition, buffer))
+            parts.append(PulledPart(number, version))
+    except BaseException:
+        HeldValues(tuple(held)).release()
+        raise
+    if missing:
+        HeldValues(tuple(held)).release()
+        return ExchangeReply(missing=tuple(missing), gathered=tuple(gathered)), HeldValues()
+    return ExchangeReply(parts=tuple(parts), gathered=tuple(gathered)), HeldValues(tuple(held))
+
+
+def _hold_pinned(hosted: HostedJob, pull: PullHeader) -> tuple[ExchangeReply, HeldValues]:
+    found = hosted.pins.hold(pull.pin, pull.partitions, now_ms())
+    parts = tuple([PulledPart(partition.id, version) for partition, version, _ in found])
+    return ExchangeReply(parts=parts), HeldValues(tuple([(partition, buffer) for partition, _, buffer in found]))
+
+
+# ---- buffers that workers on this machine read
+
+
+def lend(store: Store, hosted: HostedJob, worker: Incarnation, held: HeldValues) -> None:
+    """A worker reads these buffers in shared memory. They come back at its exchange after the next (`reclaim`)."""
+    with store.lock:
+        fenced = worker in store.identity.fenced
+        if not fenced:
+            hosted.lent.setdefault(worker, deque()).append(held)
+    if fenced:
+        held.release()
+
+
+def reclaim(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
+    """A worker has begun its next exchange: it no longer reads what was lent before the last answer."""
+    with store.lock:
+        lent = hosted.lent.get(worker, ())
+        done = [lent.popleft() for _ in range(len(lent) - 1)] if isinstance(lent, deque) else []
+    for held in done:
+        held.release()
+
+
+def reclaim_all(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
+    """A worker has detached or was declared dead."""
+    with store.lock:
+        lent = hosted.lent.pop(worker, ())
+    for held in lent:
+        held.release()
+    _forget_base(hosted, worker)
+
+
+def keep_base(store: Store, hosted: HostedJob, worker: Incarnation, reply: ExchangeReply, held: HeldValues) -> None:
+    """Keeps the values that a worker computes on next, if the job compensates stale gradients. They are kept until the
+    worker's next push, or until it is refused."""
+    if hosted.rules.stale is None or not hosted.rules.stale.compensation:
+        return
+    for part, (partition, buffer) in zip(reply.parts, held.buffers, strict=False):  # no buffers if some are missing
+        partition.keep(worker, part.version, buffer)
+    if store.is_fenced(worker):  # since it was admitted
+        _forget_base(hosted, worker)
+
+
+def _forget_base(hosted: HostedJob, worker: Incarnation) -> None:
+    if hosted.rules.stale is not None:
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].keep_no_more(worker)
+
+
+# ---- versions that readers pin
+
+
+def pin(store: Store, request: PinRequest) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
+    """Pins a version of all partitions of a job here. Gives what the pin has, or what it still lacks. The same request
+    again renews the lease. Raises InvalidRequest (facts: newest) if that version has passed, NotFound if it will not
+    come, NotReady, TooLarge."""
+    hosted = admit(store, request.caller, request.server, request.generation, reads=True)
+    hosted.check_open()
+    partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+    if (request.number is None) is (hosted.mode is UpdateMode.SYNC):
+        how = "without" if request.number is None else "at"
+        newest = max((each.describe()[0].number for each in partitions), default=0)
+        raise InvalidRequest(
+            f"a pin of job {hosted.job}, which is {hosted.mode.value}, {how} a version",
+            todo="name one that comes (sync), or none (async)",
+            facts={"newest": str(newest)} if request.number is None else {},
+        )
+    taken = hosted.pins.take(
+        request.pin, partitions, request.number, now_ms=now_ms(), lease_ms=request.lease_ms, rows=request.rows
+    )
+    try:
+        hosted.check_generation(request.generation)  # partitions may have moved since they were looked up
+    except StaleGeneration:
+        hosted.pins.release(request.pin)
+        raise
+    return await_pin(taken, time.monotonic() + request.wait_ms / 1000)
+
+
+def unpin(store: Store, job: JobId, name: bytes) -> None:
+    """Releases a pin. If it does not exist, nothing happens."""
+    with store.lock:
+        hosted = store.jobs.get(job)
+    if hosted is not None:
+        hosted.pins.release(name)
+
+
+def expire_pins(store: Store) -> None:
+    """Releases the pins of readers whose lease has run out."""
+    for hosted in store.hosted():
+        hosted.pins.expire(now_ms())
+
+
+def now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,240 @@
+"""How a push reaches the partitions of this server, and what is recorded before.
+
+In: admitted headers with complete payloads. Out: one result for each part. All parts of a push are validated before
+one is applied (rule A4). With a log, the push is durable before it is applied, and whether it counts is decided when
+its record is appended: records before it are the only thing that can change the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from shardyard.domain import limits
+from shardyard.domain.errors import Internal
+from shardyard.domain.failpoints import failpoint
+from shardyard.domain.ids import PartitionId, Token
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.push_names import SourceKey, Watermark
+from shardyard.domain.pushes import PartResult, PushHeader, PushKind, StepVerdict
+from shardyard_ps_server.hosting.admission import check_still_admitted
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.lookups_in_flight import TablePart
+from shardyard_ps_server.rows.partition_tables import PushedTableRows, unpack_pushed
+from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_empty
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.replay import bases_of, open_head, pieces_of, push_head, verdict_head
+from shardyard_ps_server.wal.row_records import said_of, with_times
+from shardyard_ps_server.wal.wal import Wal
+
+Work = tuple[Partition, Contribution]
+
+POOL_BYTES_MIN: Final = limits.MIB
+"""Pushes of at least this size use several threads, one partition each."""
+
+
+def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
+    """Sets first values: for each partition all of its values or none; or first rows, over those that it has."""
+
+    def check_current() -> None:
+        check_still_admitted(store, hosted, header)
+
+    if header.rows:
+        for partition, given in _rows_by_partition(hosted.layout, header, rows).items():
+            hosted.find(partition).set_rows(given, check_current)
+        return
+    for part, piece in pieces_of(header, payload):
+        hosted.find(part).set_values(piece, check_current)
+
+
+def push(
+    store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES
+) -> tuple[PartResult, ...]:
+    """Applies each part of a push once, in its partition's turn. `rows`: the bytes of its table rows."""
+    by_partition = _rows_by_partition(hosted.layout, header, rows) if header.rows else {}
+    if hosted.wal is not None and header.shared_at is not None:
+        payload = _aligned_copy(payload)  # the log and the update must read the same (rule C5)
+    groups = header.groups if header.kind is PushKind.GRADIENT else None
+    work: list[Work] = []
+    coded = any(part.code_bytes for part in header.parts)
+    for part, (partition, piece), base in zip(header.parts, pieces_of(header, payload), bases_of(header), strict=True):
+        target = hosted.find(partition)
+        if coded and not part.code_bytes and len(piece):
+            piece = _aligned_copy(piece)  # the code before it may end at any byte
+        full, present = target.unpack(part, piece)
+        table_rows = by_partition.get(partition, ())
+        contribution = Contribution(
+            header.weight, groups, full, present, base, header.overflow, table_rows, header.table_groups
+        )
+        work.append((target, contribution))
+    failpoint("push.before_apply")
+    if hosted.wal is None:
+        results = _apply(store, hosted, header, work)
+    else:
+        results = _record_and_apply(store, hosted.wal, hosted, header, payload, work, rows)
+    if hosted.protects_looked_up_rows:
+        pushed = [(TablePart(number, each.table), each.ids) for number, some in by_partition.items() for each in some]
+        hosted.rows_in_flight.end(header.caller.incarnation, pushed)
+    failpoint("push.before_reply")
+    sent = len(payload) if header.shared_at is None else 0
+    store.count_push(results, sent + (len(rows) if header.rows_at is None else 0))
+    return results
+
+
+def _apply(store: Store, hosted: HostedJob, header: PushHeader, work: Sequence[Work]) -> tuple[PartResult, ...]:
+    if len(work) > 1:
+        for target, contribution in work:
+            target.check_push(header.name, contribution)
+
+    def check_current() -> None:
+        check_still_admitted(store, hosted, header)
+
+    try:
+        return _push_all(store, header, work, check_current)
+    finally:
+        _report_torn(store, [target for target, _ in work])
+
+
+def _record_and_apply(
+    store: Store, wal: Wal, hosted: HostedJob, header: PushHeader, payload: Bytes, work: Sequence[Work], rows: Bytes
+) -> tuple[PartResult, ...]:
+    """As `_apply`, after the push is durable. Appending decides whether it counts, and which rows expire with it."""
+    with ExitStack() as over:
+        with wal.admission:
+            check_still_admitted(store, hosted, header)
+            if header.rows and any(target.is_close_to_full(each) for target, each in work):
+                wal.drain()
+            for target, contribution in work:
+                target.check_push(header.name, contribution)
+            decided: list[Work] = []
+            for target, contribution in work:
+                decided.append((target, target.await_push(contribution)))
+                over.callback(target.end_push, decided[-1][1])
+            expired, codes = said_of([(target.id, each.gone) for target, each in decided])
+            timed_rows = with_times(header.rows, [(target.id, each.rows) for target, each in decided])
+            head = push_head(replace(header, rows=timed_rows, expired=expired))
+            ticket = wal.append(RecordKind.PUSH, head, payload, rows, *codes)
+        wal.sync(ticket)
+        with wal.turn(ticket):
+            try:
+                return _push_all(store, header, decided, _checked_at_append)
+            except BaseException as error:
+                torn = _torn([target for target, _ in decided])
+                if torn is not None:  # the log and the partitions differ now
+                    raise torn.anew() from error
+                raise
+
+
+def _push_all(
+    store: Store, header: PushHeader, work: Sequence[Work], check_current: Callable[[], None]
+) -> tuple[PartResult, ...]:
+    works = [partial(target.push, header.name, each, check_current) for target, each in work]
+    if header.payload_bytes + header.rows_bytes >= POOL_BYTES_MIN:
+        return tuple(store.pool.run(works))
+    return tuple([each() for each in works])
+
+
+def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: StepVerdict) -> None:
+    """Gives a step's verdict to the partitions that wait for it. Raises InvalidRequest, TooLarge, and NotReady if the
+    log has failed."""
+    owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+    waiting = [partition for partition in owned if partition.awaits(verdict)]
+    if not waiting:
+        return
+    if hosted.wal is None:
+        _give_verdict(store, waiting, verdict, partial(check_still_admitted, store, hosted, header))
+        return
+    with hosted.wal.admission:
+        check_still_admitted(store, hosted, header)
+        head = verdict_head(verdict, [partition.id for partition in waiting])
+        ticket = hosted.wal.append(RecordKind.VERDICT, head, NO_BYTES)
+    hosted.wal.sync(ticket)
+    with hosted.wal.turn(ticket):
+        _give_verdict(store, waiting, verdict, _checked_at_append)
+
+
+def _give_verdict(
+    store: Store, partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]
+) -> None:
+    works = [partial(partition.take_verdict, verdict, check_current) for partition in partitions]
+    try:
+        if sum([partition.payload_bytes for partition in partitions]) >= POOL_BYTES_MIN:
+            store.pool.run(works)
+            return
+        for work in works:
+            work()
+    finally:
+        _report_torn(store, partitions)
+
+
+def open_sources(
+    hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
+) -> list[tuple[SourceKey, list[Watermark]]]:
+    """Writes tokens to all partitions, and gives their watermarks (rule A5). Raises StaleToken, TooLarge, and
+    InvalidRequest for a source that this job cannot have."""
+    for key, _ in sources:
+        hosted.check_leased(key)
+    if hosted.wal is None:
+        _check_tokens(hosted, sources)
+        return _open_all(hosted, sources)
+    generation = hosted.generation
+    with hosted.wal.admission:
+        hosted.check_generation(generation)
+        _check_tokens(hosted, sources)
+        ticket = hosted.wal.append(RecordKind.OPEN, open_head(sources), NO_BYTES)
+    hosted.wal.sync(ticket)
+    with hosted.wal.turn(ticket):
+        return _open_all(hosted, sources)
+
+
+def _check_tokens(hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]) -> None:
+    for key, token in sources:
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].check_open(key, token)
+
+
+def _open_all(hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]) -> list[tuple[SourceKey, list[Watermark]]]:
+    return [
+        (key, [hosted.partitions[p].open_source(key, token) for p in sorted(hosted.partitions)])
+        for key, token in sources
+    ]
+
+
+def read_ledger(
+    hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
+) -> list[tuple[SourceKey, list[Watermark]]]:
+    return [(key, [hosted.partitions[p].watermark(key) for p in sorted(hosted.partitions)]) for key, _ in sources]
+
+
+def _checked_at_append() -> None:
+    """A recorded push was checked when it was appended."""
+
+
+def _rows_by_partition(layout: JobLayout, header: PushHeader, rows: Bytes) -> dict[PartitionId, list[PushedTableRows]]:
+    """The table rows of a push, all of them checked."""
+    found: dict[PartitionId, list[PushedTableRows]] = {}
+    for partition, each in unpack_pushed(layout, header.rows, rows):
+        found.setdefault(partition, []).append(each)
+    return found
+
+
+def _report_torn(store: Store, partitions: Sequence[Partition]) -> None:
+    torn = _torn(partitions)
+    if torn is not None:
+        store.on_failure(torn)
+
+
+def _torn(partitions: Sequence[Partition]) -> Internal | None:
+    return next((each.torn for each in partitions if each.torn is not None), None)
+
+
+def _aligned_copy(piece: Bytes) -> Bytes:
+    copy = aligned_empty(len(piece))
+    copy[:] = piece
+    return copy
