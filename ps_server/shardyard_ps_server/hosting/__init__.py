@@ -3,8 +3,9 @@
 In: requests of `service`, as domain values. Out: the outcome of a push, the values of a pull, or a refusal that
 changed nothing. Incarnation, generation and term are checked here, before any partition is touched.
 
-Read `store` first: admission, pushes, pulls, orders. `hosted_job` is one job's partitions. `provisioning` makes
-partitions and restores them from checkpoints and logs. `pins` holds versions for readers. `clocks` counts workers'
-steps and `pacing` makes values wait for the slowest (bounded staleness). `thread_pool` applies the partitions of one
-push in parallel.
+Read `store` first: the state that all requests share. Then the functions over it: `admission` says who may ask;
+`pushes`, `pulls` and `lookups` serve workers and readers; `orders` carries out what the coordinator decides.
+`hosted_job` is one job's partitions. `provisioning` makes partitions and restores them from checkpoints and logs.
+`pins` holds versions for readers. `ssp_clock` makes values wait for the slowest worker (bounded staleness).
+`thread_pool` applies the partitions of one push in parallel.
 """

@@ -19,7 +19,7 @@ from shardyard.config import configuration
 from shardyard.domain.ids import Rank
 from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_ps_server.hosting import pulls, pushes
+from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.strategies import SyncStrategy
 from shardyard_worker.exchange.server_group import PullSpec, PushRequest
@@ -205,11 +205,11 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
 
         router._exchange(bring, lambda: "a verdict to be brought", pushes=False)
         first.close()
-        pushes.push(second, {f"v{index}": torch.ones(8) for index in range(4)})  # on standby: it does not count
+        second.push({f"v{index}": torch.ones(8) for index in range(4)})  # on standby: it does not count
         assert (second.step, second.gradient_norm) == (1, None)
         expected = torch.full((8,), -NORM / (math.sqrt(32.0) + 1e-6))
         assert all(torch.allclose(value, expected, rtol=1e-6) for value in second.pull().values())
-        pushes.push(second, {f"v{index}": torch.ones(8) for index in range(4)})
+        second.push({f"v{index}": torch.ones(8) for index in range(4)})
         assert (second.step, second.gradient_norm) == (2, math.sqrt(32.0))
         second.close()
     finally:

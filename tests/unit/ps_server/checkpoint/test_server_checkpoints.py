@@ -676,7 +676,7 @@ def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
     other.become(HERE, Term(2))
     restore = Restore(str(tmp_path), entries(save(store, tmp_path, 1)), job=wrote)
     orders.create(other, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore))
-    found = other.read_ledger(
+    found = pushes.read_ledger(
         other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
     )
     assert [{mark.next for mark in marks} for _, marks in found] == [{next_sequence}, {1}]
