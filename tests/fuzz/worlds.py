@@ -151,12 +151,12 @@ class ServerWorld:
                 cut.release()  # which has the tables too
                 found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting, _rows(partition)))
             jobs.append((hosted.job, hosted.generation, hosted.open, tuple(hosted.partitions), found))
-        standing, counters = self.store._standing, self.store.counters
+        standing, counters = self.store.identity, self.store.counters
         return standing.incarnation, frozenset(standing.fenced), jobs, counters.pushes_applied, counters.streams
 
     def settle(self) -> bool:
         # a term that was heard stays, as it shall; the next calls are of the first one again
-        self.store._standing.term = Term(shop.TERM)
+        self.store.identity.term = Term(shop.TERM)
         return False
 
     def close(self) -> None:

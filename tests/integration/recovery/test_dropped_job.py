@@ -8,6 +8,7 @@ import torch
 from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.hosting import orders
 from shardyard_worker.job import job as worker
 
 
@@ -38,7 +39,7 @@ def test_promise_7_worker_whose_servers_dropped_the_job_says_why_though_a_heartb
 
         monkeypatch.setattr(job._session._enrolment, "beat", beat)
         for server in yard._servers:
-            server.store.drop(job._session.caller.job)
+            orders.drop(server.store, job._session.caller.job)
         value.grad = torch.ones(3)
         with pytest.raises(errors.ServerLost, match=r"server 1\.3 was silent"):
             optimizer.step()

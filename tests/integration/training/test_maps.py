@@ -19,6 +19,8 @@ from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting import orders
+from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_worker.data.feeds import SyncFeed
 from shardyard_worker.job import job as worker
@@ -61,7 +63,7 @@ class Yard:
             incarnation = server.store.incarnation
             order = SaveRequest(self._number, step, 0, 0)
             caller = Caller(self._job.id)
-            for saved in server.store.save(caller, incarnation, self._map.generation, order, str(self._folder)):
+            for saved in orders.save(server.store, caller, incarnation, self._map.generation, order, str(self._folder)):
                 version = Version(2, saved.version.number)
                 self._entries.append(PartitionEntry(saved.partition, version, (saved.file,)))
 
@@ -74,15 +76,18 @@ class Yard:
         self._yard.network.leave(map_.by_server()[dead.store.incarnation][0].address)
         generation = Generation(map_.generation + 1)
         entries = tuple(entry for entry in self._entries if whole or entry.partition in lost)
-        living.store.create(
-            job.id,
-            generation,
-            job.deployment.layout,
-            [owner.partition for owner in map_.owners],
-            UpdateRules(
-                UpdateMode.SYNC if job.ranks is not None else UpdateMode.ASYNC, job.settings.logical_rank_count
+        orders.create(
+            living.store,
+            CreateRequest(
+                job.id,
+                generation,
+                job.deployment.layout,
+                [owner.partition for owner in map_.owners],
+                UpdateRules(
+                    UpdateMode.SYNC if job.ranks is not None else UpdateMode.ASYNC, job.settings.logical_rank_count
+                ),
+                Restore(str(self._folder), entries, job=job.id),
             ),
-            Restore(str(self._folder), entries, job=job.id),
         )
         owners = [PartitionOwner(o.partition, Incarnation(living.store.incarnation), address) for o in map_.owners]
         job.deployment.map = dataclasses.replace(map_, generation=generation, owners=tuple(owners))

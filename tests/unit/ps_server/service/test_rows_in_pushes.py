@@ -158,7 +158,7 @@ def test_rows_come_in_any_of_their_codes(code: RowCode) -> None:
 
 def test_rows_beside_a_payload_in_shared_memory() -> None:
     store = server()
-    store._shareable = True
+    store.shareable = True
     store.hosted()[0].regions = type(store.hosted()[0].regions)(128, shareable=True)
     shared = SharedMemory(4096, read_only=False)
     try:
