@@ -9,12 +9,13 @@ from shardyard.config.settings import JobSettings
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableSpec
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Record
-from shardyard_coordinator.service.status import JobStatus, describe
+from shardyard_coordinator.service.status import describe
 
 
 class MachineYard:
@@ -80,7 +81,7 @@ class MachineYard:
         agent = self.register(MemberRole.AGENT, f"a:{worker}")
         self.handle(events.ExitReported(agent, pid, -9))
 
-    def job(self) -> JobStatus:
+    def job(self) -> wire.JobStatus:
         return describe(self.machine, self.now_ms).jobs[-1]
 
     # ---- another machine

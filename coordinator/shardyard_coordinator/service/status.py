@@ -1,213 +1,189 @@
-"""The state of a yard as people see it, read off a machine.
+"""The state of the machine as the messages that people are shown.
 
-Owns: nothing. Invariant: reading changes nothing. Must not know: messages, how they are shown.
+Owns: nothing. Invariant: reading changes nothing. Must not know: how it is shown.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-from shardyard.domain.consistency import Consistency, Stop, UpdateMode
-from shardyard.domain.errors import NotFound, ShardyardError
-from shardyard.domain.ids import Incarnation, JobId, MemberRole, Rank, Term
-from shardyard.domain.layout.layouts import PartitionMap
-from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.errors import NotFound
+from shardyard.domain.ids import JobId
 from shardyard.domain.variables import VariableKind
-from shardyard_coordinator.core.effects import JobState
+from shardyard.transport.error_codes import to_detail
+from shardyard.wire import common_messages, layout_messages, lease_messages
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.machine.job import Job
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.members.membership import Member
 from shardyard_coordinator.members.progress import Report
-from shardyard_coordinator.storage.checkpoint_book import Committed
+from shardyard_coordinator.service.rpcs import parts
 from shardyard_coordinator.storage.recovery import Restored
-from shardyard_coordinator.work.feeds import FeedCounts, FeedSpec, QuarantinedBatch
 
 FEEDS_SHOWN_MAX: Final = 16
+_UINT32_MAX: Final = (1 << 32) - 1
+_UINT64_MAX: Final = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class MemberStatus:
-    incarnation: Incarnation
-    role: MemberRole
-    address: str
-    host: str
-    pid: int
-    release: str
-    last_seen_ms_ago: int
-    job: JobId | None
-    report: Report
-    waiting_for: str
-    ranks: tuple[Rank, ...]
-    not_finite: int
-    dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchStatus:
-    """What a job was switched to last. `servers`: all of them go by it; `behind`: workers that do not yet; `step`: of
-    one that goes over to updates of another kind, the step before which it does, 0: workers say how far they have come;
-    `draining`: what is to be done before it goes over to steps."""
-
-    consistency: Consistency
-    servers: bool
-    behind: tuple[Incarnation, ...]
-    step: int | None = None
-    draining: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
-    newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed; `staleness`:
-    its bound, if it has one; `not_finite`: gradients that were not, and do not count; `local_steps`: of a round, where
-    steps are local; `rows_at_once`: in hybrid mode; `evaluation`, `best`: what
-    evaluators have reported last, and kept; `switch`: of a job that was switched."""
-
-    job: JobId
-    name: str
-    state: JobState
-    failure: ShardyardError | None
-    mode: UpdateMode
-    logical_ranks: int
-    workers: int
-    step: int
-    samples: int
-    samples_per_s: float
-    metrics: tuple[tuple[str, float], ...]
-    map: PartitionMap | None
-    feeds: tuple[FeedCounts, ...]
-    parameters: int
-    payload_bytes: int
-    lost_pushes: int
-    residuals_lost: int
-    residual_lost_norm: float
-    waits: tuple[str, ...]
-    checkpoint: Committed | None
-    restored: Restored | None
-    recovering: bool
-    staleness: int | None
-    local_steps: int | None
-    rows_at_once: bool
-    stop: Stop | None
-    not_finite: int
-    workers_quarantined: int
-    evaluation: Evaluation | None
-    best: Best | None
-    readers: int
-    dropped: int
-    switch: SwitchStatus | None
-    tables: tuple[tuple[TableSettings, int], ...] = ()
-    """Each with the rows that servers have said last that they have."""
-
-
-@dataclass(frozen=True, slots=True)
-class YardStatus:
-    term: Term
-    uptime_ms: int
-    members: tuple[MemberStatus, ...]
-    jobs: tuple[JobStatus, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantineStatus:
-    """The batches of a job that do not count, and what the order of their feeds' samples is made from."""
-
-    seed: int
-    batches: tuple[QuarantinedBatch, ...]
-    feeds: tuple[tuple[int, FeedSpec], ...]
-
-
-def list_quarantined(machine: Machine, number: JobId) -> QuarantineStatus:
-    """Raises NotFound."""
-    job = next((job for job in machine.jobs if job.id == number), None)
-    if job is None:
-        raise NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status` for its jobs")
-    batches = tuple(job.feeds.quarantined())
-    feeds = sorted({each.feed for each in batches})
-    return QuarantineStatus(job.settings.seed, batches, tuple((feed, job.feeds.spec(feed)) for feed in feeds))
-
-
-def describe(machine: Machine, now_ms: int) -> YardStatus:
+def describe(machine: Machine, now_ms: int) -> wire.StatusReply:
+    """Members and jobs; the caller adds what the machine does not know. Sums over workers stop at the largest number
+    that travels."""
     jobs = {job.id: job for job in machine.jobs}
-    return YardStatus(
+    return wire.StatusReply(
         term=machine.term,
         uptime_ms=machine.uptime_ms(now_ms),
-        members=tuple(
+        members=[
             _member(member, jobs.get(member.job) if member.job is not None else None, now_ms)
             for member in machine.members
-        ),
-        jobs=tuple(_job(job, machine.waits.of(job.id, now_ms), now_ms) for job in jobs.values()),
+        ],
+        jobs=[_job(job, machine.waits.of(job.id, now_ms), now_ms) for job in jobs.values()],
     )
 
 
-def _member(member: Member, job: Job | None, now_ms: int) -> MemberStatus:
+def list_quarantined(machine: Machine, number: JobId) -> wire.ListQuarantinedReply:
+    """The batches of a job that do not count, and what the order of their feeds' samples is made from. Raises
+    NotFound."""
+    job = next((job for job in machine.jobs if job.id == number), None)
+    if job is None:
+        raise NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status` for its jobs")
+    reply = wire.ListQuarantinedReply(seed=job.settings.seed)
+    for each in job.feeds.quarantined():
+        reply.batches.add(
+            feed=each.feed,
+            epoch=each.epoch,
+            source=common_messages.source_to_wire(each.condemned.source),
+            sequence=each.condemned.sequence,
+            begin=each.begin,
+            end=each.end,
+            deaths=each.condemned.deaths,
+            parameter=each.condemned.parameter,
+            worker=each.condemned.worker,
+        )
+    for feed in sorted({batch.feed for batch in reply.batches}):
+        spec = job.feeds.spec(feed)
+        reply.feeds.add(feed=feed, samples=spec.samples, shuffle=spec.shuffle)
+    return reply
+
+
+def _member(member: Member, job: Job | None, now_ms: int) -> wire.MemberStatus:
     registration = member.registration
-    return MemberStatus(
+    report = Report() if job is None else job.progress.of(member.incarnation)
+    return wire.MemberStatus(
         incarnation=member.incarnation,
-        role=member.role,
+        role=common_messages.role_to_wire(member.role),
         address=member.address,
         host=registration.host,
         pid=registration.pid,
         release=registration.release,
         last_seen_ms_ago=max(0, now_ms - member.last_seen_ms),
-        job=member.job,
-        report=Report() if job is None else job.progress.of(member.incarnation),
+        job=member.job or 0,
+        step=report.step,
+        samples=report.samples,
         waiting_for=member.waiting_for,
         ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
         not_finite=0 if job is None else job.not_finite.of(member.incarnation),
-        dropped=0 if job is None else job.counting.dropped_by(member.incarnation),
+        dropped=0 if job is None else min(job.counting.dropped_by(member.incarnation), _UINT64_MAX),
     )
 
 
-def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStatus:
-    layout = job.deployment.layout
+def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
+    layout, map_ = job.deployment.layout, job.deployment.map
     variables = () if layout is None else layout.variables
-    return JobStatus(
+    consistency = job.settings.consistency
+    return wire.JobStatus(
         job=job.id,
         name=job.settings.name,
-        state=job.state,
-        failure=job.failure,
-        mode=job.settings.consistency.mode.updates,
+        state=parts.STATES[job.state],
+        failure=None if job.failure is None else to_detail(job.failure),
+        mode=common_messages.mode_to_wire(consistency.mode.updates),
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
+        staleness=consistency.bound,
+        local_steps=consistency.local_steps,
+        rows_at_once=consistency.rows_at_once,
         workers=len(job.workers),
         step=job.progress.step,
-        samples=job.samples,
+        samples=min(job.samples, _UINT64_MAX),
         samples_per_s=0.0 if job.state.ended else job.progress.samples_per_s(now_ms),
-        metrics=job.progress.metrics,
-        map=job.deployment.map,
-        feeds=job.feed_counts(FEEDS_SHOWN_MAX),
+        metrics=parts.metrics(job.progress.metrics),
+        map=None if map_ is None else layout_messages.map_to_wire(map_),
+        feeds=[
+            wire.FeedStatus(
+                feed=feed.feed,
+                samples=feed.samples,
+                epochs=feed.epochs,
+                free=min(feed.free, _UINT32_MAX),
+                leased=feed.leased,
+                done=min(feed.done, _UINT32_MAX),
+                finished=feed.finished,
+                quarantined=feed.quarantined,
+            )
+            for feed in job.feed_counts(FEEDS_SHOWN_MAX)
+        ],
         parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
         payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
-        lost_pushes=job.lost.count,
         residuals_lost=job.residuals.count,
         residual_lost_norm=job.residuals.norm,
+        lost_pushes=min(job.lost.count, _UINT64_MAX),
         waits=waits,
-        checkpoint=job.keeping.book.committed,
-        restored=job.keeping.restored,
+        checkpoint=parts.checkpoint(job.keeping.book.committed),
+        restored=None if job.keeping.restored is None else _restored(job.keeping.restored),
         recovering=job.keeping.recovery.needed,
-        staleness=job.settings.consistency.bound,
-        local_steps=job.settings.consistency.local_steps,
-        rows_at_once=job.settings.consistency.rows_at_once,
-        stop=job.stopping.stop,
         not_finite=job.not_finite.count,
         workers_quarantined=job.not_finite.quarantined,
-        evaluation=job.evaluations.latest,
-        best=job.evaluations.best,
+        stop=parts.stop(job.stopping.stop),
+        consistency=_switch(job),
+        evaluation=None if job.evaluations.latest is None else _evaluation(job.evaluations.latest),
+        best=None if job.evaluations.best is None else _best(job.evaluations.best),
         readers=len(job.readers),
-        dropped=job.counting.dropped,
-        tables=() if layout is None else tuple(zip(layout.tables, job.rows, strict=True)),
-        switch=_switch(job),
+        dropped=min(job.counting.dropped, _UINT64_MAX),
+        tables=[
+            wire.TableStatus(name=table.name, dim=table.dim, optimizer=table.optimizer, rows=min(rows, _UINT64_MAX))
+            for table, rows in (() if layout is None else zip(layout.tables, job.rows, strict=True))
+        ],
     )
 
 
-def _switch(job: Job) -> SwitchStatus | None:
+def _switch(job: Job) -> wire.SwitchStatus | None:
+    """What the job was switched to last. None: it never was."""
     switching, halting = job.switching, job.halting
     if halting.wanted is not None and not job.state.ended:
-        behind, step = halting.missing(job.workers), halting.step or 0
-        return SwitchStatus(halting.wanted, False, behind, step, job.going_over.draining)
+        return wire.SwitchStatus(
+            consistency=lease_messages.consistency_to_wire(halting.wanted),
+            behind=halting.missing(job.workers),
+            step=halting.step or 0,
+            draining=job.going_over.draining,
+        )
     if not switching.latest.number:
         return None
-    behind = () if job.state.ended else switching.behind(job.workers)
-    return SwitchStatus(switching.latest, not switching.is_under_way, behind)
+    return wire.SwitchStatus(
+        consistency=lease_messages.consistency_to_wire(switching.latest),
+        servers=not switching.is_under_way,
+        behind=() if job.state.ended else switching.behind(job.workers),
+    )
+
+
+def _evaluation(evaluation: Evaluation) -> wire.EvaluationStatus:
+    return wire.EvaluationStatus(
+        step=evaluation.step, metrics=parts.metrics(evaluation.metrics), reported_s=evaluation.reported_s
+    )
+
+
+def _best(best: Best) -> wire.KeptBest:
+    return wire.KeptBest(
+        metric=best.metric,
+        lowest=best.lowest,
+        value=best.value,
+        step=best.step,
+        url=best.url,
+        reported_s=best.reported_s,
+    )
+
+
+def _restored(restored: Restored) -> wire.RestoredStatus:
+    return wire.RestoredStatus(
+        checkpoint=wire.CheckpointStatus(number=restored.checkpoint, step=restored.step, created_s=restored.created_s),
+        partitions=restored.partitions,
+        leased_again=restored.leased_again,
+        logs=restored.logs,
+    )

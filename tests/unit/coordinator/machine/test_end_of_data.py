@@ -217,9 +217,9 @@ def test_standing_says_what_a_recovery_has_brought_back() -> None:
     yard.handle(events.CheckpointTaken(yard.caller.job, draft.number, draft.number, 7, created_s=1_700_000_000))
     finished(yard)
     (job,) = describe(yard.machine, yard.now_ms).jobs
-    assert job.checkpoint is not None
+    assert job.HasField("checkpoint")
     assert (job.checkpoint.number, job.checkpoint.step, job.checkpoint.created_s) == (draft.number, 7, 1_700_000_000)
-    assert job.restored is None
+    assert not job.HasField("restored")
     yard.server = yard.add_server()
     (job,) = describe(yard.machine, yard.now_ms).jobs
     assert job.recovering
@@ -227,6 +227,9 @@ def test_standing_says_what_a_recovery_has_brought_back() -> None:
     yard.handle(events.PartitionsRestored(yard.caller.job, generation))
     (job,) = describe(yard.machine, yard.now_ms).jobs
     assert not job.recovering
-    partitions = len(job.map.owners) if job.map is not None else 0
+    partitions = len(job.map.owners)
     # the data shard was closed after the checkpoint, so it is leased once more
-    assert job.restored == Restored(draft.number, 7, 1_700_000_000, partitions, 1, logs=False)
+    restored = Restored(draft.number, 7, 1_700_000_000, partitions, 1, logs=False)
+    assert yard.machine.jobs[-1].keeping.restored == restored
+    assert (job.restored.checkpoint.number, job.restored.checkpoint.step) == (draft.number, 7)
+    assert (job.restored.partitions, job.restored.leased_again, job.restored.logs) == (partitions, 1, False)

@@ -218,7 +218,7 @@ def test_committed_values_are_opened_even_if_the_initializer_dies(yard: Yard) ->
     assert len([each for each in found if isinstance(each, effects.OpenPartitions)]) == 2
     assert not yard.beat(second.incarnation).initializer
     yard.handle(events.PartitionsOpened(first.job))
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
 
 
 # ---- members go
@@ -310,16 +310,16 @@ def test_last_worker_that_leaves_ends_the_job(yard: Yard) -> None:
     yard.run(caller)
     yard.handle(events.MemberLeft(caller.incarnation, ""))
     assert len(yard.wanted(effects.DropJob)) == 2
-    assert yard.job().state is JobState.FINISHED
+    assert yard.machine.jobs[-1].state is JobState.FINISHED
 
 
 def test_last_worker_that_leaves_by_an_error_fails_the_job(yard: Yard) -> None:
     first, second = yard.join(), yard.join()
     yard.run(first)
     yard.handle(events.MemberLeft(first.incarnation, "ValueError: x"))
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
     yard.handle(events.MemberLeft(second.incarnation, "ValueError: y"))
-    job = yard.job()
+    job = yard.machine.jobs[-1]
     assert job.state is JobState.FAILED
     assert isinstance(job.failure, WorkerFailed)
     assert "ValueError: y" in job.failure.what
@@ -334,7 +334,7 @@ def test_worker_that_comes_late_finds_the_work_done(yard: Yard) -> None:
     late = yard.join(settings)
     assert late.job == first.job
     yard.handle(events.MemberLeft(late.incarnation, ""))
-    assert yard.job().state is JobState.FINISHED
+    assert yard.machine.jobs[-1].state is JobState.FINISHED
 
 
 def test_job_that_nobody_joins_any_more_is_finished_after_a_while(yard: Yard) -> None:
@@ -343,9 +343,9 @@ def test_job_that_nobody_joins_any_more_is_finished_after_a_while(yard: Yard) ->
     yard.run(first)
     yard.handle(events.MemberLeft(first.incarnation, ""))
     yard.advance(LATE_MS - 100, *yard.servers)
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
     yard.advance(100, *yard.servers)
-    assert yard.job().state is JobState.FINISHED
+    assert yard.machine.jobs[-1].state is JobState.FINISHED
 
 
 def finish_data(yard: Yard, caller: Caller) -> None:
@@ -371,9 +371,9 @@ def test_job_whose_last_worker_died_when_all_was_done_is_finished(yard: Yard, go
     assert yard.job().workers == 1
     yard.advance(LEASE_MS + 200, *yard.servers)
     assert yard.job().workers == 0
-    assert yard.job().state is (JobState.FINISHED if goodbyes == 2 else JobState.RUNNING)
+    assert yard.machine.jobs[-1].state is (JobState.FINISHED if goodbyes == 2 else JobState.RUNNING)
     yard.advance(LATE_MS, *yard.servers)
-    assert yard.job().state is JobState.FINISHED
+    assert yard.machine.jobs[-1].state is JobState.FINISHED
 
 
 def test_job_whose_last_worker_died_before_all_was_done_waits_for_another(yard: Yard) -> None:
@@ -383,16 +383,16 @@ def test_job_whose_last_worker_died_before_all_was_done_waits_for_another(yard: 
     yard.handle(events.FeedOpened(early, 0, FEED))
     yard.handle(events.MemberLeft(early.incarnation, ""))
     yard.advance(LEASE_MS + LATE_MS, *yard.servers)
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
 
 
 def test_job_whose_workers_all_died_fails_after_its_idle_time(yard: Yard) -> None:
     caller = yard.join()
     yard.run(caller)
     yard.advance(LEASE_MS + SETTINGS.idle_ms - 200, *yard.servers)
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
     yard.advance(300, *yard.servers)
-    job = yard.job()
+    job = yard.machine.jobs[-1]
     assert job.state is JobState.FAILED
     assert job.failure is not None
     assert f"worker {caller.incarnation}, was silent" in job.failure.what
@@ -482,7 +482,8 @@ def test_progress_outlives_the_workers_that_made_it(yard: Yard) -> None:
     yard.beat(second.incarnation, Report(step=5, samples=500))
     yard.handle(events.MemberLeft(first.incarnation, ""))
     job = yard.job()
-    assert (job.step, job.samples, job.metrics) == (7, 1_200, (("loss", 0.5),))
+    assert (job.step, job.samples) == (7, 1_200)
+    assert [(each.name, each.value) for each in job.metrics] == [("loss", 0.5)]
 
 
 def test_rate_is_that_of_the_last_seconds(yard: Yard) -> None:

@@ -133,13 +133,13 @@ def test_batches_whose_gradient_is_not_finite_do_not_count_and_are_listed_with_t
     assert yard.report(yard.one, SHARD, lease.token, 3, 4) == DECIDED, "a range that was accumulated"
     assert yard.condemned() == [(SHARD, 1), (SHARD, 3), (SHARD, 4)]
     found = status.list_quarantined(yard.machine, yard.job_id)
-    assert [(each.begin, each.end, each.condemned.parameter, each.condemned.worker) for each in found.batches] == [
+    assert [(each.begin, each.end, each.parameter, each.worker) for each in found.batches] == [
         (10, 20, "w", yard.one),
         (30, 40, "w", yard.one),
         (40, 50, "w", yard.one),
     ]
     shown = status.describe(yard.machine, 0)
-    assert [member.not_finite for member in shown.members if member.role is MemberRole.WORKER] == [2, 0]
+    assert [member.not_finite for member in shown.members if member.role == wire.ROLE_WORKER] == [2, 0]
     assert (shown.jobs[0].not_finite, shown.jobs[0].workers_quarantined) == (2, 0)
     assert any(
         f"worker {yard.one}, step 41, data shard 0.0.0 #1: the gradient of 'w' is not finite; it does not count" in told

@@ -17,7 +17,7 @@ from shardyard_coordinator.flows.readers import END_MS, SILENT_MS
 from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.service.rpcs import jobs
-from shardyard_coordinator.service.status import JobStatus, describe
+from shardyard_coordinator.service.status import describe
 from tests.support.machine_yards import MachineYard
 
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
@@ -25,6 +25,7 @@ SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 READER, OTHER = bytes(16), bytes(15) + b"1"
 FOUND = Evaluation(7, (("accuracy", 0.5), ("loss", 1.25)), 1_700)
 KEPT = Best("accuracy", False, 0.5, 7, "/data/digits/best", 1_700)
+KEPT_MESSAGE = wire.KeptBest(metric="accuracy", value=0.5, step=7, url="/data/digits/best", reported_s=1_700)
 
 
 class Yard(MachineYard):
@@ -68,7 +69,7 @@ class Yard(MachineYard):
         return self.wanted(effects.DropJob)
 
     @property
-    def standing(self) -> JobStatus:
+    def standing(self) -> wire.JobStatus:
         return describe(self.machine, self.now_ms).jobs[-1]
 
 
@@ -241,7 +242,12 @@ def test_latest_report_and_the_best_are_shown() -> None:
     yard.report(best=KEPT)
     later = Evaluation(9, (("accuracy", 0.25),), 1_800)
     yard.report(later)
-    assert (yard.standing.evaluation, yard.standing.best) == (later, KEPT)
+    evaluations = yard.machine.jobs[-1].evaluations
+    assert (evaluations.latest, evaluations.best) == (later, KEPT)
+    shown = yard.standing
+    assert (shown.evaluation.step, shown.evaluation.reported_s) == (9, 1_800)
+    assert [(each.name, each.value) for each in shown.evaluation.metrics] == [("accuracy", 0.25)]
+    assert shown.best == KEPT_MESSAGE
 
 
 def test_report_and_best_survive_a_restart(short: bool) -> None:
@@ -251,7 +257,7 @@ def test_report_and_best_survive_a_restart(short: bool) -> None:
     before = yard.standing
     yard.restart(from_snapshot=short)
     assert (yard.standing.evaluation, yard.standing.best) == (before.evaluation, before.best)
-    assert yard.standing.best == KEPT
+    assert yard.standing.best == KEPT_MESSAGE
 
 
 def test_job_that_has_ended_is_still_evaluated(short: bool) -> None:
@@ -259,8 +265,9 @@ def test_job_that_has_ended_is_still_evaluated(short: bool) -> None:
     yard.leave()
     yard.report(best=KEPT)
     yard.restart(from_snapshot=short)
-    assert yard.standing.state is JobState.FINISHED
-    assert (yard.standing.evaluation, yard.standing.best) == (FOUND, KEPT)
+    job = yard.machine.jobs[-1]
+    assert job.state is JobState.FINISHED
+    assert (job.evaluations.latest, job.evaluations.best) == (FOUND, KEPT)
 
 
 def test_report_about_no_job_is_refused() -> None:

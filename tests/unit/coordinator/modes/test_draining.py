@@ -97,7 +97,7 @@ class Yard(SwitchingYard):
 
     @property
     def mode(self) -> UpdateMode:
-        return self.job().mode
+        return self.machine.jobs[-1].settings.consistency.mode.updates
 
 
 # ---- what is waited for
@@ -115,8 +115,8 @@ def test_data_shards_that_were_begun_are_done_and_no_other_is_begun() -> None:
     assert yard.leased(first) == lease, "it has the one that it has"
     yard.tick()
     assert not yard.wanted(effects.ReadSteps), "a data shard is under way"
-    standing = yard.job().switch
-    assert standing is not None
+    standing = yard.job().consistency
+    assert standing.HasField("step")
     assert (standing.step, standing.draining) == (0, f"data shard 0.0.0 (worker {first.incarnation})")
     assert yard.close(first, lease) == LeaseClosed(done=True)
     assert isinstance(yard.lease(first), LeaseWait)
@@ -308,9 +308,8 @@ def test_servers_have_heard_it_with_their_partitions_and_workers_with_the_map() 
     assert yard.wanted(effects.TakeCheckpoint), "the newest one is asynchronous"
     for worker in yard.workers:
         yard.beat(worker.incarnation, Report(switches=1))
-    standing = yard.job().switch
-    assert standing is not None
-    assert (standing.servers, standing.behind, standing.step) == (True, (), None)
+    standing = yard.job().consistency
+    assert (standing.servers, list(standing.behind), standing.HasField("step")) == (True, [], False)
     with pytest.raises(errors.InvalidRequest, match="leases logical ranks"):
         yard.lease(yard.workers[0])
 

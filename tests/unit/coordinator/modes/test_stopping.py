@@ -238,7 +238,7 @@ def test_missing_workers_are_named_while_they_are_waited_for() -> None:
     assert waits.startswith(f"worker {yard.workers[1].incarnation} to hear that it shall stop, for")
     yard.say(yard.workers[1], 7)
     yard.advance(200)
-    assert yard.job().waits == ()
+    assert yard.job().waits == []
 
 
 # ---- the end of the job
@@ -250,8 +250,8 @@ def test_the_last_goodbye_finishes_a_stopped_job_whose_data_is_not_done() -> Non
     taken = yard.stop(yard.workers[0], "enough")
     for worker in yard.workers:
         yard.leave(worker)
-    job = yard.job()
-    assert (job.state, job.stop) == (JobState.FINISHED, taken.stop)
+    job = yard.machine.jobs[-1]
+    assert (job.state, job.stopping.stop) == (JobState.FINISHED, taken.stop)
 
 
 def test_stopped_job_without_workers_waits_for_one_that_is_restarted_then_finishes() -> None:
@@ -260,9 +260,9 @@ def test_stopped_job_without_workers_waits_for_one_that_is_restarted_then_finish
     for worker in yard.workers:
         yard.kill(worker.incarnation)
     yard.advance(LATE_MS - 200)
-    assert yard.job().state is JobState.RUNNING
+    assert yard.machine.jobs[-1].state is JobState.RUNNING
     yard.advance(300)
-    assert yard.job().state is JobState.FINISHED
+    assert yard.machine.jobs[-1].state is JobState.FINISHED
 
 
 def test_feed_of_a_stopped_job_is_left_once_a_checkpoint_has_its_steps() -> None:

@@ -80,9 +80,9 @@ def test_job_goes_over_before_the_first_step_to_which_nobody_has_contributed() -
     assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
     yard.handle(events.StepsRead(read.job, read.map.generation, 6))
     assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1, True, 6)] * 2
-    standing = yard.job()
-    assert standing.switch is not None
-    assert (standing.switch.step, standing.switch.servers, standing.mode) == (6, False, UpdateMode.SYNC)
+    switch = yard.job().consistency
+    assert (switch.step, switch.servers) == (6, False)
+    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.SYNC
 
 
 def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> None:
@@ -171,7 +171,7 @@ def test_the_checkpoint_of_the_step_is_what_all_partitions_go_on_from_in_the_oth
     assert (len(restore.partitions), restore.bases[0].number) == (2, 2)
     # 7 steps of 2 ranks of 5 samples are 14 batches of 3 a data shard
     assert restore.begun == ((DataShardSource(0, 0, 4), 2),)
-    assert yard.job().mode is UpdateMode.ASYNC
+    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.ASYNC
 
 
 def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
@@ -186,7 +186,7 @@ def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
     assert yard.write(6), "one that was begun before all partitions were there"
     yard.tick()
     assert not yard.wanted(effects.RestorePartitions)
-    assert yard.job().mode is UpdateMode.SYNC
+    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.SYNC
 
 
 def test_workers_halt_until_there_is_a_map_and_are_given_none_of_before() -> None:
@@ -269,9 +269,9 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
         yard.tick()
         if moment == "restored":
             yard.restored(yard.restoring)
-    halt, mode = yard.told_to_halt(yard.workers[0]), yard.job().mode
+    halt, mode = yard.told_to_halt(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates
     yard.restart(from_snapshot=short)
-    assert (yard.told_to_halt(yard.workers[0]), yard.job().mode) == (halt, mode)
+    assert (yard.told_to_halt(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates) == (halt, mode)
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "asked":
         yard.settle(reached=7)

@@ -42,9 +42,8 @@ class Yard(SwitchingYard):
 
     @property
     def behind(self) -> tuple[Incarnation, ...]:
-        switch = self.job().switch
-        assert switch is not None
-        return switch.behind
+        assert self.job().HasField("consistency")
+        return tuple(map(Incarnation, self.job().consistency.behind))
 
 
 # ---- servers first
@@ -59,9 +58,8 @@ def test_workers_hear_of_a_switch_when_all_servers_go_by_it() -> None:
     order = yard.order
     assert order.consistency == latest
     assert [yard.say(worker) for worker in yard.workers] == [Consistency(0, ASYNC)] * 2
-    switch = yard.job().switch
-    assert switch is not None
-    assert not switch.servers
+    assert yard.job().HasField("consistency")
+    assert not yard.job().consistency.servers
     yard.handle(events.ServersPaced(order.job, order.map.generation, 1))
     assert "all servers go by bounded, 3 steps" in yard.told[-1]
     assert [yard.say(worker) for worker in yard.workers] == [latest] * 2

@@ -80,7 +80,7 @@ class Books:
     @property
     def shown(self) -> tuple[str, ...]:
         (job,) = describe(self.machine, self.now_ms).jobs
-        return job.waits
+        return tuple(job.waits)
 
 
 def test_long_wait_is_told_every_five_seconds_and_its_end_once() -> None:

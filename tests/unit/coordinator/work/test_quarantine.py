@@ -288,7 +288,7 @@ def test_list_has_the_samples_by_position() -> None:
     listed = status.list_quarantined(yard.machine, yard.job_id)
     (batch,) = listed.batches
     assert (batch.feed, batch.epoch, batch.begin, batch.end) == (0, 1, 10, 20)
-    assert listed.feeds == ((0, SPEC),)
+    assert [(each.feed, each.samples, each.shuffle) for each in listed.feeds] == [(0, SPEC.samples, SPEC.shuffle)]
     (counts,) = yard.machine.jobs[0].feed_counts(1)
     assert counts.quarantined == 1
     with pytest.raises(NotFound):
