@@ -311,12 +311,12 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict is made of what partitions have told last, of whichever step"""
 
-    def hear(self: NormSums, gathered: Any) -> None:
+    def add(self: NormSums, gathered: Any) -> None:
         for each in gathered:
             self._step = max(self._step, each.step)
-            self._told[each.partition] = each.square_norm
+            self._squares[each.partition] = each.square_norm
 
-    patch.setattr(NormSums, "hear", hear)
+    patch.setattr(NormSums, "add", add)
 
 
 @mutation("B6", "sync-clip", 650, 762, 1994)

@@ -17,7 +17,7 @@ import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.failpoints import armed
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.row_reads import RowReads
 from tests.integration.tables.test_look_ahead import SPREAD, Drawn, Model, optimizer_of
 from tests.integration.tables.test_sync_tables import DEADLINE_S, NEVER, SETTINGS, digest, learn, together
 from tests.support.alone import SYNC, Connect
@@ -34,13 +34,13 @@ STEPS = 9
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """For each call to the servers for rows alone, who has made it."""
     seen: list[threading.Thread] = []
-    look_up = ServerGroup.look_up
+    look_up = RowReads.look_up
 
-    def counted(router: ServerGroup, *given: Any) -> None:
+    def counted(router: RowReads, *given: Any) -> None:
         seen.append(threading.current_thread())
         look_up(router, *given)
 
-    monkeypatch.setattr(ServerGroup, "look_up", counted)
+    monkeypatch.setattr(RowReads, "look_up", counted)
     return seen
 
 

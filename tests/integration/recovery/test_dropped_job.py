@@ -68,6 +68,6 @@ def test_version_that_has_passed_waits_for_no_coordinator(monkeypatch: pytest.Mo
             with monkeypatch.context() as patch:
                 patch.setattr(job._session._enrolment, "beat", beat)
                 assert job._training is not None
-                job._training.router._look_around(errors.NotFound("version 3", facts={"newest": "5"}))
+                job._training.router._fan_out._refresh_and_check(errors.NotFound("version 3", facts={"newest": "5"}))
     finally:
         yard.close()

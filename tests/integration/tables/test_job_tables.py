@@ -25,7 +25,7 @@ from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.job import job as worker
 from shardyard_worker.rows import row_codec
 from shardyard_worker.rows.dedup import unique_ids
@@ -494,9 +494,9 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
     model, optimizer = job.prepare(model, dense(model))
     train(model, [optimizer], 4)
     words = model.words.table
-    read, asked, rows_read = ServerGroup.read_rows, [], []
+    read, asked, rows_read = RowReads.read_rows, [], []
 
-    def reading(self: ServerGroup, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
+    def reading(self: RowReads, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
         assert sum(each() is not None for each in rows_read) <= 1  # what is written now
         found = read(self, table, dim, partition)
         asked.append(partition)
@@ -504,7 +504,7 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerGroup, "read_rows", reading)
+        patch.setattr(RowReads, "read_rows", reading)
         words.export(tmp_path / name)
     assert asked == [0, 1, 2, 3]
     again = sy.tables.Table(2)

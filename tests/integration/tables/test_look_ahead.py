@@ -27,7 +27,7 @@ from shardyard.transport import shared_memory
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.service import exchange_stream
 from shardyard_worker.exchange import shm_rows
-from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.exchange.shm_rows import ShmRows
 from shardyard_worker.job import job as worker
 from shardyard_worker.rows import row_prefetch
@@ -111,13 +111,13 @@ def assert_rows(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each call to the servers for rows alone, how many."""
     seen: list[int] = []
-    look_up = ServerGroup.look_up
+    look_up = RowReads.look_up
 
-    def counted(router: ServerGroup, asked: Any, into: Any) -> None:
+    def counted(router: RowReads, asked: Any, into: Any) -> None:
         seen.append(sum(rows.shape[0] for rows in into))
         look_up(router, asked, into)
 
-    monkeypatch.setattr(ServerGroup, "look_up", counted)
+    monkeypatch.setattr(RowReads, "look_up", counted)
     return seen
 
 

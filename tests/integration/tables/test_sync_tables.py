@@ -21,7 +21,8 @@ from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.previous_rows import PreviousRows
 from shardyard_worker.consistency.strategies import SyncStrategy
-from shardyard_worker.exchange.server_group import PullSpec, ServerGroup
+from shardyard_worker.exchange.requests import PullSpec
+from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.job import job as worker
 from tests.support.alone import SYNC, SYNC_2, Connect
 
@@ -232,14 +233,14 @@ def test_rows_of_the_next_step_come_with_its_version(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], ranks: int
 ) -> None:
     look_ups = 0
-    look_up = ServerGroup.look_up
+    look_up = RowReads.look_up
 
-    def counted(router: ServerGroup, *of: Any) -> None:
+    def counted(reads: RowReads, *of: Any) -> None:
         nonlocal look_ups
         look_ups += 1
-        look_up(router, *of)
+        look_up(reads, *of)
 
-    monkeypatch.setattr(ServerGroup, "look_up", counted)
+    monkeypatch.setattr(RowReads, "look_up", counted)
     job = connect(settings=NEVER | SYNC | {"job.consistency.logical_ranks": ranks} | given)
     optimizer = sy.tables.SGD(lr=1.0)
     model = sy.Embedding(1, optimizer=optimizer, initial=sy.tables.zeros())
@@ -328,12 +329,12 @@ def reach_one_server(job: sy.Job, at: int) -> None:
             if {each.waiting_for for each in missing} == {f"logical rank {rank} of step {strategy.step}"}:
                 break
         router.abandon_pull()
-        (first, *_), whole = router._all, router._all
-        router._all = [first]
+        whole = router._fan_out._streams
+        router._fan_out._streams = whole[:1]
         try:
             results = router.push(shipment).results
         finally:
-            router._all = whole
+            router._fan_out._streams = whole
         assert {result.version.number for result in results} == {strategy.step + 1}
         raise _DiesError
 

@@ -257,13 +257,13 @@ def test_each_accumulated_batch_has_seeds_of_its_own(connect: Connect) -> None:
 def sent_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of what is sent ahead of a push, as it is sent."""
     sent: list[int] = []
-    send_ahead = ServerStream.send_ahead
+    send_early = ServerStream.send_early
 
     def counting(line: ServerStream, at: int, piece: memoryview) -> None:
         sent.append(len(piece))
-        send_ahead(line, at, piece)
+        send_early(line, at, piece)
 
-    monkeypatch.setattr(ServerStream, "send_ahead", counting)
+    monkeypatch.setattr(ServerStream, "send_early", counting)
     return sent
 
 
@@ -302,10 +302,10 @@ def test_no_sync_holds_gradients_back(connect: Connect, monkeypatch: pytest.Monk
             with job.no_sync():
                 model(torch.ones(1, 8)).sum().backward()
             model(torch.ones(1, 8)).sum().backward()
-            job._training.router._ahead.drain()
+            job._training.router._overlap.drain()
             assert not sent
         model(torch.ones(1, 8)).sum().backward()
-        job._training.router._ahead.drain()
+        job._training.router._overlap.drain()
         assert len(sent) == 2
         optimizer.step()
         sent.clear()

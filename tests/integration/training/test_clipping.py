@@ -17,12 +17,12 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain.ids import Rank
-from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
+from shardyard.domain.pushes import PushHeader, StepVerdict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.strategies import SyncStrategy
-from shardyard_worker.exchange.server_group import PullSpec, PushRequest
+from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.job import job as worker
 from shardyard_worker.training.trainer import StepInput
@@ -196,14 +196,13 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         assert len(router.pull(PullSpec(1, exactly=True)).missing) == 4
         verdict = router._verdict_for(PullSpec(1, exactly=True))
         assert verdict == StepVerdict(0, 32.0)
-        lines = router._all[:brought_to]
+        streams = list(router._streams.values())[:brought_to]
 
-        def bring(line: ServerStream) -> tuple[PushHeader, tuple[()]] | None:
-            return (
-                (replace(router._order(line.server, PushKind.NOTHING), verdict=verdict), ()) if line in lines else None
-            )
+        def bring(stream: ServerStream) -> tuple[PushHeader, tuple[()], tuple[()]] | None:
+            header = replace(router._requests.header(stream.server), verdict=verdict)
+            return (header, (), ()) if stream in streams else None
 
-        router._exchange(bring, lambda: "a verdict to be brought", pushes=False)
+        router._exchange(bring, "a verdict to be brought")
         first.close()
         second.push({f"v{index}": torch.ones(8) for index in range(4)})  # on standby: it does not count
         assert (second.step, second.gradient_norm) == (1, None)
@@ -265,10 +264,11 @@ def test_promise_7_who_waits_for_a_verdict_says_whose_square_norms_are_missing(c
     for rank in range(2):  # the other server has heard of none
         shipment = training.ship(strategy.name_of(Rank(rank)), sending)
 
-        def to_one(line: ServerStream, shipment: PushRequest = shipment) -> Any:
-            return router._shipped(shipment, None, line) if line is router._all[0] else None
+        def to_one(stream: ServerStream, shipment: PushRequest = shipment) -> Any:
+            first = next(iter(router._streams.values()))
+            return router._requests.push(shipment, None, None, stream) if stream is first else None
 
-        router._exchange(to_one, lambda: "a push", pushes=True)
+        router._fan_out.exchange(to_one, lambda: "a push")
     (one, other), answer = router._owned, router.pull(PullSpec(1, exactly=True))
     lacking = f"step 0: the square norms of partitions {', '.join(map(str, router._owned[other]))} (server {other})"
     expected = dict.fromkeys(router._owned[one], lacking)

@@ -149,7 +149,7 @@ def test_training_through_a_device_is_the_same_to_the_bit(
         assert (feedback is not None) == compresses
         assert feedback is None or (feedback._copies is not None) == chosen
         assert bool(LateEngine.pinned) == chosen
-        shared = any(line.shared for line in job._training.router._lines.values())
+        shared = any(line.shared for line in job._training.router._streams.values())
         assert any(LateEngine.pinned.values()) == (chosen and shared)
         job.close()
         assert not LateEngine.pinned
@@ -185,9 +185,9 @@ def test_reopened_stream_pins_the_server_memory_anew(connect: Connect, on_device
         pinned.append(len(LateEngine.pinned))
         if step % 3 == 2:
             assert job._training is not None
-            for line in job._training.router._lines.values():
+            for line in job._training.router._streams.values():
                 assert line.shared
-                line.break_off()
+                line.cancel()
     assert len(set(pinned[2::3])) == 1, pinned
 
 

@@ -21,7 +21,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import pushes
 from shardyard_ps_server.hosting.store import Store
-from shardyard_worker.exchange.server_group import PushRequest
+from shardyard_worker.exchange.requests import PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.job import job as worker
 from tests.support.alone import SYNC_2, Counted, status
@@ -92,13 +92,12 @@ def test_a_range_that_straddles_a_watermark_is_computed_again_from_there() -> No
 def _push_to_one_server(job: worker.Job, name: PushName) -> None:
     assert job._training is not None
     router = job._training.router
-    everyone = dict(router._lines)
-    server = next(iter(everyone))
-    router._lines = {server: everyone[server]}
+    everyone = router._fan_out._streams
+    router._fan_out._streams = everyone[:1]
     try:
         router.push(PushRequest(name, PushKind.EMPTY, 0.0))
     finally:
-        router._lines = everyone
+        router._fan_out._streams = everyone
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -139,7 +138,7 @@ def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyP
             turns: list[int] = []
 
             def late(line: ServerStream, order: PushHeader, deadline_ms: int) -> ExchangeReply:
-                if order.pull is None or line in training._training.router._lines.values():  # type: ignore[union-attr]
+                if order.pull is None or line in training._training.router._streams.values():  # type: ignore[union-attr]
                     return take(line, order, deadline_ms)
                 with lock:
                     turns.append(len(turns))

@@ -83,8 +83,8 @@ def test_gradients_do_travel_before_the_step() -> None:
             optimizer.zero_grad()
             model(torch.randn(4, 64)).sum().backward()
             router: ServerGroup = job._training.router
-            router._ahead.drain()
-            sent.append(sum(len(each.sums) for each in router._ahead._sent.values()))
+            router._overlap.drain()
+            sent.append(sum(len(each.sums) for each in router._overlap._sent.values()))
             optimizer.step()
         assert sent == [2, 2, 2], "weight and bias, each time"
 

@@ -49,7 +49,7 @@ class Gate:
         flight = getattr(job._strategy, "_flight", None)
         if flight is not None:
             flight.answer.result(WAIT_S)
-        for line in job._training.router._all:
+        for line in job._training.router._streams.values():
             line.settle()
         self.opened.clear()
         self.late.clear()
@@ -288,7 +288,7 @@ def test_order_is_that_of_the_last_forward_before_the_first_gradient(connect: Co
     model.train()
     step(model, optimizer)
     names = [variable.spec.name for variable in job._training.variables]
-    assert [names[index] for index in job._training.router.needed] == [
+    assert [names[index] for index in job._training.router._requests._order()] == [
         "first.weight",
         "first.bias",
         "norm.weight",
@@ -502,4 +502,4 @@ def test_what_a_forward_has_used_stays_when_the_rest_is_asked_for_again(
         x = torch.ones(16, 8, requires_grad=True)
         model(x).sum().backward()
         assert x.grad is not None
-        assert job._training.router.needed
+        assert job._training.router._requests._order()

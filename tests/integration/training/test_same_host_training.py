@@ -34,7 +34,7 @@ SYNC_RUN = {"job__consistency__mode": "sync", "job__consistency__logical_ranks":
 def shared_lines(job: worker.Job) -> list[bool]:
     """For each server, whether payloads lie in shared memory."""
     assert job._training is not None
-    return [line.shared for line in job._training.router._lines.values()]
+    return [line.shared for line in job._training.router._streams.values()]
 
 
 # ---- processes
@@ -230,8 +230,8 @@ def test_change_in_place_is_not_seen_again_after_the_stream_was_reopened(connect
         change_data(model.first.weight)
         pull_into(job)
         if number % 4 == 3:
-            for line in job._training.router._lines.values():
-                line.break_off()
+            for line in job._training.router._streams.values():
+                line.cancel()
             change_data(model.first.weight)
             pull_into(job)
         assert_equal(state(model), state(calm))

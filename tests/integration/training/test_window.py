@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.request_builder import RequestBuilder
 
 STEPS = 8
 LR = 0.125
@@ -27,13 +27,13 @@ def gradient(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the push looks at the gradients only when the script has gone on."""
-    shipped = ServerGroup._shipped
+    shipped = RequestBuilder.push
 
-    def later(self: ServerGroup, *arguments: Any) -> Any:
+    def later(self: RequestBuilder, *arguments: Any) -> Any:
         threading.Event().wait(0.02)
         return shipped(self, *arguments)
 
-    monkeypatch.setattr(ServerGroup, "_shipped", later)
+    monkeypatch.setattr(RequestBuilder, "push", later)
 
 
 @pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}, {"worker.pull": "view"}], ids=str)

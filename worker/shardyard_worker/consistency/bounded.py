@@ -22,7 +22,8 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
 from shardyard.domain.push_names import PushName
 from shardyard_worker.consistency.strategies import NEWEST, AsyncStrategy, LostWork
-from shardyard_worker.exchange.server_group import ExchangeResult, PullSpec, ServerGroup
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
+from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.rows.cache_rules import check_bound
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
@@ -104,7 +105,7 @@ class BoundedStrategy(AsyncStrategy):
     def _say_that_it_rests(self) -> None:
         def tell(router: ServerGroup) -> None:
             if self._session.mode is not UpdateMode.SYNC:  # servers of a newer map may be
-                router.rest(self._turn)
+                router.report_rest(self._turn)
 
         self._training.complete()
         self._training.reach(tell)

@@ -26,7 +26,8 @@ from shardyard.domain.ids import Rank, Token
 from shardyard.domain.push_names import PushName, RankSource, SourceKey, WorkerSource
 from shardyard.domain.pushes import Outcome
 from shardyard_worker.consistency.decisions import Decisions
-from shardyard_worker.exchange.server_group import ExchangeResult, MapChanged, PullSpec, PushRequest
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
@@ -797,7 +798,7 @@ class SyncStrategy(Strategy):
         if self._decisions is None:
             return
         members = self._decisions.ask(step, [rank for rank, held in self._held.items() if held.next > step])
-        self._training.router.bring(self._decisions.verdict(step))
+        self._training.router.set_members(self._decisions.verdict(step))
         for rank, held in self._held.items():
             if members and rank not in members and held.next == step:
                 log.debug("step %d is over for logical rank %d, before it was computed", step, rank)

@@ -1,16 +1,18 @@
-"""The verdicts that synchronous steps wait for, made of what all partitions have gathered (docs/ledger.md, rule B6).
+"""The norm of a synchronous step's gradient, summed over all partitions (rule B6).
 
-Owns: what partitions have told of the newest step. Invariant: a verdict is a sum over all partitions in the order of
-their numbers, so whoever makes it, of whichever answers, has the same bits. Pure. Must not know: servers, when a
+Owns: what partitions have reported of the newest step. Invariant: a verdict is a sum over all partitions in the order
+of their numbers, so every worker gets the same bits, from whichever answers. Pure. Must not know: streams, when a
 verdict is sent, what it decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from shardyard.domain.ids import PartitionId
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.pushes import GatheredPart, StepVerdict
 
 
@@ -20,33 +22,47 @@ class NormSums:
     def __init__(self, partitions: int) -> None:
         self._partitions = tuple(PartitionId(number) for number in range(partitions))
         self._step = 0
-        self._told: dict[PartitionId, float] = {}
+        self._squares: dict[PartitionId, float] = {}
 
-    def hear(self, gathered: Iterable[GatheredPart]) -> None:
-        """What is told of a step before the newest is not needed any more."""
+    def add(self, gathered: Iterable[GatheredPart]) -> None:
+        """Takes what partitions report. Reports of a step before the newest are dropped."""
         for partition, step, square_norm in gathered:
             if step > self._step:
                 self._step = step
-                self._told = {}
+                self._squares = {}
             if step == self._step:
-                self._told[partition] = square_norm
+                self._squares[partition] = square_norm
 
     def lacking(self, step: int) -> tuple[PartitionId, ...]:
-        """The partitions that have told nothing of that step."""
+        """The partitions that have not reported that step."""
         if step != self._step:
             return self._partitions
-        return tuple([partition for partition in self._partitions if partition not in self._told])
+        return tuple([partition for partition in self._partitions if partition not in self._squares])
 
-    def on(self, step: int) -> StepVerdict | None:
-        """None where some partition has not told of it."""
+    def verdict(self, step: int) -> StepVerdict | None:
+        """None until all partitions have reported the step."""
         if self.lacking(step):
             return None
         total = 0.0
         for partition in self._partitions:
-            total += self._told[partition]
+            total += self._squares[partition]
         return StepVerdict(step, total)
 
     def norm(self, step: int) -> float | None:
-        """The gradient's 2-norm over all partitions, where all have told of the step."""
-        verdict = self.on(step)
+        """The gradient's 2-norm over all partitions; None until all have reported the step."""
+        verdict = self.verdict(step)
         return None if verdict is None or verdict.square_norm is None else math.sqrt(verdict.square_norm)
+
+    def explain(
+        self, missing: tuple[NotReadyPart, ...], owned: Mapping[Incarnation, Sequence[PartitionId]]
+    ) -> tuple[NotReadyPart, ...]:
+        """Names the partitions of other servers that a step waits for: each server knows only its own. `missing`: of
+        one pull."""
+        step = missing[0].want - 1 if missing else -1
+        lacking = frozenset(self.lacking(step)) if step >= 0 else frozenset()
+        if not lacking:
+            return missing
+        by_server = [(server, [number for number in parts if number in lacking]) for server, parts in owned.items()]
+        named = [f"{', '.join(map(str, numbers[:8]))} (server {server})" for server, numbers in by_server if numbers]
+        what = f"step {step}: the square norms of partitions {'; '.join(named)}"
+        return tuple([each if each.partition in lacking else replace(each, waiting_for=what) for each in missing])

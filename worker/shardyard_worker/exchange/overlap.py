@@ -34,13 +34,13 @@ class _Sent:
 
 
 class Overlap:
-    """For the lines of one job. Used by one thread, but for `close`."""
+    """For the streams of one job. Used by one thread, but for `close`."""
 
     def __init__(
-        self, buckets: FlatBuffers, lines: Mapping[Incarnation, ServerStream], wait_registry: WaitRegistry
+        self, buffers: FlatBuffers, streams: Mapping[Incarnation, ServerStream], wait_registry: WaitRegistry
     ) -> None:
-        self._buckets = buckets
-        self._lines = lines
+        self._buffers = buffers
+        self._streams = streams
         self._sent: dict[Incarnation, _Sent] = {}
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = False
@@ -55,8 +55,8 @@ class Overlap:
 
     def ready(self, index: int, *, wait: Callable[[], None] | None = None) -> None:
         """The gradient of a variable lies in its view, once `wait` has returned."""
-        span = self._buckets.span(index)
-        if span is None or not self._lines[span.server].takes_ahead:
+        span = self._buffers.span(index)
+        if span is None or not self._streams[span.server].can_send_early:
             return
         sent = self._sent.setdefault(span.server, _Sent())
 
@@ -66,10 +66,10 @@ class Overlap:
             if sent.broken:
                 return
             self._sends_to = span.server
-            payload = self._buckets.payload(span.server)[span.begin : span.end]
+            payload = self._buffers.payload(span.server)[span.begin : span.end]
             sent.sums[index] = span, _sum(payload)
             try:
-                self._lines[span.server].send_ahead(span.begin, payload.data)
+                self._streams[span.server].send_early(span.begin, payload.data)
             except errors.ShardyardError as error:
                 sent.broken = True
                 log.debug("server %s: nothing is sent ahead of this push (%s)", span.server, error.what)
@@ -98,7 +98,7 @@ class Overlap:
         sent = self._sent.pop(server, None)
         if sent is None or sent.broken:
             return None
-        payload = self._buckets.payload(server)
+        payload = self._buffers.payload(server)
         there = [span for span, sum_ in sent.sums.values() if _sum(payload[span.begin : span.end]) == sum_]
         rest: list[Span] = []
         at = 0

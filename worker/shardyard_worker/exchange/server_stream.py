@@ -1,9 +1,9 @@
-"""The line to one server: a stream of exchanges, reopened where it broke off, with shared memory where there can be.
+"""The stream to one server: one exchange at a time, reopened after an error, with shared memory where possible.
 
 Owns: the stream, what it has established, the server's memory that this process has attached. Invariants: an exchange
-is begun, then finished, before the next; one that broke off is sent again whole, under the same name; a server's word
-about places is checked against the memory before it is used. Used by one thread at a time. Must not know: other
-servers, what is pushed.
+is begun and finished before the next one; an exchange that broke off is sent again whole, under the same name; a
+location that a server names is checked against the memory before it is used. For one thread at a time. Must not know:
+other servers, what is pushed.
 """
 
 from __future__ import annotations
@@ -34,177 +34,177 @@ DETACH_MS = 1_000
 
 
 Piece = tuple[int, memoryview]
-"""Bytes of a payload and their place in it."""
+"""Where bytes lie in a payload, and the bytes."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory.
-    `ahead`: whether gradients are sent while others are computed. `later`: runs what takes the rest of an answer, in a
-    thread of its own; needed for pulls with an order. `tables`: whether there are rows of tables."""
+    """`same_host`: try shared memory. `view`: parameters may become views on a server's memory.
+    `overlap`: gradients are sent while backward computes others. `receive_later`: receives the rest of an
+    answer in another thread; needed for pulls with an order. `tables`: the job has tables."""
 
     same_host: bool
     view: bool
     deadline_ms: int
-    ahead: bool = False
-    later: Callable[[Callable[[], None]], None] | None = None
+    overlap: bool = False
+    receive_later: Callable[[Callable[[], None]], None] | None = None
     tables: bool = False
 
 
 class ServerStream:
     """To one server, under one partition map."""
 
-    def __init__(self, server: Incarnation, peer: Peer, buckets: FlatBuffers, settings: StreamSettings) -> None:
+    def __init__(self, server: Incarnation, peer: Peer, buffers: FlatBuffers, settings: StreamSettings) -> None:
         self.server = server
         self.peer = peer
-        self._buckets = buckets
+        self._buffers = buffers
         self._settings = settings
         self._stream: Stream | None = None
         self._headers = HeaderWriter()
-        self._shareable = settings.same_host and buckets.memory(server) is not None
+        self._shareable = settings.same_host and buffers.memory(server) is not None
         self._rows_shareable = settings.same_host and settings.tables
-        self._room: ShmRows | None = None
+        self._shm_rows: ShmRows | None = None
         self._regions: dict[int, AttachedMemory] = {}
         self._exchanges = 0
         self._arrival: PartialReply | None = None
         self._rows: Sequence[memoryview] = ()
         self.shared = False
-        self.asked_again = False
+        self.retried = False
 
     @property
     def is_open(self) -> bool:
         return self._stream is not None
 
-    def open(self, order: PushHeader) -> None:
+    def open(self, header: PushHeader) -> None:
         """Opens the stream, and sees whether payloads can lie in shared memory. Raises Unavailable."""
         self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._settings.deadline_ms)
         self._exchanges = 0
         self._headers = HeaderWriter()
         self.shared = False
         self._regions.clear()
-        self._buckets.forget(self.server)
-        self._room = None
+        self._buffers.forget(self.server)
+        self._shm_rows = None
         if self._shareable or self._rows_shareable:
-            self._attach(order)
+            self._attach(header)
 
     def put_rows(self, pieces: Sequence[memoryview], places: Sequence[memoryview]) -> tuple[int | None, int | None]:
-        """Puts rows, and ids, of the next exchange where the server reads them: where that is, and where it shall put
-        the rows wanted, which belong into `places`. None: they travel over the stream."""
-        room = self._room
-        if room is None or not room.opened:
+        """Copies rows and ids of the next exchange into shared memory. Returns where they lie, and where the server
+        shall put the rows for `places`. None: they travel over the stream."""
+        memory = self._shm_rows
+        if memory is None or not memory.opened:
             return None, None
-        return room.put(pieces), room.place(places)
+        return memory.put(pieces), memory.place(places)
 
     @property
-    def takes_ahead(self) -> bool:
-        """Whether a payload may be sent ahead of its header: where it travels, and is not on its way in a moment."""
+    def can_send_early(self) -> bool:
+        """Whether pieces of the next payload may be sent before its header."""
         busy = self._arrival is not None and not self._arrival.complete
-        travels = self._settings.ahead and self._stream is not None and not self.shared
+        travels = self._settings.overlap and self._stream is not None and not self.shared
         return travels and self._exchanges > 0 and not busy
 
-    def send_ahead(self, at: int, piece: memoryview) -> None:
-        """Sends a piece of the next push's payload. Safe from another thread than the exchanges', between them."""
+    def send_early(self, at: int, piece: memoryview) -> None:
+        """Sends a piece of the next push's payload. Between exchanges, another thread may call this."""
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         stream.send(frames.cut_places(b"", [(at, piece)]), answered=False)
 
     def settle(self) -> None:
-        """Until the last answer is there as a whole, or the stream has broken off. Before the next exchange."""
+        """Waits until the last answer is complete, or the stream has failed. Before the next exchange."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.settle()
 
-    def begin(self, order: PushHeader, pieces: Sequence[Piece], rows: Sequence[memoryview] = ()) -> None:
-        """Sends a request; `finish` must follow. `pieces` must not change before. `rows`: where those go that the
-        order wants."""
+    def begin(self, header: PushHeader, pieces: Sequence[Piece], rows: Sequence[memoryview] = ()) -> None:
+        """Sends a request; `finish` must follow, and `pieces` must not change before. `rows`: the memory for the rows
+        that the header asks for."""
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
-        self._buckets.settle()
+        self._buffers.settle()
         self._rows = rows
-        header = self._headers.write(order)
-        if order.rest is None:
-            stream.send(frames.cut(header, [piece for _, piece in pieces]))
+        written = self._headers.write(header)
+        if header.rest is None:
+            stream.send(frames.cut(written, [piece for _, piece in pieces]))
         else:
-            stream.send(frames.cut_places(header, pieces))
+            stream.send(frames.cut_places(written, pieces))
 
-    def finish(self, order: PushHeader, *, deadline_ms: int | None = None) -> ExchangeReply:
-        """The answer; values pulled are incoming in the buckets, those of a pull with an order perhaps still on their
-        way. Raises what the server refused, or Unavailable."""
+    def finish(self, header: PushHeader, *, deadline_ms: int | None = None) -> ExchangeReply:
+        """Returns the answer. Pulled values are incoming in the buffers then; those of a pull with an order may still
+        be arriving. Raises the server's refusal, or Unavailable."""
         try:
-            result = self._take(order, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
+            result = self._take(header, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
         except errors.NotShareable as error:
             self._shareable = False
-            self.break_off()
+            self.cancel()
             log.info("server %s: payloads travel over streams from now on (%s)", self.server, error.what)
             raise errors.ServerUnavailable(f"server {self.server} has no shared memory any more") from error
         except BaseException:
-            self.break_off()
+            self.cancel()
             raise
         return result
 
-    def break_off(self) -> None:
-        """Ends the stream. The next exchange opens another. Safe from any thread."""
+    def cancel(self) -> None:
+        """Ends the stream. The next exchange opens another one. Safe from any thread."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.cancel()
 
-    def detach(self, order: PushHeader) -> None:
-        """Tells the server that its memory is not read any more, if it listens."""
+    def detach(self, header: PushHeader) -> None:
+        """Tells the server that its memory is not read any more. A server that does not answer is ignored."""
         if self._stream is None or not self.shared:
             return
         try:
-            self.begin(order, ())
-            self.finish(order, deadline_ms=DETACH_MS)
+            self.begin(header, ())
+            self.finish(header, deadline_ms=DETACH_MS)
         except errors.ShardyardError as error:
             log.debug("server %s: not detached: %s", self.server, error.what)
 
     # ---- inside
 
-    def _attach(self, order: PushHeader) -> None:
-        """Offers memory. Each kind is tried once: what stands in the way will not change."""
-        memory = self._buckets.memory(self.server) if self._shareable else None
-        room = self._make_room()
-        if memory is None and room is None:
+    def _attach(self, header: PushHeader) -> None:
+        """Offers memory. Each kind is tried once: a reason against it does not go away."""
+        memory = self._buffers.memory(self.server) if self._shareable else None
+        rows = self._make_shm_rows()
+        if memory is None and rows is None:
             return
         offer = replace(
-            order,
+            header,
             kind=PushKind.NOTHING,
             parts=(),
             groups=(),
             pull=None,
             shared_at=None,
             attach=None if memory is None else memory.ticket(),
-            attach_rows=None if room is None else room.ticket(),
+            attach_rows=None if rows is None else rows.ticket(),
         )
         self.begin(offer, ())
-        said = self.finish(offer)
-        if room is not None:
-            room.settle(opened=said.rows_attached)
-            self._rows_shareable = room.opened
-            self._room = room if room.opened else None
-            if not room.opened:
-                log.info("server %s: rows travel over streams (%s)", self.server, said.rows_not_attached)
+        answer = self.finish(offer)
+        if rows is not None:
+            rows.settle(opened=answer.rows_attached)
+            self._rows_shareable = rows.opened
+            self._shm_rows = rows if rows.opened else None
+            if not rows.opened:
+                log.info("server %s: rows travel over streams (%s)", self.server, answer.rows_not_attached)
         if memory is None:
             return
-        why = said.not_attached
-        if said.attached:
+        why = answer.not_attached
+        if answer.attached:
             try:
-                for ticket in said.regions:
-                    self._regions[ticket.region] = self._buckets.attach(self.server, ticket)
+                for ticket in answer.regions:
+                    self._regions[ticket.region] = self._buffers.attach(self.server, ticket)
                 self.shared = True
                 log.debug("server %s: payloads lie in shared memory", self.server)
                 return
             except errors.NotShareable as error:
                 why = error.what
-                self.break_off()
+                self.cancel()
         self._shareable = False
         log.info("server %s: payloads travel over streams (%s)", self.server, why)
         if not self.is_open:
-            self.open(order)
+            self.open(header)
 
-    def _make_room(self) -> ShmRows | None:
+    def _make_shm_rows(self) -> ShmRows | None:
         if not self._rows_shareable:
             return None
         try:
@@ -214,50 +214,50 @@ class ServerStream:
             log.info("server %s: rows travel over streams (%s)", self.server, error.what)
             return None
 
-    def _take(self, order: PushHeader, deadline_ms: int) -> ExchangeReply:
+    def _take(self, header: PushHeader, deadline_ms: int) -> ExchangeReply:
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         first = stream.receive(timeout_ms=deadline_ms)
         if first is None:
-            # the server has more streams than threads; this exchange was not begun there
-            if (self.shared or self._room is not None) and self._exchanges == 1:
+            # the server has more streams than threads, and has not begun this exchange
+            if (self.shared or self._shm_rows is not None) and self._exchanges == 1:
                 self._shareable = self._rows_shareable = False
                 log.info("server %s: payloads travel over streams (it keeps none open)", self.server)
             raise errors.ServerUnavailable(f"server {self.server} has ended the stream")
         self._exchanges += 1
-        wish = order.pull
-        pulled: tuple[PartitionId, ...] = () if wish is None else wish.partitions
-        pushed = () if order.kind is PushKind.NOTHING else tuple(part.partition for part in order.parts)
+        pull = header.pull
+        pulled: tuple[PartitionId, ...] = () if pull is None else pull.partitions
+        pushed = () if header.kind is PushKind.NOTHING else tuple(part.partition for part in header.parts)
         result = push_messages.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             if self.shared:
-                self._regions[ticket.region] = self._buckets.attach(self.server, ticket)
-        if wish is None or result.missing:
+                self._regions[ticket.region] = self._buffers.attach(self.server, ticket)
+        if pull is None or result.missing:
             return result
-        if order.wanted_at is not None:
-            assert self._room is not None
-            self._room.take(self._rows)
+        if header.wanted_at is not None:
+            assert self._shm_rows is not None
+            self._shm_rows.take(self._rows)
             self._rows = ()
-        if wish.shared:
+        if pull.shared:
             places = list(self._places(result))
             self._assemble(stream, first, deadline_ms)
-            self._buckets.has_come(self.server, places)
+            self._buffers.has_come(self.server, places)
             return result
-        if wish.order:
+        if pull.order:
             self._begin_arrival(stream, first, deadline_ms)
             return result
-        if not wish.coding:
-            self._assemble(stream, first, deadline_ms, self._buckets.landing(self.server))
-            self._buckets.has_landed(self.server)
+        if not pull.coding:
+            self._assemble(stream, first, deadline_ms, self._buffers.landing(self.server))
+            self._buffers.has_landed(self.server)
             return result
         codes = np.empty(self._coded_bytes(result), np.uint8)
         self._assemble(stream, first, deadline_ms, codes.data)
-        self._buckets.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in wish.coding)
+        self._buffers.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in pull.coding)
         return result
 
     def _assemble(self, stream: Stream, first: Frame, deadline_ms: int, *into: memoryview) -> None:
-        """The data of an answer, and the rows that follow it."""
+        """Receives the data of an answer, and the rows behind it."""
         assembler = Assembler(*into, *self._rows)
         assembler.add(first)
         while not assembler.complete:
@@ -268,18 +268,18 @@ class ServerStream:
         assembler.finish()
 
     def _begin_arrival(self, stream: Stream, first: Frame, deadline_ms: int) -> None:
-        arrival = PartialReply(self.server, self._buckets.landing(self.server))
+        arrival = PartialReply(self.server, self._buffers.landing(self.server))
         arrival.add(first)
         if arrival.complete:
-            self._buckets.has_landed(self.server)
+            self._buffers.has_landed(self.server)
             return
-        assert self._settings.later is not None
-        self._settings.later(partial(self._receive, stream, arrival, deadline_ms))
+        assert self._settings.receive_later is not None
+        self._settings.receive_later(partial(self._receive, stream, arrival, deadline_ms))
         self._arrival = arrival
-        self._buckets.has_landed(self.server, arrival)
+        self._buffers.has_landed(self.server, arrival)
 
     def _receive(self, stream: Stream, arrival: PartialReply, deadline_ms: int) -> None:
-        """The rest of an answer, in a thread of its own."""
+        """Receives the rest of an answer, in another thread."""
         lost: errors.ShardyardError = errors.ServerUnavailable(f"values of server {self.server} will not come")
         try:
             while not arrival.complete:
@@ -296,19 +296,19 @@ class ServerStream:
         finally:
             if not arrival.complete:
                 if self._stream is stream:
-                    self.break_off()
+                    self.cancel()
                 arrival.lose(lost)
 
     def _coded_bytes(self, result: ExchangeReply) -> int:
-        """The length of all codes; bounded before memory is asked for."""
-        sizes, blocks = result.code_bytes, self._buckets.blocks(self.server)
+        """The length of all codes, checked before memory is allocated for them."""
+        sizes, blocks = result.code_bytes, self._buffers.blocks(self.server)
         if len(sizes) != blocks:
             raise errors.MalformedPayload(f"server {self.server} answered with {len(sizes)} codes for {blocks} blocks")
         total = sum(sizes)
-        if total > self._buckets.nbytes(self.server) + blocks * CODE_HEAD_BYTES_MAX:
+        if total > self._buffers.nbytes(self.server) + blocks * CODE_HEAD_BYTES_MAX:
             raise errors.MalformedPayload(
                 f"server {self.server} answered with codes of {total} bytes for values of "
-                f"{self._buckets.nbytes(self.server)}"
+                f"{self._buffers.nbytes(self.server)}"
             )
         return total
 
@@ -319,7 +319,7 @@ class ServerStream:
                 f"{len(result.places)} places"
             )
         for part, place in zip(result.parts, result.places, strict=True):
-            nbytes = self._buckets.payload_bytes(part.partition)
+            nbytes = self._buffers.payload_bytes(part.partition)
             memory = self._regions.get(place.region)
             if nbytes and (memory is None or place.at + nbytes > memory.nbytes):
                 raise errors.MalformedPayload(

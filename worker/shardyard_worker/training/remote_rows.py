@@ -16,7 +16,8 @@ import numpy as np
 from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.ids import PartitionId
 from shardyard_worker.embedding.table import RowsNeeded, Table
-from shardyard_worker.exchange.server_group import MapChanged, ServerGroup
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 from shardyard_worker.rows.row_codec import questions
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
@@ -100,33 +101,33 @@ class RemoteRows:
     def _look_up(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
         found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
 
-        def ask(router: ServerGroup) -> None:
-            by_server = {server: questions(asked, owned) for server, owned in router.owned.items()}
+        def ask(reads: RowReads) -> None:
+            by_server = {server: questions(asked, owned) for server, owned in reads.owned.items()}
             number = self._context().rows_version()
             if number is not None:
                 try:
-                    router.look_up(by_server, found, number)
+                    reads.look_up(by_server, found, number)
                 except NotFound as error:
                     if "newest" not in error.facts:
                         raise
                     self._context().on_rows_version_passed(error)
                 else:
                     return
-            router.look_up(by_server, found)
+            reads.look_up(by_server, found)
 
         self._reach(ask)
         return found
 
     def count(self, table: Table) -> int:
         name = self._tables.names[self._tables.number(table)]
-        return self._reach(lambda router: router.count_rows(name))
+        return self._reach(lambda reads: reads.count_rows(name))
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
         number = self._tables.number(table)
         for index in range(self._tables.partitions):
             partition = PartitionId(index)
             # under another map the partition at hand is read again
-            yield from self._reach(partial(ServerGroup.read_rows, table=number, dim=table.dim, partition=partition))
+            yield from self._reach(partial(RowReads.read_rows, table=number, dim=table.dim, partition=partition))
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _given(table)
@@ -134,12 +135,12 @@ class RemoteRows:
     def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _given(table)
 
-    def _reach(self, ask: Callable[[ServerGroup], R]) -> R:
+    def _reach(self, ask: Callable[[RowReads], R]) -> R:
         """Asks under the newest map."""
         with self._training.session.interrupts:
             while True:
                 try:
-                    return ask(self._training.router)
+                    return ask(self._training.router.rows)
                 except MapChanged:
                     self._context().follow_map()
 

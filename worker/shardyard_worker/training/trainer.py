@@ -33,8 +33,10 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.compression.residual_state import ResidualCheckpointer, refuse
 from shardyard_worker.exchange.device_copies import DeviceCopies, copies_for
+from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.flat_buffers import Codes, FlatBuffers, Late, Version
-from shardyard_worker.exchange.server_group import Bases, ExchangeResult, MapChanged, PullSpec, PushRequest, ServerGroup
+from shardyard_worker.exchange.requests import Bases, ExchangeResult, PullSpec, PushRequest
+from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.exchange.tensor_types import check_tensor, widened
 from shardyard_worker.rows.cache_rules import cache_rules
 from shardyard_worker.rows.dedup import Int64s
@@ -208,9 +210,14 @@ class Trainer:
         compression = session.job_settings.compression
         coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
         self.router = ServerGroup(
-            session, map_, self.buckets, coding=coding, follows=old is not None, tables=self._tables is not None
+            session,
+            map_,
+            self.buckets,
+            coding=coding,
+            order=self._order,
+            follows=old is not None,
+            tables=self._tables is not None,
         )
-        self.router.needed = () if self._prefetch is None else self._prefetch.order
         # rows follow the payload, which must not be there before its header then
         overlaps = session.settings.worker.overlap == "always" and self.feedback is None and self._tables is None
         self._gradients = GradHooks(
@@ -219,6 +226,10 @@ class Trainer:
             ready=self.router.ready if overlaps else None,
             partial_now=lambda: self.accumulates or self.accumulates_by_hand,
         )
+
+    def _order(self) -> tuple[int, ...]:
+        """Indices of variables in the order in which the model needs their values; empty: all at once."""
+        return () if self._prefetch is None else self._prefetch.order
 
     def _registration(self) -> wire.RegisterVariablesRequest:
         return wire.RegisterVariablesRequest(
@@ -303,7 +314,7 @@ class Trainer:
         if self._prefetch is not None:
             self._prefetch.close()
         self._gradients.close()
-        self.router.leave()
+        self.router.detach()
         self.router.close()
         self.buckets.close()
 
@@ -423,7 +434,6 @@ class Trainer:
             self.clipper.clip(sending.tensors, () if sending.rows is None else sending.rows.tensors)
         if self._prefetch is not None:
             self._prefetch.settle_order()
-            self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
         rows = None if sending.rows is None else self._coded(sending.rows, name)
         codes = None
@@ -619,8 +629,8 @@ class Trainer:
             self.router.abandon_pull()
             while True:
                 try:
-                    wish = PullSpec(number, exactly=True, wait_ms=SLICE_MS)
-                    answer = self.reach(partial(ServerGroup.pull, wish=wish))
+                    pull = PullSpec(number, exactly=True, wait_ms=SLICE_MS)
+                    answer = self.reach(partial(ServerGroup.pull, pull=pull))
                 except errors.NotFound as error:
                     if "newest" not in error.facts:
                         raise

@@ -148,19 +148,13 @@ ALLOWED: Final[dict[str, str]] = {
     ),
     "worker/exchange/server_stream.py:ServerStream._take:receive": OUTSIDE,
     "worker/session/retry.py:RetryPolicy.call:sleep": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup._ask_all:result": (
-        "all have ended: the wait for them, before, is explained"
-    ),
-    "worker/exchange/server_group.py:ServerGroup._ask_for_rows:result": (
-        "all have ended: the wait for them, before, is explained"
-    ),
-    "worker/exchange/server_group.py:ServerGroup._read_rows:receive": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup.count_rows.ask:call": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup.initialize.send:send": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup.initialize_rows.send:send": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup.look_up.ask:call": OUTSIDE,
+    "worker/exchange/fan_out.py:FanOut._call:result": "all have ended: the wait for them, before, is explained",
+    "worker/exchange/fan_out.py:FanOut.pause:wait": SLICE,
+    "worker/exchange/row_reads.py:RowReads.count_rows.ask:call": OUTSIDE,
+    "worker/exchange/row_reads.py:RowReads.look_up.ask:call": OUTSIDE,
+    "worker/exchange/row_reads.py:RowReads.read_rows.ask:receive": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup._initialize:send": OUTSIDE,
     "worker/exchange/server_group.py:ServerGroup.open_sources.ask:call": OUTSIDE,
-    "worker/exchange/server_group.py:ServerGroup.pause:wait": SLICE,
     "worker/reader/serving.py:ServedModel._run:wait": IDLE,
     "worker/reader/serving.py:ServedModel.close:join": SHORT,
     "worker/reader/serving.py:ServedModel.close:wait_for": SHORT,

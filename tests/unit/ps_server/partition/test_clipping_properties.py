@@ -189,9 +189,9 @@ class Servers:
             wish = PullHeader(self.caller, incarnation, GENERATION, tuple(self.owned[index]), step + 1, exactly=True)
             result, held = pulls.hold(admission.admit_pull(store, wish), wish)
             held.release()
-            assert verdicts.on(step) is None or not self.owned[index]  # nobody has it before all have told
-            verdicts.hear(result.gathered)
-        verdict = verdicts.on(step)
+            assert verdicts.verdict(step) is None or not self.owned[index]  # nobody has it before all have told
+            verdicts.add(result.gathered)
+        verdict = verdicts.verdict(step)
         assert verdict is not None
         for index in self.rng.choices(range(len(self.stores)), k=8):
             pushes.take_verdict(self.stores[index], self.stores[index].hosted()[0], self._order(index), verdict)

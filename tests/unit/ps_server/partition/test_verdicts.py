@@ -142,22 +142,22 @@ def test_verdict_is_the_sum_in_the_order_of_partitions_whatever_the_order_of_ans
         order = random.Random(seed).sample(told, len(told))
         verdicts = NormSums(4)
         for each in order[:-1]:
-            verdicts.hear([each])
-            assert verdicts.on(5) is None
+            verdicts.add([each])
+            assert verdicts.verdict(5) is None
         assert verdicts.lacking(5) == (order[-1].partition,)
-        verdicts.hear([order[-1], order[0]])
-        assert (verdicts.on(5), verdicts.norm(5)) == (StepVerdict(5, wanted), math.sqrt(wanted))
+        verdicts.add([order[-1], order[0]])
+        assert (verdicts.verdict(5), verdicts.norm(5)) == (StepVerdict(5, wanted), math.sqrt(wanted))
 
 
 def test_verdict_has_no_part_of_another_step() -> None:
     verdicts = NormSums(2)
-    verdicts.hear([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 4, 1.0)])
-    assert (verdicts.on(4), verdicts.on(5), verdicts.lacking(4)) == (None, None, (0, 1))
-    verdicts.hear([GatheredPart(PartitionId(1), 6, 2.0)])
+    verdicts.add([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 4, 1.0)])
+    assert (verdicts.verdict(4), verdicts.verdict(5), verdicts.lacking(4)) == (None, None, (0, 1))
+    verdicts.add([GatheredPart(PartitionId(1), 6, 2.0)])
     assert verdicts.lacking(6) == (0,)
-    verdicts.hear([GatheredPart(PartitionId(1), 5, 1.0), GatheredPart(PartitionId(0), 6, 7.0)])
-    assert verdicts.on(6) == StepVerdict(6, 9.0)
-    assert verdicts.on(5) is None
+    verdicts.add([GatheredPart(PartitionId(1), 5, 1.0), GatheredPart(PartitionId(0), 6, 7.0)])
+    assert verdicts.verdict(6) == StepVerdict(6, 9.0)
+    assert verdicts.verdict(5) is None
 
 
 # ---- a partition

@@ -10,7 +10,8 @@ import pytest
 
 from shardyard.domain.consistency import Consistency, ConsistencyMode
 from shardyard_worker.consistency.bounded import BoundedStrategy
-from shardyard_worker.exchange.server_group import MapChanged, PullSpec
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.requests import PullSpec
 
 
 class Servers:
@@ -25,7 +26,7 @@ class Servers:
     def is_behind(self) -> bool:
         return self._session.generation > self.generation
 
-    def rest(self, turn: int) -> None:
+    def report_rest(self, turn: int) -> None:
         if self.is_behind:
             raise MapChanged
         self.rested.append(turn)

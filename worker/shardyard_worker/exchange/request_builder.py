@@ -1,0 +1,171 @@
+"""One push or pull, cut into a request for each server.
+
+Owns: what a header says, and where its payload is: codes, shared memory, or pieces of the flat buffers. Invariant: a
+push lists every partition of a server, also where it carries nothing for one (rule A3). Must not know: whether a
+server answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from shardyard.domain.ids import Caller, Incarnation, PartitionId
+from shardyard.domain.layout.layouts import PartitionMap
+from shardyard.domain.pulls import PullHeader, RequestedRows
+from shardyard.domain.push_names import NO_NAME
+from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart, StepVerdict
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.overlap import Overlap
+from shardyard_worker.exchange.requests import PullSpec, PushRequest
+from shardyard_worker.exchange.server_stream import Piece, ServerStream
+from shardyard_worker.rows.row_prefetch import RowPrefetch
+
+ServerRequest = tuple[PushHeader, Sequence[Piece], Sequence[memoryview]]
+"""A header, the payload that travels on the stream, and the memory for the rows that come back."""
+Order = Callable[[], tuple[int, ...]]
+
+
+class RequestBuilder:
+    """For the servers of one partition map.
+
+    `owned`: the partitions of each server. `coding`: how pulled values are to be coded (PullHeader). `order`: returns
+    the indices of variables in the order in which the model needs their values; empty: all at once.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        map_: PartitionMap,
+        owned: Mapping[Incarnation, tuple[PartitionId, ...]],
+        buffers: FlatBuffers,
+        overlap: Overlap | None,
+        coding: str,
+        order: Order,
+    ) -> None:
+        self._caller = caller
+        self._owned = owned
+        self._generation = map_.generation
+        self._buffers = buffers
+        self._overlap = overlap
+        self._coding = coding
+        self._order = order
+        self._pulls: dict[Incarnation, tuple[PullSpec, bool, tuple[int, ...], PullHeader]] = {}
+
+    def header(self, server: Incarnation, kind: PushKind = PushKind.NOTHING, *, detach: bool = False) -> PushHeader:
+        """A header without a push or a pull."""
+        return PushHeader(self._caller, server, self._generation, NO_NAME, kind, (), 0.0, (), detach=detach)
+
+    def push(
+        self, push: PushRequest, pull: PullSpec | None, ahead: RowPrefetch | None, stream: ServerStream
+    ) -> ServerRequest:
+        """A server's part of a push, of the pull after it, and of the rows that are looked up with the pull."""
+        server = stream.server
+        parts, pieces, shared_at, rest = self._payload(push, stream)
+        rows: tuple[PushedRows, ...] = ()
+        behind: list[memoryview] = []
+        if push.rows is not None:
+            rows, behind = push.rows.of(self._owned[server])
+        wanted: tuple[RequestedRows, ...] = ()
+        places: Sequence[memoryview] = ()
+        if pull is not None and ahead is not None:
+            wanted, ids, places = self._wanted(ahead, server)
+            behind = [*behind, *ids]
+        rows_at, wanted_at = stream.put_rows(behind, places) if behind else (None, None)
+        if behind and rows_at is None:
+            pieces = placed([*(piece for _, piece in pieces), *behind])
+        bases = push.bases
+        header = PushHeader(
+            self._caller,
+            server,
+            self._generation,
+            push.name,
+            push.kind,
+            parts,
+            push.weight,
+            push.groups,
+            None if pull is None else self._pull_header(stream, pull),
+            shared_at,
+            rest=sum([len(piece) for _, piece in pieces]) if rest else None,
+            ssp_report=None if pull is None else pull.ssp_report,
+            bases=() if bases is None else tuple([bases[part.partition] for part in parts]),
+            overflow=push.overflow,
+            rows=rows,
+            table_groups=push.rows.groups if push.rows is not None and rows else (),
+            wanted=wanted,
+            rows_at=rows_at,
+            wanted_at=wanted_at,
+        )
+        return header, pieces, places
+
+    def _payload(
+        self, push: PushRequest, stream: ServerStream
+    ) -> tuple[tuple[PushPart, ...], Sequence[Piece], int | None, bool]:
+        """The parts of a push, the pieces that travel, where the payload begins in shared memory, and whether the
+        pieces are the rest of what was sent during backward."""
+        buffers, server = self._buffers, stream.server
+        if push.kind is PushKind.EMPTY:
+            return buffers.empty_parts(server), (), None, False
+        if push.codes is not None:
+            parts, codes = buffers.coded_parts(server, push.absent, push.codes)
+            return parts, placed(codes), None, False
+        if stream.shared:
+            return buffers.shared_parts(server, push.absent), (), buffers.place(server, push.slot), False
+        rest = self._overlap.rest(server) if self._overlap is not None else None
+        if rest is None:
+            parts, whole = buffers.parts(server, push.absent, push.slot)
+            return parts, placed(whole), None, False
+        payload = buffers.payload(server)
+        pieces = [(span.begin, payload[span.begin : span.end].data) for span in rest]
+        return buffers.shared_parts(server, push.absent), pieces, None, True
+
+    def pull(
+        self, pull: PullSpec, verdict: StepVerdict | None, ahead: RowPrefetch | None, stream: ServerStream
+    ) -> ServerRequest:
+        """A server's part of a pull alone. `verdict`: what the step that makes the version may wait for."""
+        header = self.header(stream.server)
+        header = replace(header, pull=self._pull_header(stream, pull), ssp_report=pull.ssp_report, verdict=verdict)
+        wanted, ids, places = ((), (), ()) if ahead is None else self._wanted(ahead, stream.server)
+        if not wanted:
+            return header, (), ()
+        rows_at, wanted_at = stream.put_rows(ids, places)
+        header = replace(header, wanted=wanted, rows_at=rows_at, wanted_at=wanted_at)
+        return header, placed(ids) if rows_at is None else (), places
+
+    def _wanted(
+        self, ahead: RowPrefetch, server: Incarnation
+    ) -> tuple[tuple[RequestedRows, ...], Sequence[memoryview], Sequence[memoryview]]:
+        """The rows to look up on a server, their encoded ids, and the memory for the rows."""
+        lookup = ahead.question(self._owned[server])
+        return ((), (), ()) if lookup is None else (lookup.wanted, lookup.codes, ahead.places(lookup))
+
+    def _pull_header(self, stream: ServerStream, pull: PullSpec) -> PullHeader:
+        """The same object as long as nothing changes, so that a stream sees at once that its header is the same."""
+        server, order = stream.server, self._order() if pull.prefetched else ()
+        kept = self._pulls.get(server)
+        if kept is not None and kept[0] is pull and kept[1] == stream.shared and kept[2] is order:
+            return kept[3]
+        made = PullHeader(
+            self._caller,
+            server,
+            self._generation,
+            self._owned[server],
+            pull.number,
+            pull.exactly,
+            pull.wait_ms,
+            coding=self._coding,
+            shared=stream.shared and not self._coding,
+            order=() if stream.shared else order,
+        )
+        self._pulls[server] = pull, stream.shared, order, made
+        return made
+
+
+def placed(pieces: Sequence[memoryview]) -> list[Piece]:
+    """Pieces one after the other."""
+    found: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        found.append((at, piece))
+        at += len(piece)
+    return found
