@@ -4,8 +4,9 @@ In: gradients, rows and the name of a push, from `training`. Out: the values of 
 verdicts. A push names all partitions of each server; what is sent again carries the same name, so a server counts it
 once.
 
-Read `server_group` first: it fans out, waits and retries. `server_stream` is the stream to one server, `shm_rows` the
-shared memory for rows on the same machine. `flat_buffers` lays tensors out as partitions lie on the wire,
-`device_copies` fills them from a GPU. `overlap` sends gradients during backward, `partial_reply` gives values out
-while they arrive. `norm_sums` adds up what partitions say about a synchronous step.
+Read in the order of a step: `requests` (what training asks), `server_group` (all servers under one map),
+`request_builder` (the part of one server), `fan_out` (calls and retries), `server_stream` (the stream to one server).
+`flat_buffers` holds payloads as they lie on the wire, `tensor_types` says which tensors fit, `device_copies` copies
+from and to a GPU. `row_reads` looks table rows up, `shm_rows` is their shared memory. `overlap` sends gradients during
+backward, `partial_reply` gives values out while they arrive, `norm_sums` sums the norm of a synchronous step.
 """
