@@ -6,7 +6,15 @@ BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 PROTOC  = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-methods=protos/methods_plugin.py
+# what a user needs; what a developer needs
+USER_STAMP := $(VENV)/.usable
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+# what a yard and the example import: imported once here, so that five processes do not make its bytecode at a time
+IMPORTS := sklearn.datasets, torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_launcher.scripts.script, \
+	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.commands.resume_notice, \
+	shardyard_worker.job.job, shardyard_worker.agent.process, shardyard_ps_server.service.process, \
+	shardyard_coordinator.service.process
 # test processes side by side
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
@@ -23,13 +31,21 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## create .venv and install everything
+setup: $(STAMP) ## create .venv and install everything, with what tests and documentation need
+
+$(USER_STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Shardyard, PyTorch and scikit-learn into $(VENV): a minute or two the first time"
+	@$(PIP) -e '.[worker,examples]'
+	@$(BIN)/python -c 'import $(IMPORTS)'
+	@echo "installed $$(ls -d $(VENV)/lib/python3*/site-packages/*.dist-info | wc -l) packages, $$(du -sm $(VENV) | cut -f1) MB"
+	@touch $(USER_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,docs,dev]'
-	@touch $(STAMP)
+	@echo "installing Shardyard, and what its tests and documentation need, into $(VENV): a minute or two the first time"
+	@$(PIP) -e '.[worker,tensorboard,tables,examples,docs,dev]'
+	@touch $(STAMP) $(USER_STAMP)
 
 node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)
 
@@ -37,8 +53,9 @@ $(NODE_STAMP): $(STAMP) $(NODE)/package.json $(NODE)/package-lock.json
 	@$(BIN)/npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $(NODE_STAMP)
 
-up: $(STAMP) ## start a yard on this machine and train the digits on it
-	@$(BIN)/shardyard up -c configs/local.yaml examples/digits/train.py
+up: BEGAN := $(shell date +%s)
+up: $(USER_STAMP) ## start a yard on this machine and train the digits on it
+	@$(BIN)/shardyard up --began $(BEGAN) -c configs/local.yaml examples/digits/train.py
 
 down: ## stop the yard that `make up` started
 	@test ! -x $(BIN)/shardyard || $(BIN)/shardyard down -c configs/local.yaml

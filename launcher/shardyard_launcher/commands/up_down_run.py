@@ -27,16 +27,23 @@ if TYPE_CHECKING:
 
 _PASSES_ARGUMENTS = {"allow_interspersed_args": False}
 """What follows the script is its own."""
+_began = click.option("--began", type=int, hidden=True, help="When `make up` began, in seconds since 1970.")
 _state = click.option("--state", metavar="DIR", help="Folder of logs, journal and process ids (default: yard.state).")
 
 
 @click.command(context_settings=_PASSES_ARGUMENTS)
 @_state
+@_began
 @settings_options
 @log_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS...]")
 def up(
-    state: str | None, config: str | None, sets: tuple[str, ...], log_format: str | None, command: tuple[str, ...]
+    state: str | None,
+    began: int | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    command: tuple[str, ...],
 ) -> int:
     """Start a yard that stays up; run a script on it.
 
@@ -62,7 +69,7 @@ def up(
         code = 0
         if command:
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(yard.coordinator, yard.agent, script, signals, yard.check, sys.stdout)
+            code = _follow(yard.coordinator, yard.agent, script, signals, yard.check, sys.stdout, began)
         yard.refresh()
         if ours and (signals.exit_code is not None or yard.broken):
             _take_down(yard, folder)
@@ -218,11 +225,12 @@ def _follow(
     signals: StopSignals,
     check: Callable[[], list[str]],
     progress_to: TextIO,
+    began: int | None = None,
 ) -> int:
     """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
     and go on."""
     from shardyard.domain import errors
-    from shardyard_launcher.scripts.progress import display_for
+    from shardyard_launcher.scripts.progress import FirstStep, display_for
     from shardyard_launcher.scripts.script import ScriptRun
     from shardyard_launcher.terminal.error_output import print_error
 
@@ -230,7 +238,7 @@ def _follow(
     try:
         with display_for(lambda: launched.workers, progress_to) as display:
             launched.launch(script)
-            ended = launched.follow(display, stop=signals.stop, check=check)
+            ended = launched.follow(FirstStep(display, began), stop=signals.stop, check=check)
     except errors.ShardyardError as error:
         print_error(error)
         return 1

@@ -9,10 +9,12 @@ comes from, what a launch is.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -141,6 +143,34 @@ class LiveDisplay:
 
 def _row(line: str) -> Text:
     return Text(" ".join(line.split()), style="bold", no_wrap=True, overflow="ellipsis")
+
+
+class FirstStep:
+    """A display that says, once, how long it took to the first step of the script's job: since this command began, and
+    since `began` (seconds since 1970), where the installation comes before this command."""
+
+    def __init__(self, display: PlainDisplay | LiveDisplay, began: int | None = None) -> None:
+        self._display = display
+        self._choice = JobChoice()
+        self._began = began
+        self._said = False
+
+    def output(self, index: int, standard_error: bool, line: str) -> None:
+        self._display.output(index, standard_error, line)
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
+        job = self._choice.choose(status, pids)
+        if not (self._said or last) and job is not None and (job.step or job.samples):
+            self._said = True
+            now_s = time.time()
+            text = f"first training step after {now_s - psutil.Process().create_time():.1f} s"
+            if self._began is not None:
+                text += f"; with the installation, after {now_s - self._began:.0f} s"
+            self._display.note(text)
+        self._display.progress(status, pids, last=last)
 
 
 def display_for(workers: Callable[[], int], progress_to: TextIO) -> PlainDisplay | LiveDisplay:

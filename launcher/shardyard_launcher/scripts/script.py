@@ -38,6 +38,8 @@ STOP_MS_MAX: Final = 12_000
 GRACE_MS: Final = 5_000
 EVENTS_QUEUED_MAX: Final = 10_000
 PROGRESS_MS: Final = 1_000
+FIRST_STEP_MS: Final = 200
+"""How often status is asked for, and how often before the first step of a job."""
 SLICE_S: Final = 0.1
 WORKERS_EXPECTED: Final = "job.workers_expected"
 
@@ -263,7 +265,8 @@ class ScriptRun:
 
 
 class _StatusPoller:
-    """Asks the coordinator for its status once a second, in a thread, so that a slow answer delays no output."""
+    """Asks the coordinator for its status in a thread, so that a slow answer delays no output. Once a second; more
+    often until a job has taken its first step."""
 
     def __init__(self, coordinator: Peer) -> None:
         self._coordinator = coordinator
@@ -283,12 +286,14 @@ class _StatusPoller:
         self._thread.join(5)
 
     def _run(self) -> None:
-        while not self._closing.wait(PROGRESS_MS / 1000):
+        pause_ms = FIRST_STEP_MS
+        while not self._closing.wait(pause_ms / 1000):
             # what is wrong with the coordinator, others notice and say
             with contextlib.suppress(errors.ShardyardError, queue.Full):
-                self._latest.put_nowait(
-                    self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=PROGRESS_MS)
-                )
+                status = self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=PROGRESS_MS)
+                if any(job.state == wire.JOB_STATE_RUNNING and job.samples for job in status.jobs):
+                    pause_ms = PROGRESS_MS
+                self._latest.put_nowait(status)
 
 
 def _times(number: int) -> str:

@@ -46,7 +46,7 @@ from shardyard_coordinator.service.service import Coordinator
 from shardyard_launcher.cli import main
 from shardyard_launcher.commands import status as status_view
 from shardyard_launcher.commands.roles import addresses, exit_status
-from shardyard_launcher.scripts.progress import JobChoice, LiveDisplay, PlainDisplay, progress_line
+from shardyard_launcher.scripts.progress import FirstStep, JobChoice, LiveDisplay, PlainDisplay, progress_line
 from shardyard_launcher.scripts.script import launch_environment
 from shardyard_launcher.terminal.options import load_given
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole, tail
@@ -655,6 +655,19 @@ def test_progress_of_an_ended_job_says_how(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[1].endswith("| finished")
+
+
+def test_the_first_step_of_the_script_is_said_once_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    display = FirstStep(PlainDisplay(lambda: 1), began=int(time.time()) - 90)
+    before = yard_status()
+    before.jobs[1].step = before.jobs[1].samples = 0
+    display.progress(before, frozenset({4}))
+    assert "first training step" not in capsys.readouterr().out
+    display.progress(yard_status(), frozenset({4}))
+    said = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(r"first training step after [\d.]+ s; with the installation, after 9\d s", said)
+    display.progress(yard_status(), frozenset({4}))
+    assert "first training step" not in capsys.readouterr().out
 
 
 def test_output_names_its_process_where_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
