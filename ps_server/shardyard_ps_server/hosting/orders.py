@@ -61,7 +61,7 @@ def create(store: Store, request: CreateRequest) -> None:
     """
     _check_create(store, request)
     job = request.job
-    store.loops.begin(job, request.layout, request.rules.stale, request.rules.clipping)
+    store.loops.begin(job, request.layout, request.rules.mode, request.rules.stale, request.rules.clipping)
     if request.restore.entries:  # they are open at once; the coordinator waits long for this call
         store.loops.await_loaded(job, wait_ms=None)
     elif request.layout.tables:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from shardyard.domain.consistency import Clipping, StaleRule
+from shardyard.domain.consistency import Clipping, StaleRule, UpdateMode
 from shardyard.domain.errors import NotReady
 from shardyard.domain.ids import JobId
 from shardyard.domain.layout.layouts import JobLayout
@@ -34,9 +34,11 @@ class JobLoops:
         self._lock = threading.Lock()
         self._threads: dict[JobId, threading.Thread] = {}
 
-    def begin(self, job: JobId, layout: JobLayout, stale: StaleRule | None, clipping: Clipping) -> None:
+    def begin(
+        self, job: JobId, layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clipping: Clipping
+    ) -> None:
         """Begins to load what the job needs and this process has not loaded yet. Returns at once."""
-        loops = optimizer_warmup.missing(optimizer_warmup.needed(layout, stale, clipping))
+        loops = optimizer_warmup.missing(optimizer_warmup.needed(layout, mode, stale, clipping))
         has_tables = bool(layout.tables) and not self._tables.is_loaded
         if not loops and not has_tables:
             return

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from shardyard.domain.consistency import Clipping, StaleRule
+from shardyard.domain.consistency import Clipping, StaleRule, UpdateMode
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import KINDS, make_group
 from shardyard.domain.variables import VariableKind
@@ -61,7 +61,7 @@ _loaded: Final[set[DenseLoop]] = set()
 """Machine code belongs to a process, not to one of its servers."""
 
 
-def needed(layout: JobLayout, stale: StaleRule | None, clipping: Clipping) -> frozenset[DenseLoop]:
+def needed(layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clipping: Clipping) -> frozenset[DenseLoop]:
     """The loops that updates of a job's variables call. Tables have their own."""
     found: set[DenseLoop] = set()
     for variable in layout.variables:
@@ -69,7 +69,8 @@ def needed(layout: JobLayout, stale: StaleRule | None, clipping: Clipping) -> fr
         if dtype not in DTYPES:
             continue
         if variable.kind is not VariableKind.PARAMETER:
-            found.add(DenseLoop(MEAN, dtype))
+            if mode is UpdateMode.SYNC:  # an asynchronous push sets a buffer alone
+                found.add(DenseLoop(MEAN, dtype))
             continue
         found.add(_step(layout.optimizer.kind, layout.optimizer.groups[variable.group], dtype))
         if clipping.norm or clipping.value:

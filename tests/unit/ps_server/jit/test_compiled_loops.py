@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.domain.consistency import NO_CLIPPING, Clipping, StaleRule
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, StaleRule, UpdateMode
 from shardyard.domain.errors import NotReady
 from shardyard.domain.ids import JobId
 from shardyard.domain.layout.layouts import JobLayout
@@ -28,6 +28,7 @@ from shardyard_ps_server.jit.optimizer_warmup import KIND, DenseLoop, every_loop
 
 DEADLINE_S = 30
 JOB = JobId(7)
+ASYNC = UpdateMode.ASYNC
 
 
 def layout(kind: str = "adam", dtype: DType = DType.FLOAT32, **settings: float) -> JobLayout:
@@ -78,21 +79,22 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def test_a_job_needs_the_loops_of_its_optimizer_its_dtypes_and_its_rules() -> None:
-    assert names(needed(layout(), None, NO_CLIPPING)) == ["adam (float32)"]
-    assert names(needed(layout("sgd", DType.FLOAT64), None, NO_CLIPPING)) == ["sgd (float64)"]
-    momentum = needed(layout("sgd", momentum=0.9), None, NO_CLIPPING)
+    assert names(needed(layout(), ASYNC, None, NO_CLIPPING)) == ["adam (float32)"]
+    assert names(needed(layout("sgd", DType.FLOAT64), ASYNC, None, NO_CLIPPING)) == ["sgd (float64)"]
+    momentum = needed(layout("sgd", momentum=0.9), ASYNC, None, NO_CLIPPING)
     assert names(momentum) == ["sgd (float32)"]
-    assert momentum != needed(layout("sgd"), None, NO_CLIPPING)
-    clipped = needed(layout(), None, Clipping(norm=1.0))
+    assert momentum != needed(layout("sgd"), ASYNC, None, NO_CLIPPING)
+    clipped = needed(layout(), UpdateMode.SYNC, None, Clipping(norm=1.0))
     assert names(clipped) == ["adam (float32)", "clipping (float32)"]
-    compensated = needed(layout(), StaleRule(compensation=0.1), NO_CLIPPING)
+    compensated = needed(layout(), ASYNC, StaleRule(compensation=0.1), NO_CLIPPING)
     assert names(compensated) == ["adam (float32)", "compensation (float32)"]
     buffers = (
         VariableSpec("mean", DType.FLOAT32, (4,), VariableKind.BUFFER),
         VariableSpec("batches", DType.INT64, (), VariableKind.BUFFER),
     )
     with_buffers = JobLayout((*layout().variables, *buffers), layout().optimizer, ())
-    assert names(needed(with_buffers, None, NO_CLIPPING)) == ["adam (float32)", "mean (float32)"]
+    assert names(needed(with_buffers, UpdateMode.SYNC, None, NO_CLIPPING)) == ["adam (float32)", "mean (float32)"]
+    assert names(needed(with_buffers, ASYNC, None, NO_CLIPPING)) == ["adam (float32)"]
 
 
 def test_what_any_job_needs_is_among_all_loops() -> None:
@@ -100,7 +102,7 @@ def test_what_any_job_needs_is_among_all_loops() -> None:
         if loop.slots or loop.settings:
             spec = OptimizerSpec(loop.name, (loop.settings,))
             job = JobLayout((VariableSpec("w", DType(loop.dtype), (4,)),), spec, ())
-            assert needed(job, None, NO_CLIPPING) == {loop}
+            assert needed(job, ASYNC, None, NO_CLIPPING) == {loop}
 
 
 def test_nothing_is_compiled_before_a_job_comes(compiler: Compiler, wait_registry: WaitRegistry) -> None:
@@ -115,7 +117,7 @@ def test_a_later_job_with_another_optimizer_compiles_that_alone(
 ) -> None:
     loops = JobLoops(wait_registry)
     for number, kind in enumerate(("adam", "adam", "lion", "adam")):
-        loops.begin(JobId(number + 1), layout(kind), None, NO_CLIPPING)
+        loops.begin(JobId(number + 1), layout(kind), ASYNC, None, NO_CLIPPING)
         loops.await_loaded(JobId(number + 1))
     assert compiler.given == ["adam (float32)", "lion (float32)"]
     loops.close()
@@ -127,8 +129,8 @@ def test_a_caller_asks_again_while_loops_are_compiled_and_the_wait_is_explained(
     monkeypatch.setattr("shardyard.domain.limits.SHOW_WAIT_MS", 0)
     compiler.go.clear()
     loops = JobLoops(wait_registry)
-    loops.begin(JOB, layout(), None, NO_CLIPPING)
-    loops.begin(JOB, layout(), None, NO_CLIPPING)  # the same order again
+    loops.begin(JOB, layout(), ASYNC, None, NO_CLIPPING)
+    loops.begin(JOB, layout(), ASYNC, None, NO_CLIPPING)  # the same order again
     with pytest.raises(NotReady, match=r"the loops of job .* are being compiled"):
         loops.await_loaded(JOB, wait_ms=10)
     assert "to be compiled: adam (float32)" in wait_registry.waiting_for
@@ -153,7 +155,7 @@ def test_servers_that_start_together_compile_one_after_the_other(
     compiler.go.clear()
     servers = [JobLoops(wait_registry) for _ in range(3)]
     for server in servers:
-        server.begin(JOB, layout(), None, NO_CLIPPING)
+        server.begin(JOB, layout(), ASYNC, None, NO_CLIPPING)
     until(lambda: compiler.given == ["adam (float32)"])
     with pytest.raises(NotReady):
         servers[-1].await_loaded(JOB, wait_ms=50)
@@ -176,7 +178,7 @@ def test_loops_of_a_process_that_died_are_compiled_by_another_one(
     loops = JobLoops(wait_registry)
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE) as other:
         until((tmp_path / "begun").exists)
-        loops.begin(JOB, layout(), None, NO_CLIPPING)
+        loops.begin(JOB, layout(), ASYNC, None, NO_CLIPPING)
         with pytest.raises(NotReady):
             loops.await_loaded(JOB, wait_ms=100)
         assert compiler.given == []
@@ -193,11 +195,11 @@ def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache, "compiler_lock", full)
-    optimizer_warmup.load(needed(layout(), None, NO_CLIPPING))
+    optimizer_warmup.load(needed(layout(), ASYNC, None, NO_CLIPPING))
     assert compiler.given == ["adam (float32)"]
     assert "No space left on device" in caplog.text
     monkeypatch.setattr(cache, "folder_of", lambda _: None)
-    optimizer_warmup.load(needed(layout("lion"), None, NO_CLIPPING))
+    optimizer_warmup.load(needed(layout("lion"), ASYNC, None, NO_CLIPPING))
     assert compiler.given == ["adam (float32)", "lion (float32)"]
     assert "no folder for them can be written" in caplog.text
 
@@ -214,10 +216,10 @@ def test_loops_that_cannot_be_compiled_do_not_keep_a_job_waiting(
 
     monkeypatch.setattr(optimizer_warmup, "warm", fails)
     loops = JobLoops(wait_registry)
-    loops.begin(JOB, layout(), None, NO_CLIPPING)
+    loops.begin(JOB, layout(), ASYNC, None, NO_CLIPPING)
     loops.await_loaded(JOB, wait_ms=None)
     until(lambda: failed == [RuntimeError])
-    assert missing(needed(layout(), None, NO_CLIPPING)) != []
+    assert missing(needed(layout(), ASYNC, None, NO_CLIPPING)) != []
     loops.close()
 
 
