@@ -55,11 +55,16 @@ def connect(
     config: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Job:
-    """Joins a job, or starts it. With no address anywhere, the yard is in this process.
+    """Joins a job, or starts it. Without an address anywhere, the yard is in this process.
 
     `coordinator`: HOST:PORT. `job`: the job's name. `config`: a YAML file. `settings`: values by dotted name, for
     example `{"job.consistency.mode": "sync"}`. What is not given is taken from the environment, then from the file,
-    then from the defaults (docs/configuration.md). Raises ConfigurationError, CoordinatorUnavailable, JobFailed.
+    then from the defaults (docs/reference/configuration.md). Raises ConfigurationError, CoordinatorUnavailable,
+    JobFailed.
+
+    >>> with sy.connect(settings={"job.seed": 3}) as job:
+    ...     print(job.name, job.seed, job.step)
+    default 3 0
     """
     loaded = _load(coordinator, job, config, settings)
     if loaded.settings.coordinator:
@@ -78,11 +83,14 @@ def follow(
     config: str | Path | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Run:
-    """Follows a job of a running yard, to evaluate it, without being its worker (docs/evaluation.md). Waits for it to
-    begin.
+    """Follows a job of a running yard, to evaluate or serve it, without being its worker. Waits until the job begins.
 
-    Arguments as for `connect`; without a name anywhere it is the only job that runs. Raises ConfigurationError,
-    CoordinatorUnavailable, InvalidRequest.
+    The arguments are those of `connect`. Without a name anywhere it follows the only job that runs. See
+    docs/guides/evaluation.md. Raises ConfigurationError, CoordinatorUnavailable, InvalidRequest.
+
+    >>> sy.follow()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    ConfigurationError: sy.follow() does not know which coordinator to ask
     """
     from shardyard.config.assignments import Layer
     from shardyard.domain.errors import ConfigurationError

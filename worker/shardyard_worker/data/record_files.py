@@ -156,7 +156,13 @@ class FileRecords(Dataset[Any]):
 
 
 class TextLines(FileRecords):
-    """Lines of text files; a sample is a line without its end, as `str`, or what `decode` makes of its bytes."""
+    """Lines of text files. A sample is a line without its end, as `str`, or what `decode` makes of its bytes.
+
+    >>> _ = open("words.txt", "w").write("one\\ntwo\\n")
+    >>> dataset = sy.TextLines(["words.txt"], index=None)
+    >>> len(dataset), dataset[1]
+    (2, 'two')
+    """
 
     @property
     def _kind(self) -> str:
@@ -178,7 +184,13 @@ class TextLines(FileRecords):
 
 
 class FixedRecords(FileRecords):
-    """Records of `record_bytes` each, after `header_bytes` at the beginning of each file; needs no index."""
+    """Records of `record_bytes` each, after `header_bytes` at the beginning of each file. Needs no index.
+
+    >>> _ = open("numbers.bin", "wb").write(bytes([1, 2, 3, 4, 5, 6]))
+    >>> dataset = sy.FixedRecords(["numbers.bin"], record_bytes=2, decode=list)
+    >>> len(dataset), dataset[1]
+    (3, [3, 4])
+    """
 
     def __init__(
         self,
@@ -218,7 +230,15 @@ class FixedRecords(FileRecords):
 
 
 class FramedRecords(FileRecords):
-    """Records of any length, each after its length in bytes (4 bytes, unsigned, little-endian); see `write`."""
+    """Records of any length, each after its length in bytes (4 bytes, unsigned, little-endian). `write` makes such a
+    file.
+
+    >>> sy.FramedRecords.write("samples.rec", [b"first", b"second one"])
+    2
+    >>> dataset = sy.FramedRecords(["samples.rec"], index=None)
+    >>> dataset[1]
+    b'second one'
+    """
 
     @staticmethod
     def write(path: str | os.PathLike[str], records: Iterable[bytes]) -> int:

@@ -42,15 +42,28 @@ __all__ = [
 
 
 def uniform(scale: float) -> InitialValues:
-    """Rows begin with numbers in [-scale, scale), evenly."""
+    """Rows begin with numbers drawn evenly from [-scale, scale).
+
+    >>> table = sy.Embedding(8, initial=sy.tables.uniform(0.1))
+    >>> bool(table(torch.tensor([17])).abs().max() <= 0.1)
+    True
+    """
     return InitialValues(InitialKind.UNIFORM, scale)
 
 
 def normal(std: float) -> InitialValues:
-    """Rows begin with normal numbers of mean 0."""
+    """Rows begin with normal numbers of mean 0 and standard deviation `std`.
+
+    >>> embedding = sy.Embedding(8, initial=sy.tables.normal(0.02))
+    """
     return InitialValues(InitialKind.NORMAL, std)
 
 
 def zeros() -> InitialValues:
-    """Rows begin with zeros."""
+    """Rows begin with zeros.
+
+    >>> embedding = sy.Embedding(2, initial=sy.tables.zeros())
+    >>> embedding(torch.tensor([17])).tolist()
+    [[0.0, 0.0]]
+    """
     return InitialValues(InitialKind.ZEROS, 0.0)

@@ -18,8 +18,14 @@ SECONDS_MAX: Final = 10**10
 
 @dataclass(frozen=True)
 class AdmitAll:
-    """Each id has a row from its first push on. `zeros`: one without a row reads as zeros, and not as the row would
-    begin."""
+    """Each id has a row from its first push on.
+
+    `zeros`: an id without a row reads as zeros, instead of as the row's first values.
+
+    >>> embedding = sy.Embedding(2, admission=sy.tables.AdmitAll(zeros=True))
+    >>> embedding(torch.tensor([17])).tolist()
+    [[0.0, 0.0]]
+    """
 
     zeros: bool = False
 
@@ -30,8 +36,10 @@ class AdmitAll:
 
 @dataclass(frozen=True)
 class AdmitAfter:
-    """An id has a row from that many pushes on; gradients before are dropped. A step in which the id has a gradient is
-    a push.
+    """An id gets a row at its push number `pushes`. Gradients of earlier pushes are dropped. A step in which the id has
+    a gradient is a push.
+
+    >>> embedding = sy.Embedding(8, admission=sy.tables.AdmitAfter(3))
 
     `cells` None: each id is counted, 16 bytes or more of memory for each until it has a row. Otherwise counts are
     estimated by a filter of so many bytes, a power of two, in each partition, for at most 255 pushes: a little early
@@ -56,8 +64,12 @@ class AdmitAfter:
 
 @dataclass(frozen=True)
 class AdmitByChance:
-    """An id that has no row gets one with that probability at each push: about every id of `1 / chance` pushes. Drawn
-    from the table's seed, the id and the step, so workers and servers agree. Raises TableError."""
+    """An id without a row gets one at each push with the probability `chance`, so about after `1 / chance` pushes.
+
+    The draw depends on the table's seed, the id and the step, so workers and servers agree. Raises TableError.
+
+    >>> embedding = sy.Embedding(8, admission=sy.tables.AdmitByChance(0.1))
+    """
 
     chance: float
     zeros: bool = False
@@ -76,7 +88,9 @@ Admission = AdmitAll | AdmitAfter | AdmitByChance
 
 @dataclass(frozen=True)
 class Expiry:
-    """Why rows go, with all that is kept with them; 0 is no reason.
+    """When rows are removed, with their optimizer state; 0 is never.
+
+    >>> embedding = sy.Embedding(8, expiry=sy.tables.Expiry(age_steps=10_000, rows_kept=1_000_000))
 
     `age_steps`, or `age_seconds`: they were pushed last more than so many steps, or seconds, ago. `frequency_min`: they
     were pushed less often than that. `norm_min`: the L2 norm of their values is smaller. `rows_kept`: of more rows than

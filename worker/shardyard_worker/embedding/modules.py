@@ -114,10 +114,14 @@ class _LookupModule(torch.nn.Module):
 class Embedding(_LookupModule):
     """`torch.nn.Embedding` without a size: any int64 id has a row of `dim` numbers.
 
-    `table`: a `sy.tables.Table` that several modules share, or the name of one of this module's own. `padding_idx`: an
-    id whose row is zeros and has no gradient. `initial`, `optimizer`: how rows begin and are updated; `admission`,
-    `expiry`: which ids get a row, and which rows go; dtype and device: of what comes out. Raises InvalidRequest,
+    `table`: a `sy.tables.Table` that several modules share, or a name for this module's own table. `padding_idx`: an id
+    whose row is zeros and has no gradient. `initial`, `optimizer`: how rows begin and are updated. `admission`,
+    `expiry`: which ids get a row, and which rows are removed. `dtype`, `device`: of the output. Raises InvalidRequest,
     ShapeMismatch, DTypeMismatch, TooLarge.
+
+    >>> embedding = sy.Embedding(16, table="users")
+    >>> embedding(torch.tensor([[17, -4, 9_000_000_000_000]])).shape
+    torch.Size([1, 3, 16])
     """
 
     def __init__(
@@ -158,11 +162,15 @@ class Embedding(_LookupModule):
 
 
 class EmbeddingBag(_LookupModule):
-    """`torch.nn.EmbeddingBag` without a size: of each bag of ids the sum, mean or maximum of their rows, zeros if it
-    has none.
+    """`torch.nn.EmbeddingBag` without a size: for each bag of ids the sum, mean or maximum of their rows, or zeros for
+    an empty bag.
 
-    `include_last_offset`: the last offset is where the last bag ends. Ids that are `padding_idx` are left out, as if
-    they were not in their bags. The rest as with `Embedding`.
+    `include_last_offset`: the last offset is where the last bag ends. Ids equal to `padding_idx` are left out of their
+    bags. Everything else is as in `Embedding`.
+
+    >>> bag = sy.EmbeddingBag(8, mode="sum")
+    >>> bag(torch.tensor([5, 6, 7]), offsets=torch.tensor([0, 1])).shape  # the bags (5) and (6, 7)
+    torch.Size([2, 8])
     """
 
     def __init__(
@@ -268,11 +276,16 @@ class EmbeddingBag(_LookupModule):
 
 
 class EmbeddingCollection(torch.nn.Module):
-    """Features that are looked up together: the ids of all that share a table at once, and all tables of a job in one
-    round trip.
+    """Several features that are looked up together: the ids of features with one table at once, and all tables of a job
+    in one round trip.
 
-    `features`: by name an Embedding, an EmbeddingBag, or a dim, which is an EmbeddingBag(dim, "sum"). Raises
+    `features`: for each name an Embedding, an EmbeddingBag, or a dim, which means EmbeddingBag(dim, "sum"). Raises
     InvalidRequest.
+
+    >>> features = sy.EmbeddingCollection({"user": sy.Embedding(16), "topics": 8})
+    >>> found = features({"user": torch.tensor([3]), "topics": torch.tensor([[1, 2]])})
+    >>> {name: tuple(rows.shape) for name, rows in found.items()}
+    {'user': (1, 16), 'topics': (1, 8)}
     """
 
     def __init__(self, features: Mapping[str, Embedding | EmbeddingBag | int]) -> None:

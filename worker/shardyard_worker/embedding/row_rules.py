@@ -37,7 +37,10 @@ class RowOptimizer:
 
 @dataclass(frozen=True)
 class SGD(RowOptimizer):
-    """`torch.optim.SGD`. With a momentum each row has a buffer, which moves with the row's gradients alone."""
+    """`torch.optim.SGD`. With a momentum, each row has a buffer that changes only when the row has a gradient.
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.SGD(lr=0.1, momentum=0.9))
+    """
 
     kind = "sgd"
     lr: float = 1e-3
@@ -48,7 +51,10 @@ class SGD(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adagrad(RowOptimizer):
-    """`torch.optim.Adagrad`."""
+    """`torch.optim.Adagrad`, the default of tables.
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.Adagrad(lr=0.05))
+    """
 
     kind = "adagrad"
     lr: float = 1e-2
@@ -60,8 +66,11 @@ class Adagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one sum a row, of the mean of its gradients' squares: as FBGEMM's exact row-wise Adagrad (Mudigere
-    et al., arXiv:2104.05158). A row of dim 64 is kept in 65 numbers, not 128."""
+    """Adagrad with one sum for each row, of the mean of its squared gradients, as FBGEMM's exact row-wise Adagrad
+    (Mudigere et al., arXiv:2104.05158). A row of dim 64 takes 65 numbers instead of 128.
+
+    >>> embedding = sy.Embedding(64, optimizer=sy.tables.RowWiseAdagrad(lr=0.05))
+    """
 
     kind = "rowwise_adagrad"
     lr: float = 1e-2
@@ -73,8 +82,11 @@ class RowWiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """`torch.optim.Adam`, lazily: moments of rows without a gradient do not decay. Bias is corrected by the number of
-    the table's steps."""
+    """Lazy `torch.optim.Adam`: moments of rows without a gradient do not decay. Bias is corrected by the number of the
+    table's steps.
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.Adam(lr=1e-3, betas=(0.9, 0.99)))
+    """
 
     kind = "adam"
     lr: float = 1e-3
@@ -85,7 +97,10 @@ class Adam(RowOptimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """`torch.optim.AdamW`, lazily: a row shrinks at the steps at which it has a gradient."""
+    """Lazy `torch.optim.AdamW`: a row shrinks only at steps in which it has a gradient.
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.AdamW(weight_decay=0.01))
+    """
 
     kind = "adamw"
     weight_decay: float = 1e-2
@@ -93,7 +108,10 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class SparseAdam(RowOptimizer):
-    """`torch.optim.SparseAdam`, which adds `eps` before the bias is corrected."""
+    """`torch.optim.SparseAdam`, which adds `eps` before the bias is corrected.
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.SparseAdam(lr=1e-3))
+    """
 
     kind = "sparse_adam"
     lr: float = 1e-3
@@ -103,7 +121,10 @@ class SparseAdam(RowOptimizer):
 
 @dataclass(frozen=True)
 class FTRL(RowOptimizer):
-    """`shardyard.optim.FTRL` (McMahan et al., KDD 2013)."""
+    """`shardyard.optim.FTRL` (McMahan et al., KDD 2013).
+
+    >>> embedding = sy.Embedding(8, optimizer=sy.tables.FTRL(lr=0.1, l1=1e-3))
+    """
 
     kind = "ftrl"
     lr: float = 0.1

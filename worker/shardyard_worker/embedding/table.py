@@ -121,15 +121,21 @@ class Gradients:
 
 
 class Table(torch.nn.Module):
-    """RowSet of `dim` numbers, one for each int64 id, made when they are first trained. Modules that look up share it.
+    """Rows of `dim` numbers, one for each int64 id. A row is made when it is first trained. Several modules can share
+    one table.
 
-    `name`: by which a job knows it; the path of the first module that has it, where none is given. `initial`: what a
-    row begins with, a function of the table's seed, its name and the id. `optimizer`: how rows are updated.
-    `admission`: which ids get a row, all where none is given. `expiry`: which rows go, none where it is not given.
-    `seed`: drawn from torch's generator where none is given.
+    `name`: the table's name in a job; by default the path of the first module that has it. `initial`: the first values
+    of a row, a function of the table's seed, its name and the id. `optimizer`: how rows are updated. `admission`: which
+    ids get a row, by default all. `expiry`: which rows are removed, by default none. `seed`: by default drawn from
+    torch's generator.
 
-    `weight` has no elements: it carries the device and dtype of what the model makes of rows, and `requires_grad`.
-    Raises InvalidRequest, TooLarge, DTypeMismatch.
+    `weight` has no elements. It carries `requires_grad`, and the device and dtype of rows in the model. Raises
+    InvalidRequest, TooLarge, DTypeMismatch.
+
+    >>> words = sy.tables.Table(16, name="words")
+    >>> one, several = sy.Embedding(16, table=words), sy.EmbeddingBag(16, table=words)
+    >>> one(torch.tensor([7])).shape, len(words)  # looking up makes no row
+    (torch.Size([1, 16]), 0)
     """
 
     def __init__(
@@ -327,9 +333,13 @@ class Table(torch.nn.Module):
 
 
 def tables_of(model: torch.nn.Module) -> dict[str, Table]:
-    """The tables of a model by their names: those that they were given, or the path of the first module that has one.
+    """The tables of a model by name: the name that a table was given, or the path of the first module that has it.
 
-    Raises VariableConflict for two of one name.
+    Raises VariableConflict for two tables of one name.
+
+    >>> model = torch.nn.ModuleDict({"users": sy.Embedding(8), "topics": sy.EmbeddingBag(4, table="tags")})
+    >>> sorted(sy.tables.tables_of(model))
+    ['tags', 'users']
     """
     found: dict[str, Table] = {}
     for path, module in model.named_modules():

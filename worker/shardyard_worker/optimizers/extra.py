@@ -55,11 +55,16 @@ def _check(low: float, high: float, **options: float) -> None:
 
 
 class LAMB(_DenseOptimizer):
-    """You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020), algorithm 2; the
-    scaling function is the identity. The rate of a parameter is `lr` times its norm over that of its update, or `lr`
-    where one of them is 0.
+    """LAMB: You et al., Large Batch Optimization for Deep Learning (ICLR 2020), algorithm 2.
 
-    Raises ValueError for an option out of range.
+    Its scaling function is the identity. The rate of a parameter is `lr` times its norm, divided by the norm of its
+    update, or `lr` if one of the two norms is 0. `job.prepare` replaces it by the same rule on the servers. Raises
+    ValueError for an option out of range.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = sy.optim.LAMB(model.parameters(), lr=0.01, weight_decay=0.0)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -96,11 +101,18 @@ class LAMB(_DenseOptimizer):
 
 
 class Lion(_DenseOptimizer):
-    """Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023), program 1: the parameter moves by `lr`
-    along the sign of an interpolation between its mean gradient and the present one, and shrinks by
-    lr * weight_decay.
+    """Lion: Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023), program 1.
 
-    Raises ValueError for an option out of range.
+    A parameter moves by `lr` along the sign of an interpolation between its mean gradient and the present one, and
+    shrinks by lr * weight_decay. `job.prepare` replaces it by the same rule on the servers. Raises ValueError for an
+    option out of range.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+    >>> optimizer = sy.optim.Lion([weight], lr=0.25)
+    >>> weight.square().sum().backward()
+    >>> optimizer.step()
+    >>> weight.tolist()
+    [0.75, -0.75]
     """
 
     def __init__(
@@ -127,11 +139,19 @@ class Lion(_DenseOptimizer):
 
 
 class FTRL(_DenseOptimizer):
-    """McMahan et al., Ad Click Prediction: a View from the Trenches (KDD 2013), algorithm 1 (FTRL-Proximal): a rate of
-    lr / (beta + sqrt(sum of squared gradients)) for each element, which is 0 where its sum of gradients is within `l1`.
+    """FTRL-Proximal: McMahan et al., Ad Click Prediction: a View from the Trenches (KDD 2013), algorithm 1.
 
-    The paper begins at 0. Other first values enter through the first proximal term, which is centered at them, as the
-    later ones are at later values. Raises ValueError for an option out of range.
+    Each element has a rate of lr / (beta + sqrt(sum of squared gradients)), and is 0 while its sum of gradients is
+    within `l1`. The paper begins at 0. Other first values enter through the first proximal term, which is centered at
+    them, as later terms are at later values. `job.prepare` replaces it by the same rule on the servers. Raises
+    ValueError for an option out of range.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = sy.optim.FTRL([weight], lr=0.1, l1=1.0)
+    >>> (weight * torch.tensor([0.5, 3.0])).sum().backward()
+    >>> optimizer.step()
+    >>> [round(value, 2) for value in weight.tolist()]  # the first gradient is within l1
+    [0.0, -0.05]
     """
 
     def __init__(
