@@ -3,7 +3,7 @@
 Rooms, from top to bottom. A room imports only rooms below it.
 
 - `cli`: the list of commands, their exit codes, and how errors are shown. Read it first.
-- `commands`: one file for each command.
+- `commands`: one file for each command. `status`: what `shardyard status` asks and shows.
 - `yard`: the processes of a yard on this machine. `scripts`: a training script in a yard. `probes`: what `shardyard
   doctor` looks at.
 - `terminal`: options that commands share, and the form of an error.

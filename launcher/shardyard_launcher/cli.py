@@ -50,17 +50,19 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
     from rich.console import Console
 
     from shardyard.transport.grpc_client import GrpcNetwork
-    from shardyard_launcher.commands import status as status_view
+    from shardyard_launcher.status.as_json import to_json
+    from shardyard_launcher.status.as_tables import show
+    from shardyard_launcher.status.report import ask, read_local
     from shardyard_launcher.yard.state_file import coordinator_of
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     address, folder = coordinator_of(settings), Path(settings.yard.state)
-    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
+    report = ask(GrpcNetwork(), address, read_local(folder, address))
     if as_json:
-        click.echo(status_view.to_json(report))
+        click.echo(to_json(report))
     else:
         # no terminal: wide enough that a table's rows stay lines
-        status_view.show(report, Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False))
+        show(report, Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False))
     return 0
 
 

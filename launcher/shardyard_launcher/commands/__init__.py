@@ -6,6 +6,6 @@ stay, new ones may come. `cli` lists the commands.
 - A yard on this machine: `up_down_run`; `supervisor`, which `up` leaves behind; `resume_notice`, what `up` says of
   jobs that it found. Read these first.
 - One role in the foreground: `roles`. A script that evaluates: `evaluate`.
-- Look: `status`, `audit`, `quarantine`, `doctor`.
+- Look: `audit`, `quarantine`, `doctor`; `shardyard status` has a folder of its own, `status`.
 - Change: `set`, `stop`, `checkpoint`.
 """

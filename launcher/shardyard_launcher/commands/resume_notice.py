@@ -19,7 +19,8 @@ from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.commands.status import TIMEOUT_MS, describe_checkpoint, describe_restored
+from shardyard_launcher.status.report import TIMEOUT_MS
+from shardyard_launcher.status.words import describe_checkpoint, describe_restored
 
 LATE_MS: Final = 10_000
 """How much longer than a lease, within which dead servers are noticed, lost partitions are waited for."""

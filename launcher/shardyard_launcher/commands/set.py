@@ -43,6 +43,7 @@ def set_(
     from shardyard.runtime.waits import WaitRegistry
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.wire import methods
+    from shardyard_launcher.status.words import describe_consistency
     from shardyard_launcher.yard.state_file import coordinator_of
 
     request = parse_request(what)
@@ -92,39 +93,12 @@ def as_flag(name: str, value: str) -> object:
     return Flag(value, f"shardyard set {name}")
 
 
-def describe_consistency(consistency: wire.Consistency) -> str:
-    """For example `bounded, 3 steps`."""
-    from shardyard.wire import lease_messages
-
-    return str(lease_messages.consistency_from_wire(consistency))
-
-
-def describe_switch(switch: wire.SwitchStatus) -> str:
-    """For example `to bounded, 3 steps; worker 1.4 has not gone over yet`."""
-    from shardyard.domain.ids import Incarnation
-
-    said = f"to {describe_consistency(switch.consistency)}"
-    if switch.step:
-        return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
-    if switch.draining:
-        return f"{said}; to be done first: {switch.draining}"
-    if switch.HasField("step"):
-        return f"{said}; {len(switch.behind)} workers have not said yet how far they have come"
-    if not switch.servers:
-        return f"{said}; not all servers have gone over yet"
-    if not switch.behind:
-        return said
-    listed = ", ".join(str(Incarnation(worker)) for worker in switch.behind[:8])
-    more = f" and {len(switch.behind) - 8} more" if len(switch.behind) > 8 else ""
-    several = len(switch.behind) > 1
-    return f"{said}; worker{'s' if several else ''} {listed}{more} {'have' if several else 'has'} not gone over yet"
-
-
 def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
     """0 once all go by it, or by a later switch; 1 where the job has ended, was forgotten, or stays as it was."""
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.status.words import describe_switch
 
     number, why, halts = told.consistency.number, "", False
     with ExplainedWait(lambda: f"job {told.job_name} to go over{why}") as explained:

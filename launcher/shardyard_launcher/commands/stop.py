@@ -43,6 +43,7 @@ def stop(
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.status.words import describe_stop
     from shardyard_launcher.yard.state_file import coordinator_of
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
@@ -61,15 +62,6 @@ def stop(
     finally:
         wait_registry.close()
         peer.close()
-
-
-def describe_stop(stop: wire.Stop) -> str:
-    """For example `by worker 1.4: loss is nan; before step 120`."""
-    from shardyard.domain.ids import Incarnation
-
-    by = f"by worker {Incarnation(stop.worker)}" if stop.worker else "by a person"
-    said = f"{by}: {stop.reason}" if stop.reason else by
-    return f"{said}; before step {stop.step:,}" if stop.settled and stop.step else said
 
 
 def _await_end(peer: Peer, told: wire.StopJobReply) -> int:

@@ -20,7 +20,7 @@ from shardyard.domain.orders import order
 from shardyard.domain.units import EpochPlan
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.commands import status as status_view
+from shardyard_launcher.status.report import mode_of
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job import job as worker
@@ -247,7 +247,7 @@ def test_samples_are_reported_and_status_names_the_mode(alone: None) -> None:
             train(job, OPTIMIZERS["sgd"], epochs=1)
             found = status(yard)
             assert (found.local_steps, found.logical_ranks) == (5, 2)
-            assert status_view._mode(found) == "local"
+            assert mode_of(found) == "local"
             assert job.step == 7
         found = status(yard)
         assert (found.state, found.step, found.samples) == (wire.JOB_STATE_FINISHED, 2, SAMPLES)

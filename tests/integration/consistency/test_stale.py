@@ -15,7 +15,8 @@ import torch
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard_launcher.commands.status import ask, to_json
+from shardyard_launcher.status.as_json import to_json
+from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.job import job as worker
 from tests.support.yards import running_yard

@@ -21,7 +21,7 @@ import pytest
 
 from shardyard.domain.errors import CoordinatorUnavailable
 from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard_launcher.commands.status import ask
+from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import read_state
 

@@ -14,7 +14,7 @@ from shardyard.domain.orders import order
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands import quarantine
-from shardyard_launcher.commands import status as status_view
+from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from tests.support.yards import SCRIPTS, Script, running_yard
 
@@ -83,7 +83,7 @@ def listed(yard: LocalCluster) -> list[dict[str, Any]]:
 
 
 def status(yard: LocalCluster) -> wire.JobStatus:
-    (job,) = status_view.ask(GrpcNetwork(), yard.coordinator).status.jobs
+    (job,) = ask(GrpcNetwork(), yard.coordinator).status.jobs
     return job
 
 

@@ -44,10 +44,13 @@ from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.service import Coordinator
 from shardyard_launcher.cli import main
-from shardyard_launcher.commands import status as status_view
 from shardyard_launcher.commands.roles import addresses, exit_status
 from shardyard_launcher.scripts.progress import FirstStep, JobChoice, LiveDisplay, PlainDisplay, progress_line
 from shardyard_launcher.scripts.script import launch_environment
+from shardyard_launcher.status.as_json import to_json
+from shardyard_launcher.status.as_tables import show
+from shardyard_launcher.status.report import LocalReport, YardReport
+from shardyard_launcher.status.words import describe_size
 from shardyard_launcher.terminal.options import load_given
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole, tail
 from shardyard_launcher.yard.state_file import YardState, forget_state, locked, read_state
@@ -744,7 +747,7 @@ def test_traceback_that_was_not_shown_is_told_whole() -> None:
 # ---- status
 
 
-def report() -> status_view.YardReport:
+def report() -> YardReport:
     said = server_wire.DescribeServerReply(
         server=1,
         pushes_applied=5,
@@ -756,12 +759,12 @@ def report() -> status_view.YardReport:
             server_wire.DescribedPartition(job=8, partition=0, version=common.Version(life=1, number=99)),
         ],
     )
-    return status_view.YardReport("h:7070", yard_status(), {1: said})
+    return YardReport("h:7070", yard_status(), {1: said})
 
 
 def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
     found = report()
-    assert json.loads(status_view.to_json(found))["jobs"][1]["stop"] is None
+    assert json.loads(to_json(found))["jobs"][1]["stop"] is None
     stop = found.status.jobs[1].stop
     stop.reason = "loss is [nan]"
     for worker, settled, step, said in (
@@ -770,15 +773,15 @@ def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
     ):
         stop.worker, stop.settled, stop.step = worker, settled, step
         shown = io.StringIO()
-        status_view.show(found, Console(file=shown, width=200))
+        show(found, Console(file=shown, width=200))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
-        told = json.loads(status_view.to_json(found))["jobs"][1]["stop"]
+        told = json.loads(to_json(found))["jobs"][1]["stop"]
         assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
 
 
 def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
     found = report()
-    assert json.loads(status_view.to_json(found))["jobs"][1]["switch"] is None
+    assert json.loads(to_json(found))["jobs"][1]["switch"] is None
     fourth, many = (1 << 32) + 4, [(1 << 32) + number for number in range(1, 11)]
     listed = ", ".join(f"1.{number}" for number in range(1, 9))
     for servers, behind, said in (
@@ -790,9 +793,9 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
         switch = wire.SwitchStatus(consistency=BOUNDED, servers=servers, behind=behind)
         found.status.jobs[1].consistency.CopyFrom(switch)
         shown = io.StringIO()
-        status_view.show(found, Console(file=shown, width=200))
+        show(found, Console(file=shown, width=200))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
-        told = json.loads(status_view.to_json(found))["jobs"][1]["switch"]
+        told = json.loads(to_json(found))["jobs"][1]["switch"]
         assert told == {
             "number": 2,
             "mode": "bounded",
@@ -813,9 +816,9 @@ def test_status_says_before_which_step_a_synchronous_job_goes_over() -> None:
         switch = wire.SwitchStatus(consistency=BOUNDED, behind=[4, 5], step=step)
         found.status.jobs[1].consistency.CopyFrom(switch)
         shown = io.StringIO()
-        status_view.show(found, Console(file=shown, width=200))
+        show(found, Console(file=shown, width=200))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
-        assert json.loads(status_view.to_json(found))["jobs"][1]["switch"]["before_step"] == (step or None)
+        assert json.loads(to_json(found))["jobs"][1]["switch"]["before_step"] == (step or None)
 
 
 def test_status_says_which_data_shards_are_to_be_done_before_a_job_goes_over_to_steps() -> None:
@@ -824,11 +827,11 @@ def test_status_says_which_data_shards_are_to_be_done_before_a_job_goes_over_to_
     switch = wire.SwitchStatus(consistency=sync, behind=[4], step=0, draining="data shard 0.1.2 (worker 1.4)")
     found.status.jobs[1].consistency.CopyFrom(switch)
     shown = io.StringIO()
-    status_view.show(found, Console(file=shown, width=200))
+    show(found, Console(file=shown, width=200))
     assert "switched to sync; to be done first: data shard 0.1.2 (worker 1.4)\n" in re.sub(
         r" +\n", "\n", shown.getvalue()
     )
-    told = json.loads(status_view.to_json(found))["jobs"][1]["switch"]
+    told = json.loads(to_json(found))["jobs"][1]["switch"]
     assert (told["draining"], told["before_step"]) == ("data shard 0.1.2 (worker 1.4)", None)
 
 
@@ -837,9 +840,9 @@ def test_status_says_that_a_job_is_hybrid() -> None:
     job = found.status.jobs[1]
     job.ClearField("staleness")
     job.mode, job.logical_ranks, job.rows_at_once = common.UPDATE_MODE_SYNC, 4, True
-    status_view.show(found, Console(file=shown, width=200))
+    show(found, Console(file=shown, width=200))
     assert "hybrid, 4 ranks" in shown.getvalue()
-    assert json.loads(status_view.to_json(found))["jobs"][1]["mode"] == "hybrid"
+    assert json.loads(to_json(found))["jobs"][1]["mode"] == "hybrid"
 
 
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
@@ -847,15 +850,15 @@ def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     found.status.waiting_for = "the journal j to be written, for 7.0 s"
     found.status.members[0].waiting_for = "step 40 of partition 3, for checkpoint 12, for 6.0 s"
     found.status.jobs[1].waits.append("a server for partition 3, 4, for 5.1 s")
-    local = status_view.LocalReport(1, (), {}, ("server-1 (pid 4); its log is s.log",))
-    found = status_view.YardReport(found.coordinator, found.status, found.servers, local)
-    status_view.show(found, Console(file=shown, width=400))
+    local = LocalReport(1, (), {}, ("server-1 (pid 4); its log is s.log",))
+    found = YardReport(found.coordinator, found.status, found.servers, local)
+    show(found, Console(file=shown, width=400))
     text = shown.getvalue()
     assert "  waits for the journal j to be written, for 7.0 s\n" in text
     assert "; waits for step 40 of partition 3, for checkpoint 12, for 6.0 s" in " ".join(text.split())
     assert "  waits for a server for partition 3, 4, for 5.1 s\n" in text
     assert "not ready yet: server-1 (pid 4); its log is s.log\n" in text
-    document = json.loads(status_view.to_json(found))
+    document = json.loads(to_json(found))
     assert document["waiting_for"] == "the journal j to be written, for 7.0 s"
     assert document["members"][0]["waiting_for"].startswith("step 40")
     assert document["jobs"][1]["waits"] == ["a server for partition 3, 4, for 5.1 s"]
@@ -863,7 +866,7 @@ def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
 
 
 def test_status_as_json_has_all_there_is() -> None:
-    document = json.loads(status_view.to_json(report()))
+    document = json.loads(to_json(report()))
     job = document["jobs"][1]
     assert document["coordinator"] == "h:7070"
     assert [member["role"] for member in document["members"]] == ["server", "agent", "worker", "worker"]
@@ -902,7 +905,7 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
     second = server_wire.DescribeServerReply(server=2)
     on_disk = {"cold_rows": 100, "disk_bytes": 1 << 19, "disk_refused": "No space left on device"}
     second.tables.add(job=9, **users, admitted=1_500, expired=500, **on_disk)
-    found = status_view.YardReport(
+    found = YardReport(
         found.coordinator, found.status, {1: first, 2: second, 3: errors.ServerUnavailable("it is away")}
     )
     text = shown_status(found)
@@ -913,7 +916,7 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
     assert re.search(r"words +8 +adam +12 +- +- +- +- +- +-", text)
     said = "colder rows of users stay in memory: the disk refuses them; server 2: No space left on device"
     assert said in " ".join(text.split())
-    tables = json.loads(status_view.to_json(found))["jobs"][1]["tables"]
+    tables = json.loads(to_json(found))["jobs"][1]["tables"]
     assert tables[0] == {
         "name": "users",
         "dim": 16,
@@ -930,7 +933,7 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
         "servers": 2,
     }
     assert (tables[1]["rows"], tables[1]["servers"], tables[1]["load"]) == (12, 0, None)
-    assert json.loads(status_view.to_json(found))["jobs"][0]["tables"] == []
+    assert json.loads(to_json(found))["jobs"][0]["tables"] == []
 
 
 @pytest.mark.parametrize(
@@ -938,13 +941,13 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 50, "1024.0 TiB")],
 )
 def test_sizes_are_told_in_their_unit(nbytes: int, text: str) -> None:
-    assert status_view._size(nbytes) == text
+    assert describe_size(nbytes) == text
 
 
 def test_status_tables_show_members_jobs_and_versions() -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     try:
-        status_view.show(report(), console)
+        show(report(), console)
     finally:
         console.file.close()
     text = console.export_text()
@@ -967,15 +970,15 @@ def test_ended_job_shows_the_partitions_that_are_held_still() -> None:
     assert "partitions of" not in shown_status(found)
 
 
-def shown_status(found: status_view.YardReport) -> str:
+def shown_status(found: YardReport) -> str:
     console = Console(width=200, file=io.StringIO(), record=True)
-    status_view.show(found, console)
+    show(found, console)
     return console.export_text()
 
 
 def test_server_that_does_not_answer_is_part_of_the_status() -> None:
-    broken = status_view.YardReport("h:7070", yard_status(), {1: errors.ServerUnavailable("server 1 at h:1 is gone")})
-    document = json.loads(status_view.to_json(broken))
+    broken = YardReport("h:7070", yard_status(), {1: errors.ServerUnavailable("server 1 at h:1 is gone")})
+    document = json.loads(to_json(broken))
     assert document["servers"] == [{"server": 1, "error": "server 1 at h:1 is gone"}]
     assert document["jobs"][1]["partitions"][0]["version"] is None
 

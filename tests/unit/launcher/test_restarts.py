@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shardyard.config.configuration import load
 from shardyard.domain import errors, limits
 from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard_launcher.commands import status
+from shardyard_launcher.status.report import LocalReport, ask, read_local
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from shardyard_launcher.yard.restart_policy import BACKOFF_MS, BACKOFF_MS_MAX, GivenUp, RestartAt, RestartPolicy
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
@@ -266,18 +266,18 @@ def test_status_of_a_coordinator_that_is_gone_says_what_became_of_it() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         restart = RoleRestart("coordinator", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
 
-        def refusal(local: status.LocalReport) -> errors.ShardyardError:
+        def refusal(local: LocalReport) -> errors.ShardyardError:
             with pytest.raises(errors.CoordinatorUnavailable) as raised:
-                status.ask(GrpcNetwork(), address, local)
+                ask(GrpcNetwork(), address, local)
             return raised.value
 
-        mending = refusal(status.LocalReport(1, (restart,), {}))
+        mending = refusal(LocalReport(1, (restart,), {}))
         assert "coordinator (pid 7) was killed by SIGKILL; restart 2 of 5 within 60 s" in mending.what
         assert "ask again" in mending.todo_text
-        given_up = refusal(status.LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"}))
+        given_up = refusal(LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"}))
         assert "it has ended and is not started again" in given_up.what
         assert "shardyard down" in given_up.todo_text
-        unwatched = refusal(status.LocalReport(0, (restart,), {}))
+        unwatched = refusal(LocalReport(0, (restart,), {}))
         assert "restart" not in unwatched.what
 
 
@@ -320,7 +320,7 @@ def test_restarts_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_yard_of_another_coordinator_is_not_shown(tmp_path: Path) -> None:
     process = RoleProcess("coordinator", "coordinator", 8, 1.5, tmp_path / "x.log", "127.0.0.1:5", ready=True)
     YardState((process,)).write(tmp_path)
-    assert status.look_here(tmp_path, "127.0.0.1:6") is None
-    local = status.look_here(tmp_path, "127.0.0.1:5")
+    assert read_local(tmp_path, "127.0.0.1:6") is None
+    local = read_local(tmp_path, "127.0.0.1:5")
     assert local is not None
     assert local.supervisor == 0

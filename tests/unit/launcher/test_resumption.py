@@ -14,7 +14,9 @@ from rich.console import Console
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands.resume_notice import describe_job
-from shardyard_launcher.commands.status import YardReport, show, to_json
+from shardyard_launcher.status.as_json import to_json
+from shardyard_launcher.status.as_tables import show
+from shardyard_launcher.status.report import YardReport
 
 NOW_S = 1_700_000_100
 CHECKPOINT = wire.CheckpointStatus(number=11, step=4_950, created_s=NOW_S - 32)

@@ -1,0 +1,197 @@
+"""What a yard's coordinator, its servers and the state folder on this machine say, asked and added up.
+
+Owns: the questions, and the sums over servers. Must not know: who asks, how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypedDict
+
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.interfaces import Network
+from shardyard.wire import methods
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.yard.running_yard import RunningYard
+from shardyard_launcher.yard.state_file import RoleRestart, read_state
+
+TIMEOUT_MS: Final = 3_000
+SERVER_TIMEOUT_MS: Final = 1_500
+
+Server = server_wire.DescribeServerReply | errors.ShardyardError
+
+
+@dataclass(frozen=True)
+class YardReport:
+    """`servers`: by incarnation, what each server says, or why it did not answer."""
+
+    coordinator: str
+    status: wire.StatusReply
+    servers: Mapping[int, Server]
+    local: LocalReport | None = None
+
+    @property
+    def answers(self) -> list[server_wire.DescribeServerReply]:
+        """Of the servers that answered."""
+        return [each for each in self.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
+
+    def versions(self, job: int) -> dict[int, common.Version]:
+        """By partition, of the servers that answered."""
+        return {part.partition: part.version for said in self.answers for part in said.partitions if part.job == job}
+
+    def staleness(self, job: int) -> int:
+        """The most steps of a worker that were missing in values that a server gave."""
+        return max([found.most for each in self.answers for found in each.staleness if found.job == job], default=0)
+
+    def lateness(self, job: int) -> dict[str, float] | None:
+        """How late gradients were, over all servers: their number, their staleness in updates of a partition, and how
+        many could not be compensated. None for a job without a rule for stale gradients."""
+        found = [each for said in self.answers for each in said.lateness if each.job == job]
+        if not found:
+            return None
+        gradients = sum(each.gradients for each in found)
+        return {
+            "gradients": gradients,
+            "mean": sum(each.total for each in found) / max(gradients, 1),
+            "most": max(each.most for each in found),
+            "uncompensated": sum(each.uncompensated for each in found),
+        }
+
+    def table(self, job: int, table: wire.TableStatus) -> TableReport:
+        """A table over all servers. If no server says anything of it, because the job has ended for example, `rows` is
+        what the coordinator heard last."""
+        found = [
+            (said.server, each)
+            for said in self.answers
+            for each in said.tables
+            if each.job == job and each.name == table.name
+        ]
+        tables = [each for _, each in found]
+        ids, homes = sum(each.ids for each in tables), sum(each.homes for each in tables)
+        return {
+            "name": table.name,
+            "dim": table.dim,
+            "optimizer": table.optimizer,
+            "rows": sum(each.rows for each in tables) if tables else table.rows,
+            "ids": ids,
+            "bytes": sum(each.bytes for each in tables),
+            "rows_on_disk": sum(each.cold_rows for each in tables),
+            "disk_bytes": sum(each.disk_bytes for each in tables),
+            "disk_refused": [
+                f"server {Incarnation(server)}: {each.disk_refused}" for server, each in found if each.disk_refused
+            ],
+            "load": ids / homes if homes else None,
+            "admitted": sum(each.admitted for each in tables),
+            "expired": sum(each.expired for each in tables),
+            "servers": len(tables),
+        }
+
+
+class TableReport(TypedDict):
+    """`load`: the share of the index's places that ids take, None if no server says; `disk_refused`: by server, why its
+    disk takes no more rows; `servers`: how many servers say something of the table."""
+
+    name: str
+    dim: int
+    optimizer: str
+    rows: int
+    ids: int
+    bytes: int
+    rows_on_disk: int
+    disk_bytes: int
+    disk_refused: list[str]
+    load: float | None
+    admitted: int
+    expired: int
+    servers: int
+
+
+@dataclass(frozen=True)
+class LocalReport:
+    """A yard that `shardyard up` started on this machine. `supervisor`: its process id, 0 without one; `given_up`: by
+    name, how a process ended and why it is not restarted; `unready`: processes that cannot be used yet."""
+
+    supervisor: int
+    restarts: tuple[RoleRestart, ...]
+    given_up: Mapping[str, str]
+    unready: tuple[str, ...] = ()
+
+
+def read_local(folder: Path, coordinator: str) -> LocalReport | None:
+    """None if the folder has no yard, or one of another coordinator. Raises ConfigurationError."""
+    state = read_state(folder)
+    if state is None or state.address_of("coordinator") != coordinator:
+        return None
+    yard = RunningYard(folder, state)
+    supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0
+    unready = tuple(f"{process}; its log is {process.log}" for process in state.roles if not process.ready)
+    return LocalReport(supervisor, state.restarts, state.given_up, unready)
+
+
+def ask(network: Network, coordinator: str, local: LocalReport | None = None) -> YardReport:
+    """Raises CoordinatorUnavailable; a server that does not answer is part of the report."""
+    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+    except errors.CoordinatorUnavailable as error:
+        raise _explained(error, local) from None
+    finally:
+        peer.close()
+    asked = [member for member in status.members if member.role == wire.ROLE_SERVER]
+    servers: dict[int, Server] = {}
+    wait_registry = WaitRegistry()
+    try:
+        with wait_registry.over(lambda: f"{len(asked) - len(servers)} of {len(asked)} servers to describe themselves"):
+            for member in asked:
+                servers[member.incarnation] = _describe(network, member)
+    finally:
+        wait_registry.close()
+    return YardReport(coordinator, status, servers, local)
+
+
+def _describe(network: Network, member: wire.MemberStatus) -> Server:
+    peer = network.connect(member.address, name=f"server {Incarnation(member.incarnation)}")
+    try:
+        return peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=SERVER_TIMEOUT_MS)
+    except errors.ShardyardError as error:
+        return error
+    finally:
+        peer.close()
+
+
+def _explained(error: errors.CoordinatorUnavailable, local: LocalReport | None) -> errors.CoordinatorUnavailable:
+    """With what the state folder knows of the coordinator's end."""
+    if local is None:
+        return error
+    why = local.given_up.get("coordinator")
+    if why is not None:
+        todo = "see its log in the state folder; `shardyard down`, then `shardyard up`"
+        return errors.CoordinatorUnavailable(f"{error.what}: it {why}", todo=todo)
+    died = next((restart for restart in reversed(local.restarts) if restart.name == "coordinator"), None)
+    if died is not None and local.supervisor:
+        return errors.CoordinatorUnavailable(f"{error.what}: {died}", todo="it is being started: ask again in a moment")
+    return error
+
+
+def enum_text(enum: EnumTypeWrapper, value: int) -> str:
+    """`JOB_STATE_RUNNING` is "running". "unknown": 0, and values that this release does not know."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    names = {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
+    return names.get(value, "unknown")
+
+
+def mode_of(job: wire.JobStatus) -> str:
+    """The job's consistency mode."""
+    if job.HasField("local_steps"):
+        return "local"
+    if job.rows_at_once:
+        return "hybrid"
+    return "bounded" if job.HasField("staleness") else enum_text(common.UpdateMode, job.mode)

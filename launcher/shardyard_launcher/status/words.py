@@ -1,0 +1,83 @@
+"""Parts of a status in words, for tables and for other commands. The caller gives the coordinator's wall clock."""
+
+from __future__ import annotations
+
+from shardyard.domain.ids import Incarnation
+from shardyard.wire import lease_messages
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+
+def describe_consistency(consistency: wire.Consistency) -> str:
+    """For example `bounded, 3 steps`."""
+    return str(lease_messages.consistency_from_wire(consistency))
+
+
+def describe_switch(switch: wire.SwitchStatus) -> str:
+    """For example `to bounded, 3 steps; worker 1.4 has not gone over yet`."""
+    said = f"to {describe_consistency(switch.consistency)}"
+    if switch.step:
+        return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
+    if switch.draining:
+        return f"{said}; to be done first: {switch.draining}"
+    if switch.HasField("step"):
+        return f"{said}; {len(switch.behind)} workers have not said yet how far they have come"
+    if not switch.servers:
+        return f"{said}; not all servers have gone over yet"
+    if not switch.behind:
+        return said
+    listed = ", ".join(str(Incarnation(worker)) for worker in switch.behind[:8])
+    more = f" and {len(switch.behind) - 8} more" if len(switch.behind) > 8 else ""
+    several = len(switch.behind) > 1
+    return f"{said}; worker{'s' if several else ''} {listed}{more} {'have' if several else 'has'} not gone over yet"
+
+
+def describe_stop(stop: wire.Stop) -> str:
+    """For example `by worker 1.4: loss is nan; before step 120`."""
+    by = f"by worker {Incarnation(stop.worker)}" if stop.worker else "by a person"
+    said = f"{by}: {stop.reason}" if stop.reason else by
+    return f"{said}; before step {stop.step:,}" if stop.settled and stop.step else said
+
+
+def describe_checkpoint(taken: wire.CheckpointStatus, now_ms: int) -> str:
+    """For example `11 of step 4,950, 32.0 s old`. `now_ms`: the coordinator's wall clock."""
+    age = f", {describe_duration(max(0, now_ms - 1_000 * taken.created_s))} old" if taken.created_s and now_ms else ""
+    return f"{taken.number} of step {taken.step:,}{age}"
+
+
+def describe_evaluation(evaluation: wire.EvaluationStatus, now_ms: int) -> str:
+    """For example `accuracy 0.9722 at step 1,350, 4 s ago`. `now_ms`: the coordinator's wall clock."""
+    metrics = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in evaluation.metrics) or "no metrics"
+    ago = f", {describe_duration(max(0, now_ms - 1_000 * evaluation.reported_s))} ago" if now_ms else ""
+    return f"{metrics} at step {evaluation.step:,}{ago}"
+
+
+def describe_best(best: wire.KeptBest) -> str:
+    """For example `accuracy 0.9722 (max) of step 1,350, in /data/digits/best`."""
+    mode = "min" if best.lowest else "max"
+    return f"{best.metric} {best.value:.4g} ({mode}) of step {best.step:,}, in {best.url}"
+
+
+def describe_restored(restored: wire.RestoredStatus) -> str:
+    """For example `8 partitions, 3 data shards leased anew`."""
+    said = f"{restored.partitions} partition{'s'[: restored.partitions != 1]}"
+    if restored.logs:
+        return f"{said}, with what logs say after it; nothing is computed again"
+    return f"{said}, {restored.leased_again:,} data shard{'s'[: restored.leased_again != 1]} leased anew"
+
+
+def describe_size(nbytes: int) -> str:
+    """For example `1.5 GiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def describe_duration(duration_ms: int) -> str:
+    seconds = duration_ms // 1000
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
