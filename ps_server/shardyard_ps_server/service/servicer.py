@@ -37,7 +37,7 @@ from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.partition_tables import Floats
-from shardyard_ps_server.service.exchange_stream import ExchangeStream, answer, refuse_values
+from shardyard_ps_server.service.exchange_stream import ExchangeStream, refuse_values, values_frames
 from shardyard_ps_server.service.pull_order import runs_in_order
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -218,7 +218,7 @@ class Servicer:
         result, held = pulls.hold(hosted, wish)
         try:
             self._store.count_sent(held.nbytes)
-            yield from answer(result, held, runs)
+            yield from values_frames(result, held, runs)
         finally:
             held.release()
 
@@ -231,7 +231,7 @@ class Servicer:
 
     def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
         exchanges = ExchangeStream(self._store)
-        context.offer(exchanges.at_once)
+        context.offer(exchanges.answer_at_once)
         return exchanges.run(stream)
 
     # ---- rows

@@ -25,7 +25,7 @@ from shardyard.domain import errors
 from shardyard.domain.failpoints import armed
 from shardyard.transport import shared_memory
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_ps_server.service import exchange_stream
+from shardyard_ps_server.service import stream_memory
 from shardyard_worker.exchange import shm_rows
 from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.exchange.shm_rows import ShmRows
@@ -306,7 +306,7 @@ def test_where_rows_cannot_be_shared_they_travel(
     def refuse(*_given: Any, **_more: Any) -> None:
         raise errors.NotShareable("for the test")
 
-    monkeypatch.setattr(exchange_stream, "attach", refuse)
+    monkeypatch.setattr(stream_memory, "attach", refuse)
     job = connect(settings=NEVER | {"yard.servers": 1})
     model = Model()
     model, optimizer = job.prepare(model, optimizer_of(model))

@@ -43,6 +43,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.staleness import Tally
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service import exchange_stream as module
+from shardyard_ps_server.service import payload_reader
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
 
 JOB, HERE, GENERATION = JobId(1), Incarnation(3), Generation(4)
@@ -212,7 +213,7 @@ class Quick:
         cut = list(frames.cut(self._writer.write(order), [np.full(2 * ELEMENTS, value).tobytes()], frame_bytes))
         answer = None
         with contextlib.suppress(ShardyardError):
-            answer = self.exchanges.at_once(cut[0])
+            answer = self.exchanges.answer_at_once(cut[0])
         self.at_once.append(answer is not None)
         if answer is None:
             self._waiting += cut
@@ -236,7 +237,7 @@ def test_exchange_like_the_one_before_is_answered_at_once() -> None:
 def test_exchange_that_may_take_longer_is_not_answered_at_once(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = Quick(server(mode=UpdateMode.SYNC if why == "sync" else UpdateMode.ASYNC))
     if why == "large":
-        monkeypatch.setattr(module, "AT_ONCE_BYTES_MAX", 2 * PART_BYTES - 1)
+        monkeypatch.setattr(module, "IMMEDIATE_BYTES_MAX", 2 * PART_BYTES - 1)
     wish = quick.wire.wish(1 if why == "waits" else 0, coding="int8" if why == "coded" else "")
     name = {} if why != "sync" else {"name": PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)}
     for _ in range(4):
@@ -262,9 +263,9 @@ def test_payload_that_came_ahead_is_not_taken_at_once_and_counts_once() -> None:
         quick.wire.sequence += 1
         header = Frame(quick._writer.write(order), half, payload[half:])
         ahead = Frame(b"", 0, payload[:half])
-        assert quick.exchanges.at_once(ahead) is None
+        assert quick.exchanges.answer_at_once(ahead) is None
         quick._waiting += [ahead, header]
-        assert quick.exchanges.at_once(header) is None
+        assert quick.exchanges.answer_at_once(header) is None
         next(quick._answers)
     assert values(quick.wire.store) == {-4.0}
 
@@ -376,7 +377,7 @@ def test_payload_that_breaks_off_leaves_nothing_behind() -> None:
 
 def test_payload_is_bounded_by_the_layout_before_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(server())
-    monkeypatch.setattr(module, "aligned_empty", lambda nbytes: pytest.fail(f"asked for {nbytes} bytes"))
+    monkeypatch.setattr(payload_reader, "aligned_empty", lambda nbytes: pytest.fail(f"asked for {nbytes} bytes"))
     huge = wire.order(PushKind.GRADIENT, parts=(PushPart(PartitionId(0), limits.PUSH_BYTES_MAX),))
     assert type(refused(wire, huge, b"x")) is ShapeMismatch
 
@@ -386,7 +387,7 @@ def test_memory_for_a_payload_that_is_not_there_is_refused_in_words(monkeypatch:
         raise TooLarge(f"{nbytes} bytes, for which this server has no memory")
 
     wire = Wire(server())
-    monkeypatch.setattr(module, "aligned_empty", none_left)
+    monkeypatch.setattr(payload_reader, "aligned_empty", none_left)
     order = wire.order(PushKind.GRADIENT)
     assert "256 bytes, for which this server has no memory" in refused(wire, order, bytes(2 * PART_BYTES)).what
 
@@ -750,7 +751,7 @@ def test_bytes_that_lie_in_shared_memory_are_not_counted_as_moved() -> None:
 
 def test_values_come_in_the_order_asked_for_each_frame_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRAME_BYTES", 0)
-    monkeypatch.setattr(module, "AT_ONCE_BYTES_MAX", 0)
+    monkeypatch.setattr(module, "IMMEDIATE_BYTES_MAX", 0)
     wire = Wire(server())
     payload = np.arange(2 * ELEMENTS, dtype=np.float64).tobytes()
     _, plain = wire.ask(wire.order(PushKind.GRADIENT, pull=wire.wish()), payload)

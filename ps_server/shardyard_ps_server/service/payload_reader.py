@@ -1,0 +1,96 @@
+"""The payload of each exchange on one stream, put together from frames or found in shared memory.
+
+Invariant: memory is allocated only for lengths that an admitted header has announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.pushes import PushHeader, PushKind
+from shardyard.wire.frames import Assembler, Frame, Scatter
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.service.stream_memory import StreamMemory
+from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_empty
+
+
+class PayloadReader:
+    """Keeps its buffer from exchange to exchange."""
+
+    def __init__(self, memory: StreamMemory) -> None:
+        self._memory = memory
+        self._buffer: Bytes | None = None
+        self._early: Scatter | None = None
+        """Frames of a push that came before its header."""
+
+    def add_early(self, frame: Frame, hosted: HostedJob) -> None:
+        """Takes data of a push whose header has not come."""
+        if self._early is None:
+            self._early = Scatter(self._room(hosted.nbytes).data)
+        self._early.add(frame)
+
+    def end_exchange(self) -> None:
+        self._early = None
+
+    def read(self, header: PushHeader, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes, Bytes]:
+        """The payload, and the bytes of rows and of ids that follow it. They stay valid until the next exchange."""
+        has_push = header.kind is not PushKind.NOTHING
+        more = (header.rows_bytes if has_push else 0) + header.wanted_bytes
+        if header.rest is not None and has_push:
+            return self._complete_early(header, first, rest), NO_BYTES, NO_BYTES
+        if header.rows_at is None:
+            payload, behind = self._payload_and_more(header, more, first, rest)
+        else:
+            # copied, so that the bytes that are checked, logged and applied are the same, whatever the worker writes
+            behind = self._memory.rows(header.rows_at, more, align=1).copy()
+            payload, _ = self._payload_and_more(header, 0, first, rest)
+        ids_at = more - header.wanted_bytes
+        return payload, behind[:ids_at], behind[ids_at:]
+
+    def _payload_and_more(
+        self, header: PushHeader, more: int, first: Frame, rest: Iterator[Frame]
+    ) -> tuple[Bytes, Bytes]:
+        has_push = header.kind is not PushKind.NOTHING
+        shared_at = header.shared_at if has_push else None
+        nbytes = header.payload_bytes if has_push and shared_at is None else 0
+        if not more and (shared_at is not None or not has_push):
+            if len(first.data):
+                where = "beside a place in shared memory" if has_push else "in an exchange without a push"
+                raise MalformedPayload(f"{len(first.data)} bytes of payload {where}")
+            sent = NO_BYTES
+        else:
+            sent = self._assemble(nbytes + more, first, rest)
+        payload = sent[:nbytes] if shared_at is None else self._memory.payload(shared_at, header.payload_bytes)
+        return payload, sent[nbytes:]
+
+    def _assemble(self, nbytes: int, first: Frame, rest: Iterator[Frame]) -> Bytes:
+        payload = self._room(nbytes)
+        assembler = Assembler(payload.data)
+        assembler.add(first)
+        while not assembler.complete:
+            frame = next(rest, None)
+            if frame is None:
+                assembler.finish()
+                break
+            assembler.add(frame)
+        return payload
+
+    def _complete_early(self, header: PushHeader, first: Frame, rest: Iterator[Frame]) -> Bytes:
+        """The payload of which a part came early, in the order of the push's parts."""
+        if self._early is None or self._buffer is None:
+            raise MalformedPayload("the rest of a payload of which nothing came ahead")
+        left = (header.rest or 0) - self._early.add(first)
+        while left > 0:
+            frame = next(rest, None)
+            if frame is None:
+                break
+            left -= self._early.add(frame)
+        if left or not self._early.complete:
+            raise MalformedPayload(f"{header.rest} bytes after what came ahead do not make the payload whole")
+        return self._buffer[: header.payload_bytes]
+
+    def _room(self, nbytes: int) -> Bytes:
+        if self._buffer is None or len(self._buffer) < nbytes:
+            self._buffer = aligned_empty(nbytes)
+        return self._buffer[:nbytes]
