@@ -33,6 +33,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.storage.storage import LocalStorage
 from shardyard_ps_server.checkpoint import table_saver
+from shardyard_ps_server.partition.checkpoint_cuts import take_cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.table_states import read_tables
@@ -86,7 +87,7 @@ class Load:
         since = saver.since(HERE, "clicks", self.table, number - 1)
         with self.turn:
             begin, begin_cpu = time.perf_counter(), time.thread_time()
-            cut = self.partition.cut({} if since is None else {"clicks": since})
+            cut = take_cut(self.partition, {} if since is None else {"clicks": since})
             pause = time.perf_counter() - begin, time.thread_time() - begin_cpu
         try:
             return saver.save(self.layout, HERE, 0, cut.tables["clicks"], number, storage), pause

@@ -95,8 +95,8 @@ def _take_steps(settings: Settings, nbytes: int, folder: Path) -> tuple[dict[str
             for server in yard._servers:
                 for hosted in server.store.hosted():
                     for partition in hosted.partitions.values():
-                        partition._changed = threading.Condition(TimedLock(held["lock"]))  # type: ignore[arg-type]
-                        partition._turn = TimedLock(held["turn"])  # type: ignore[assignment]
+                        partition.changed = threading.Condition(TimedLock(held["lock"]))  # type: ignore[arg-type]
+                        partition.turn = TimedLock(held["turn"])  # type: ignore[assignment]
             for _ in range(STEPS):
                 optimizer.zero_grad()
                 torch.autograd.backward([value.sum() for value in values])

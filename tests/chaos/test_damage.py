@@ -35,6 +35,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.storage import tensors
 from shardyard.storage.storage import open_storage
 from shardyard.wire import push_messages
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.tables import cuts
@@ -376,10 +377,10 @@ def _standing(partitions: Mapping[PartitionId, Partition]) -> object:
 
 
 def _stands(partition: Partition) -> object:
-    cut = partition.cut()
+    cut = take_cut(partition)
     try:
         cut.complete()
-        arrays = [partition.arrays(index, cut) for index in range(partition.blocks)]
+        arrays = [block_arrays(partition, index, cut) for index in range(len(partition.payload.blocks))]
         values = [(name, array.tobytes()) for each in arrays for name, array in sorted(each.items())]
         tables = [(name, _table(each)) for name, each in sorted(cut.tables.items())]
         return cut.version, values, sorted(cut.marks, key=str), cut.floor, tables

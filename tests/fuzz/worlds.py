@@ -32,6 +32,7 @@ from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 from shardyard_coordinator.service.journal import Journal
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_worker.agent.launch import RunningLaunch
@@ -142,11 +143,11 @@ class ServerWorld:
         for hosted in self.store.hosted():
             found = []
             for number, partition in sorted(hosted.partitions.items()):
-                cut = partition.cut()
+                cut = take_cut(partition)
                 cut.complete()
-                arrays = [partition.arrays(index, cut) for index in range(partition.blocks)]
+                arrays = [block_arrays(partition, index, cut) for index in range(len(partition.payload.blocks))]
                 digest = hashlib.sha256(b"".join(each[name].tobytes() for each in arrays for name in sorted(each)))
-                gate = partition._gate
+                gate = partition.steps.gate
                 waiting = None if gate is None else (gate.step, gate.missing())
                 cut.release()  # which has the tables too
                 found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting, _rows(partition)))

@@ -35,6 +35,7 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -508,7 +509,7 @@ def incarnation_of(server: int) -> Incarnation:
 def newest_values(store: Store, partition: PartitionId) -> np.ndarray:
     hosted = store.hosted()[0]
     elements = hosted.layout.variables[0].elements
-    found = hosted.partitions[partition].hold(0, False, 0.0)
+    found = hold_version(hosted.partitions[partition], 0, False, 0.0)
     assert isinstance(found, tuple), found
     values = found[1].view(np.float64)[:elements].copy()
     hosted.partitions[partition].release(found[1])

@@ -169,8 +169,8 @@ def test_without_rule_a3_some_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     def advances_all(store: Store, hosted: HostedJob, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
         results = push(store, hosted, order, payload)
         for held in hosted.partitions.values():
-            if held._ledger.next(order.name.key) == order.name.first:
-                held._ledger.advance(order.name)
+            if held.ledger.next(order.name.key) == order.name.first:
+                held.ledger.advance(order.name)
         return results
 
     monkeypatch.setattr(pushes, "push", advances_all)

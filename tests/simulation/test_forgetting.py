@@ -21,6 +21,7 @@ from shardyard.domain.push_names import DataShardSource, DoneDataShards, SourceK
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.partition import ledger as ledgers
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.partition import Partition
 from tests.simulation.exactly_once import JOB, AsyncRun, Violation, incarnation_of, newest_values
 
@@ -172,12 +173,12 @@ def _index(key: SourceKey) -> int:
 
 
 def _cut(partition: Partition) -> PartitionState:
-    cut = partition.cut()
+    cut = take_cut(partition)
     try:
         cut.complete()
         blocks = []
-        for index in range(partition.blocks):
-            arrays = {name: array.copy() for name, array in partition.arrays(index, cut).items()}
+        for index in range(len(partition.payload.blocks)):
+            arrays = {name: array.copy() for name, array in block_arrays(partition, index, cut).items()}
             blocks.append(BlockState(index, arrays.pop("values"), arrays, int(cut.counts[index])))
         return PartitionState(cut.partition, cut.version, tuple(blocks), cut.marks, cut.floor)
     finally:

@@ -26,7 +26,6 @@ from shardyard.domain.pushes import PushHeader, PushKind, PushPart
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
@@ -151,7 +150,7 @@ def pulls_of_what_a_push_will_bring(_: Path) -> list[str]:
 
 
 def parts_are_not_judged_beforehand(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partition, "check_push", lambda *_: None)
+    patch.setattr(pushes, "check_push", lambda *_: None)
 
 
 def terms_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -163,8 +162,8 @@ def shared_memory_is_not_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def reads_are_held_for_as_long_as_it_takes(patch: pytest.MonkeyPatch) -> None:
-    real = Partition.hold
-    patch.setattr(Partition, "hold", lambda *given: real(*given[:-1], time.monotonic() + FOR_EVER_S))
+    real = pulls.hold_version
+    patch.setattr(pulls, "hold_version", lambda *given: real(*given[:-1], time.monotonic() + FOR_EVER_S))
 
 
 @dataclass(frozen=True)

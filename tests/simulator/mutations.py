@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,11 +29,12 @@ from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
 from shardyard_ps_server.hosting.ssp_clock import SspClock
-from shardyard_ps_server.partition import partition
+from shardyard_ps_server.partition import checkpoint_cuts, sync_step
 from shardyard_ps_server.partition import step_gate as gate
 from shardyard_ps_server.partition.cuts import StateCut
 from shardyard_ps_server.partition.ledger import Ledger
-from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.next_version import RowUpdate, update_rows
+from shardyard_ps_server.rows import row_sums
 from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.tables.table import Table as TableOfPartition
 from shardyard_ps_server.values.versions import Versions
@@ -123,15 +125,15 @@ def counted_in_one_is_counted_in_all(patch: Patch) -> None:
     real = pushes._apply
 
     def apply(store: Any, hosted: Any, order: Any, work: Any) -> Any:
-        if not any(target._ledger.is_duplicate(order.name) for target, _ in work):
+        if not any(target.ledger.is_duplicate(order.name) for target, _ in work):
             return real(store, hosted, order, work)
         found = []
         for target, _ in work:
-            with target._changed:
-                if not target._ledger.is_duplicate(order.name):
-                    target._ledger.advance(order.name)
-                next_ = target._ledger.next(order.name.key)
-                found.append(PartResult(target.id, Outcome.DUPLICATE, next_, target._versions.newest))
+            with target.changed:
+                if not target.ledger.is_duplicate(order.name):
+                    target.ledger.advance(order.name)
+                next_ = target.ledger.next(order.name.key)
+                found.append(PartResult(target.id, Outcome.DUPLICATE, next_, target.versions.newest))
         return tuple(found)
 
     patch.setattr(pushes, "_apply", apply)
@@ -245,7 +247,7 @@ def ranks_are_alike(patch: Patch) -> None:
         found = gate.verdict(contributions)
         return found._replace(shares=tuple(1.0 / len(found.shares) for _ in found.shares))
 
-    patch.setattr(partition, "verdict", verdict)
+    patch.setattr(sync_step, "verdict", verdict)
 
 
 @mutation("B1", "sync", 0, 1)
@@ -342,10 +344,9 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
 
     def take_verdict(store: Any, hosted: Any, order: Any, verdict: Any) -> None:
         for number in sorted(hosted.partitions):
-            if hosted.partitions[number].awaits(verdict):
-                hosted.partitions[number].take_verdict(
-                    verdict, lambda: admission.check_still_admitted(store, hosted, order)
-                )
+            if sync_step.awaits_verdict(hosted.partitions[number], verdict):
+                check_current = partial(admission.check_still_admitted, store, hosted, order)
+                sync_step.take_verdict(hosted.partitions[number], verdict, check_current)
 
     patch.setattr(pushes, "take_verdict", take_verdict)
 
@@ -381,7 +382,7 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
 @mutation("B6", "sync-backup", 0, 1)
 def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
     """the step is not over for the ranks that do not count"""
-    patch.setattr(Partition, "_close", lambda self, gate, members: gate.name_members(members))
+    patch.setattr(sync_step, "_close", lambda partition, gate, members: gate.name_members(members))
 
 
 @mutation("B7", "sync-checkpoint", 3)
@@ -393,13 +394,13 @@ def state_of_the_next_step(patch: Patch) -> None:
 @mutation("B7", "sync-checkpoint", 27)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step counts contributions to the next, which it does not have"""
-    real = Partition._cut
+    real = checkpoint_cuts._cut
 
-    def cut(self: Any, since: Any) -> Any:
-        found = real(self, since)
-        return dataclasses.replace(found, marks=self._ledger.marks())
+    def cut(partition: Any, since: Any) -> Any:
+        found = real(partition, since)
+        return dataclasses.replace(found, marks=partition.ledger.marks())
 
-    patch.setattr(Partition, "_cut", cut)
+    patch.setattr(checkpoint_cuts, "_cut", cut)
 
 
 # ---- C: owning, logging, fences
@@ -415,7 +416,7 @@ def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
         counted = [member for member in found.members if not member.overflow]
         return real(counted) if counted else found
 
-    patch.setattr(partition, "verdict", verdict)
+    patch.setattr(sync_step, "verdict", verdict)
 
 
 @mutation("B6", "sync-wal-overflow", 3, 10)
@@ -505,16 +506,16 @@ def a_restart_renews_no_lease(patch: Patch) -> None:
 @mutation("A2", "async-rows", 6, 17)
 def rows_of_a_duplicate_count(patch: Patch) -> None:
     """what was counted before is not counted again, but its rows are"""
-    real = Partition.push
 
-    def push(self: Any, name: PushName, contribution: Any, check_current: Any) -> Any:
-        found = real(self, name, contribution, check_current)
+    def apply_push(partition: Any, name: PushName, contribution: Any, check_current: Any) -> Any:
+        found = real(partition, name, contribution, check_current)
         if found.outcome is Outcome.DUPLICATE and contribution.rows:
-            with self._turn:
-                self._push_rows(contribution.rows, contribution.table_groups)
+            with partition.turn:
+                update_rows(partition, RowUpdate(contribution.rows, contribution.table_groups))
         return found
 
-    patch.setattr(Partition, "push", push)
+    real = pushes.apply_push
+    patch.setattr(pushes, "apply_push", apply_push)
 
 
 @mutation("A8", "sync-checkpoint-rows", 6, 10)
@@ -564,29 +565,29 @@ def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
 @mutation("A1", "hybrid-checkpoint", 18)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint says of rows, as of variables, that none of the next step has counted"""
-    real = Partition._cut
+    real = checkpoint_cuts._cut
 
-    def cut(self: Any, since: Any) -> Any:
-        found = real(self, since)
-        step = self._gate.step
+    def cut(partition: Any, since: Any) -> Any:
+        found = real(partition, since)
+        step = partition.steps.gate.step
         marks = tuple(mark._replace(next=min(mark.next, step)) for mark in found.marks)
         return dataclasses.replace(found, marks=marks)
 
-    patch.setattr(Partition, "_cut", cut)
+    patch.setattr(checkpoint_cuts, "_cut", cut)
 
 
 @mutation("A1", "hybrid-checkpoint", 1, 3)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
     """a checkpoint says that it has all rows of the next step"""
-    real = Partition._cut
+    real = checkpoint_cuts._cut
 
-    def cut(self: Any, since: Any) -> Any:
-        found = real(self, since)
-        ends = {ROW_LANE: self._gate.step + 1}
+    def cut(partition: Any, since: Any) -> Any:
+        found = real(partition, since)
+        ends = {ROW_LANE: partition.steps.gate.step + 1}
         marks = tuple(mark._replace(next=ends.get(mark.key.lane, mark.next)) for mark in found.marks)
         return dataclasses.replace(found, marks=marks)
 
-    patch.setattr(Partition, "_cut", cut)
+    patch.setattr(checkpoint_cuts, "_cut", cut)
 
 
 @mutation("C3", "hybrid", 1, 2)
@@ -607,25 +608,25 @@ def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
 @mutation("B1", "sync-rows", 4)
 def ranks_are_alike_in_rows(patch: Patch) -> None:
     """the mean of a step's rows is not weighted by samples"""
-    real = PartitionTables.mean
+    real = row_sums.mean_of
 
-    def mean(self: Any, given: Any, shares: Any, limit: float) -> Any:
-        return real(self, given, [1.0 / len(shares) for _ in shares], limit)
+    def mean_of(given: Any, shares: Any, limit: float) -> Any:
+        return real(given, [1.0 / len(shares) for _ in shares], limit)
 
-    patch.setattr(PartitionTables, "mean", mean)
+    patch.setattr(row_sums, "mean_of", mean_of)
 
 
 @mutation("B3", "sync-rows", 164, 187)
 def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     """who looks up rows of a version is given the newest"""
-    real = Partition.look_up
+    real = lookups.look_up_rows
 
-    def look_up(self: Any, asked: Any, number: int | None = None, until: float = 0.0) -> None:
+    def look_up_rows(partition: Any, asked: Any, number: int | None = None, until: float = 0.0) -> None:
         with contextlib.suppress(NotFound):
-            real(self, asked, number, until)
-        real(self, asked)
+            real(partition, asked, number, until)
+        real(partition, asked)
 
-    patch.setattr(Partition, "look_up", look_up)
+    patch.setattr(lookups, "look_up_rows", look_up_rows)
 
 
 @mutation("B7", "sync-checkpoint-rows", 18)
@@ -642,27 +643,26 @@ def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
 @mutation("B6", "sync-overflow-rows", 0, 2)
 def rows_of_a_step_that_is_skipped_count(patch: Patch) -> None:
     """where a rank's scaled loss has overflowed, rows of the others are updated all the same"""
-    real = Partition._mean_rows
-    patch.setattr(Partition, "_mean_rows", lambda self, taken: real(self, taken._replace(skips=False)))
+    real = sync_step._mean_rows
+    patch.setattr(sync_step, "_mean_rows", lambda partition, taken: real(partition, taken._replace(skips=False)))
 
 
 @mutation("B6", "sync-backup-rows", 0, 3)
 def rows_of_who_came_late_count(patch: Patch) -> None:
     """rows of a rank that is left out of a step count where it is there"""
-    real = Partition._complete
+    real = sync_step._complete
 
-    def complete(self: Any, gate_: Any, contributions: Any, *more: Any) -> Any:
-        left_out = [each for each in gate_.recorded if not any(each is other for other in contributions)]
+    def complete(partition: Any, steps: Any, contributions: Any, *more: Any) -> Any:
+        left_out = [each for each in steps.gate.recorded if not any(each is other for other in contributions)]
         first = contributions[0]
         rows = tuple(row for each in left_out for row in each.rows)
         if rows and first.rows:
-            joined = self._tables.mean(
-                [first.rows, *[each.rows for each in left_out]], [1.0] * (1 + len(left_out)), 0.0
-            )
+            rows_of_all = [first.rows, *[each.rows for each in left_out]]
+            joined = row_sums.mean_of(rows_of_all, [1.0] * (1 + len(left_out)), 0.0)
             contributions = (first._replace(rows=joined), *contributions[1:])
-        return real(self, gate_, contributions, *more)
+        return real(partition, steps, contributions, *more)
 
-    patch.setattr(Partition, "_complete", complete)
+    patch.setattr(sync_step, "_complete", complete)
 
 
 @mutation("C1", "async-wal-rows", 1, 3)

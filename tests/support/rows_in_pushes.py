@@ -165,7 +165,7 @@ def state(store: Store) -> object:
                 for chunk in table.items()
                 for i, record, f, s in zip(chunk.ids, chunk.records, chunk.frequencies, chunk.steps, strict=False)
             }
-            found.append((number, version, sources, partition._versions.values.tobytes(), rows))
+            found.append((number, version, sources, partition.versions.values.tobytes(), rows))
     return found
 
 

@@ -25,10 +25,12 @@ from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.partition.dense_state import Contribution
-from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push, check_push
+from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.values.versions import aligned_empty
 from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, made
@@ -88,14 +90,14 @@ EMPTY = Contribution(0.0, None, aligned_empty(0), (False,))
 
 def push(partition: Partition, rank: int, step: int, contribution: Contribution) -> Outcome:
     name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
-    partition.check_push(name, contribution)
-    return partition.push(name, contribution, current).outcome
+    check_push(partition, name, contribution)
+    return apply_push(partition, name, contribution, current).outcome
 
 
 def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
     """PushedTableRows of all IDS."""
     out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
-    partition.look_up([RowsToRead(table, IDS, out)], number, time.monotonic() + wait_s)
+    look_up_rows(partition, [RowsToRead(table, IDS, out)], number, time.monotonic() + wait_s)
     return out
 
 

@@ -28,6 +28,13 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.storage.storage import Storage
 from shardyard.storage.tensors import bytes_of
 from shardyard_ps_server.checkpoint.table_saver import TableSaver
+from shardyard_ps_server.partition.checkpoint_cuts import (
+    await_named_cut,
+    block_arrays,
+    name_cut,
+    take_cut,
+    unname_cut,
+)
 from shardyard_ps_server.partition.cuts import Cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.table_states import Since
@@ -96,7 +103,7 @@ class Saver:
     def save(
         self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, *, between: bool = False
     ) -> list[Saved]:
-        """`between`: of a synchronous job, only what lies between two steps, as Partition.name_cut has it. Raises
+        """`between`: of a synchronous job, only what lies between two steps, as `name_cut` has it. Raises
         InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
         checkpoint is being written, StorageUnavailable, TooLarge."""
         if not self._saving.acquire(blocking=False):
@@ -120,14 +127,14 @@ class Saver:
     ) -> list[Saved]:
         if order.step is None:
             return [
-                self._save(partition, partial(partition.cut, self._since(partition, order)), order, storage)
+                self._save(partition, partial(take_cut, partition, self._since(partition, order)), order, storage)
                 for partition in partitions
             ]
         until = time.monotonic() + order.wait_ms / 1000
         with ExitStack() as named:
             for partition in partitions:  # all, before any is waited for
-                partition.name_cut(order.step, between=between, since=self._since(partition, order))
-                named.callback(partition.unname_cut)
+                name_cut(partition, order.step, between=between, since=self._since(partition, order))
+                named.callback(unname_cut, partition)
             return [
                 self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)
                 for partition in partitions
@@ -135,7 +142,7 @@ class Saver:
 
     def _named(self, partition: Partition, number: int, step: int, until: float) -> Cut:
         with self._wait_registry.over(lambda: f"step {step} of partition {partition.id}, for checkpoint {number}"):
-            cut = partition.named_cut(until)
+            cut = await_named_cut(partition, until)
         if cut is None:
             raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
         return cut
@@ -187,7 +194,7 @@ class Saver:
             del kept[old]
 
     def _source(self, partition: Partition, cut: Cut, index: int) -> BlockSource:
-        arrays = partition.arrays(index, cut)
+        arrays = block_arrays(partition, index, cut)
         values = arrays.pop("values")
         return BlockSource(
             index,

@@ -25,7 +25,7 @@ from shardyard.domain.push_names import WorkerSource
 from shardyard.domain.pushes import PushHeader, PushKind
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.rows.partition_tables import check_pushed, check_wanted
+from shardyard_ps_server.rows.pushed_rows import check_pushed, check_wanted
 
 
 def check_coordinator(store: Store, caller: Caller) -> None:
@@ -107,14 +107,14 @@ def _check_parts(hosted: HostedJob, header: PushHeader) -> None:
                 raise InvalidRequest("first values that are compressed", todo="send them as they are")
             if header.shared_at is not None or header.rest is not None:
                 raise InvalidRequest("codes in shared memory, or ahead of their header", todo="send them as data")
-            partition.check_codes(part)
+            partition.payload.check_codes(part)
             continue
-        expected = 0 if header.kind is PushKind.EMPTY else partition.expected_bytes(part)
+        expected = 0 if header.kind is PushKind.EMPTY else partition.payload.expected_bytes(part)
         whole = header.shared_at is not None or header.rest is not None
         if whole and part.payload_bytes and header.kind is not PushKind.EMPTY:
-            expected = partition.payload_bytes  # read in place, with the blocks that are absent
+            expected = partition.payload.nbytes  # read in place, with the blocks that are absent
         if first_values:  # first rows come in pushes of their own
-            expected = 0 if header.rows else partition.payload_bytes
+            expected = 0 if header.rows else partition.payload.nbytes
         if part.payload_bytes != expected:
             raise ShapeMismatch(f"partition {part.partition} with {part.payload_bytes} bytes; expected {expected}")
 

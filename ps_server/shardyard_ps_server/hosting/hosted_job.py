@@ -116,7 +116,7 @@ class HostedJob:
     @property
     def nbytes(self) -> int:
         """The size of one version of all partitions."""
-        return sum(partition.payload_bytes for partition in self.partitions.values())
+        return sum(partition.payload.nbytes for partition in self.partitions.values())
 
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)
@@ -228,5 +228,5 @@ class HostedJob:
     def release_partitions(self) -> None:
         """The job does not use these partitions any more."""
         for former in self.partitions.values():
-            former.keep_no_more()
-            former.let_go_tables()
+            former.forget_bases()
+            former.drop_tables()

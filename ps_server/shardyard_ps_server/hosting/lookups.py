@@ -22,9 +22,15 @@ from shardyard_ps_server.hosting.admission import admit, check_requested_rows
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.pulls import now_ms
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.partition.partition import RowsToRead
+from shardyard_ps_server.partition.reads import (
+    RowsToRead,
+    look_up_pinned,
+    look_up_rows,
+    read_pinned_table,
+    read_table,
+)
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
-from shardyard_ps_server.rows.partition_tables import Floats, RowQuery, read_all_ids, table_at
+from shardyard_ps_server.rows.pushed_rows import Floats, RowQuery, read_all_ids, table_at
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 NO_WORKER: Final = Incarnation(0)
@@ -76,7 +82,7 @@ def find_rows(
 
     `number`: that version; it is waited for until `until` (time.monotonic); None: the newest. `pin`: the version that
     a reader has pinned. `into`: the worker's memory, of the right size, for rows that are not coded. `worker`: may push
-    the rows later, and until then they do not expire. Raises what Partition.look_up and look_up_held raise.
+    the rows later, and until then they do not expire. Raises what look_up_rows and look_up_pinned raise.
     """
     if worker != NO_WORKER and hosted.protects_looked_up_rows:
         hosted.rows_in_flight.begin(worker, [(TablePart(partition, table), ids) for table, partition, ids in queries])
@@ -96,9 +102,9 @@ def find_rows(
     for partition, of_partition in by_partition.items():
         if pin:
             holder, version = pinned[partition]
-            holder.look_up_held(of_partition, version)
+            look_up_pinned(holder, of_partition, version)
         else:
-            hosted.find(partition).look_up(of_partition, number, until)
+            look_up_rows(hosted.find(partition), of_partition, number, until)
     if code is not RowCode.FLOAT32:
         found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
     return found
@@ -120,7 +126,7 @@ def read_rows(
     table_at(hosted.layout.tables, table)
     if pin:
         holder, version = hosted.pins.rows(pin, [number], now_ms())[number]
-        yield from holder.items_held(table, version)
+        yield from read_pinned_table(holder, table, version)
         return
-    for chunk in hosted.find(number).items(table):
+    for chunk in read_table(hosted.find(number), table):
         yield chunk.ids[: chunk.values.shape[0]], chunk.values

@@ -18,6 +18,7 @@ from shardyard.domain.errors import InvalidRequest, NotFound, TooLarge
 from shardyard.domain.ids import PartitionId, Version
 from shardyard.domain.pulls import NotReadyPart, PulledPart
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.reads import await_pinned, hold_pinned, pin_version, unpin
 from shardyard_ps_server.values.versions import Bytes, VersionPin
 
 
@@ -95,7 +96,7 @@ class Pins:
                 held = []
                 for number in partitions:
                     partition, wanted = found[number]
-                    version, buffer = partition.hold_wanted(wanted)
+                    version, buffer = hold_pinned(partition, wanted)
                     taken.callback(partition.release, buffer)
                     held.append((partition, version, buffer))
                 taken.pop_all()
@@ -152,8 +153,8 @@ def _want(
     with ExitStack() as taken:
         wanted = []
         for partition in partitions:
-            wish = partition.want(number, rows=rows)
-            taken.callback(partition.unwant, wish)
+            wish = pin_version(partition, number, rows=rows)
+            taken.callback(unpin, partition, wish)
             wanted.append((partition, wish))
         taken.pop_all()
     return tuple(wanted)
@@ -165,7 +166,7 @@ def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[Not
     parts: list[PulledPart] = []
     missing: list[NotReadyPart] = []
     for partition, wanted in pin.wanted:
-        found = partition.await_wanted(wanted, until)
+        found = await_pinned(partition, wanted, until)
         if isinstance(found, NotReadyPart):
             missing.append(found)
         else:
@@ -175,4 +176,4 @@ def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[Not
 
 def _let_go(pin: Pin) -> None:
     for partition, wanted in pin.wanted:
-        partition.unwant(wanted)
+        unpin(partition, wanted)

@@ -19,6 +19,8 @@ from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.pins import await_pin
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.reads import hold_version
+from shardyard_ps_server.partition.sync_step import gathered_part
 from shardyard_ps_server.values.versions import Bytes
 
 
@@ -57,9 +59,9 @@ def hold(hosted: HostedJob, pull: PullHeader, report: SspReport | None = None) -
     try:
         for number in pull.partitions:
             partition = hosted.find(number)
-            found = partition.hold(pull.number, pull.exactly, until)
+            found = hold_version(partition, pull.number, pull.exactly, until)
             if hosted.rules.clipping.norm and pull.exactly and pull.number:
-                part = partition.gathered(pull.number - 1)
+                part = gathered_part(partition, pull.number - 1)
                 gathered += [] if part is None else [part]
             if isinstance(found, NotReadyPart):
                 missing.append(found)
@@ -119,7 +121,7 @@ def keep_base(store: Store, hosted: HostedJob, worker: Incarnation, reply: Excha
     if hosted.rules.stale is None or not hosted.rules.stale.compensation:
         return
     for part, (partition, buffer) in zip(reply.parts, held.buffers, strict=False):  # no buffers if some are missing
-        partition.keep(worker, part.version, buffer)
+        partition.remember_base(worker, part.version, buffer)
     if store.is_fenced(worker):  # since it was admitted
         _forget_base(hosted, worker)
 
@@ -127,7 +129,7 @@ def keep_base(store: Store, hosted: HostedJob, worker: Incarnation, reply: Excha
 def _forget_base(hosted: HostedJob, worker: Incarnation) -> None:
     if hosted.rules.stale is not None:
         for number in sorted(hosted.partitions):
-            hosted.partitions[number].keep_no_more(worker)
+            hosted.partitions[number].forget_bases(worker)
 
 
 # ---- versions that readers pin

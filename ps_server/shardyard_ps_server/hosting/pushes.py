@@ -23,10 +23,12 @@ from shardyard.domain.pushes import PartResult, PushHeader, PushKind, StepVerdic
 from shardyard_ps_server.hosting.admission import check_still_admitted
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition import sync_step
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push, begin_logged, check_push, end_logged
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
-from shardyard_ps_server.rows.partition_tables import PushedTableRows, unpack_pushed
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import bases_of, open_head, pieces_of, push_head, verdict_head
@@ -67,7 +69,7 @@ def push(
         target = hosted.find(partition)
         if coded and not part.code_bytes and len(piece):
             piece = _aligned_copy(piece)  # the code before it may end at any byte
-        full, present = target.unpack(part, piece)
+        full, present = target.payload.unpack(part, piece)
         table_rows = by_partition.get(partition, ())
         contribution = Contribution(
             header.weight, groups, full, present, base, header.overflow, table_rows, header.table_groups
@@ -90,7 +92,7 @@ def push(
 def _apply(store: Store, hosted: HostedJob, header: PushHeader, work: Sequence[Work]) -> tuple[PartResult, ...]:
     if len(work) > 1:
         for target, contribution in work:
-            target.check_push(header.name, contribution)
+            check_push(target, header.name, contribution)
 
     def check_current() -> None:
         check_still_admitted(store, hosted, header)
@@ -108,14 +110,14 @@ def _record_and_apply(
     with ExitStack() as over:
         with wal.admission:
             check_still_admitted(store, hosted, header)
-            if header.rows and any(target.is_close_to_full(each) for target, each in work):
+            if header.rows and any(target.rows.is_close(each.rows) for target, each in work):
                 wal.drain()
             for target, contribution in work:
-                target.check_push(header.name, contribution)
+                check_push(target, header.name, contribution)
             decided: list[Work] = []
             for target, contribution in work:
-                decided.append((target, target.await_push(contribution)))
-                over.callback(target.end_push, decided[-1][1])
+                decided.append((target, begin_logged(target, contribution)))
+                over.callback(end_logged, *decided[-1])
             expired, codes = said_of([(target.id, each.gone) for target, each in decided])
             timed_rows = with_times(header.rows, [(target.id, each.rows) for target, each in decided])
             head = push_head(replace(header, rows=timed_rows, expired=expired))
@@ -134,7 +136,7 @@ def _record_and_apply(
 def _push_all(
     store: Store, header: PushHeader, work: Sequence[Work], check_current: Callable[[], None]
 ) -> tuple[PartResult, ...]:
-    works = [partial(target.push, header.name, each, check_current) for target, each in work]
+    works = [partial(apply_push, target, header.name, each, check_current) for target, each in work]
     if header.payload_bytes + header.rows_bytes >= POOL_BYTES_MIN:
         return tuple(store.pool.run(works))
     return tuple([each() for each in works])
@@ -144,7 +146,7 @@ def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: S
     """Gives a step's verdict to the partitions that wait for it. Raises InvalidRequest, TooLarge, and NotReady if the
     log has failed."""
     owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-    waiting = [partition for partition in owned if partition.awaits(verdict)]
+    waiting = [partition for partition in owned if sync_step.awaits_verdict(partition, verdict)]
     if not waiting:
         return
     if hosted.wal is None:
@@ -162,9 +164,9 @@ def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: S
 def _give_verdict(
     store: Store, partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]
 ) -> None:
-    works = [partial(partition.take_verdict, verdict, check_current) for partition in partitions]
+    works = [partial(sync_step.take_verdict, partition, verdict, check_current) for partition in partitions]
     try:
-        if sum([partition.payload_bytes for partition in partitions]) >= POOL_BYTES_MIN:
+        if sum([partition.payload.nbytes for partition in partitions]) >= POOL_BYTES_MIN:
             store.pool.run(works)
             return
         for work in works:

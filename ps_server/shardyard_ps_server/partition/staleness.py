@@ -1,15 +1,17 @@
-"""Gradients that were computed on an older version of a partition: how old, and what is done about it.
+"""Gradients that were computed on an older version of a partition: how old they are, and what is done about it.
 
-A gradient's staleness is the number of updates that the partition has applied since the version that it was computed
-on. A job may ask for two things (docs/consistency.md): the rate of an update is divided by its staleness where that is
-more than 1 (Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016), and what has changed
-since is compensated (Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017), for
-which the values that each worker computes on are kept.
+The staleness of a gradient is the number of updates that the partition has applied since the version that the gradient
+was computed on. A job may ask for two corrections (docs/guides/consistency.md):
 
-Owns: the rule, which versions are kept for whom, counts. Invariants: for one worker at most GIVEN_KEPT versions are
-kept, and none before the one that it said last; in a job with logs the staleness depends on the numbers of versions
-alone, so that replay, in another life, finds the same (docs/ledger.md, rule C1). Called under the partition's lock.
-Must not know: values, arithmetic on them, threads.
+- The rate of an update is divided by its staleness where that is more than 1 (Zhang et al., Staleness-aware Async-SGD
+  for Distributed Deep Learning, IJCAI 2016).
+- The change since that version is compensated (Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
+  Compensation, ICML 2017). For this the values that each worker computes on are kept.
+
+Owns: the rule, which versions are kept for which worker, counts. Invariants: for one worker at most GIVEN_KEPT versions
+are kept, and none before the one that it named last; in a job with logs the staleness depends on version numbers alone,
+so that replay, in another life, finds the same (docs/ledger.md, rule C1). Called under the partition's lock. Must not
+know: arithmetic on values, threads.
 """
 
 from __future__ import annotations
@@ -23,24 +25,23 @@ from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Incarnation, PartitionId, Version
 from shardyard.domain.optimizers import setting_names
 from shardyard.domain.tables.row_optimizers import settings_of
+from shardyard_ps_server.partition.step_gate import Groups
 from shardyard_ps_server.values.versions import Bytes
 
 GIVEN_KEPT: Final = 3
-"""The one that a worker computes on, with a window the one that it computes on next, and one whose answer it may have
-lost."""
-
-Groups = tuple[tuple[float, ...], ...]
+"""The version that a worker computes on; with a window, the one that it computes on next; and one whose reply it may
+have lost."""
 
 
 class Base(NamedTuple):
-    """What a gradient was computed on, as its worker says."""
+    """The version that a gradient was computed on, as its worker says."""
 
     worker: Incarnation
     version: Version
 
 
 class Buffers(Protocol):
-    """Whoever has the buffers: one that is held is not written."""
+    """A buffer that is held is not written."""
 
     def hold(self, buffer: Bytes) -> None: ...
 
@@ -48,8 +49,8 @@ class Buffers(Protocol):
 
 
 class Tally(NamedTuple):
-    """Of the gradients whose version was said: how many, the sum of their staleness, the highest; and how many of an
-    older version could not be compensated."""
+    """Of the gradients whose base is known: how many, the sum of their staleness, the highest; and how many of an older
+    version could not be compensated."""
 
     gradients: int = 0
     total: int = 0
@@ -58,7 +59,8 @@ class Tally(NamedTuple):
 
 
 class Staleness:
-    """Of one partition. `kind`: of the optimizer; `row_kinds`: of each table's. `logged`: the job has logs."""
+    """Of one partition. `kind`: of the optimizer; `row_kinds`: of each table's. `logged`: the job has logs.
+    `compensated`: memory for a compensated payload; `squares`: the running mean of squares of gradients."""
 
     def __init__(
         self,
@@ -79,14 +81,17 @@ class Staleness:
         self._logged = logged
         self._began = 0
         self._kept: dict[Incarnation, deque[tuple[Version, Bytes]]] = {}
+        self.compensated: Bytes | None = None
+        self.squares: Bytes | None = None
 
     def restored(self, version: Version) -> None:
-        """The partition is as it was at that version, whose life is another one."""
+        """The partition went back to that version, in another life."""
         self._began = version.number
+        self.squares = None  # no checkpoint has it
         self.forget()
 
     def check(self, base: Base | None, newest: Version) -> None:
-        """Raises InvalidRequest for a version that there was never."""
+        """Raises InvalidRequest for a version that never existed."""
         if base is None or self._logged:
             return
         version = base.version
@@ -99,8 +104,8 @@ class Staleness:
     # ---- how old
 
     def staleness(self, base: Base | None, newest: Version) -> int:
-        """Updates that the values lacked; 0 where it is not known which these were. Of an earlier life, what it had
-        beyond where the present one began is of no use."""
+        """How many updates the base lacked; 0 where the base is unknown. A base of an earlier life counts at most up to
+        the version at which the present life began."""
         if base is None:
             return 0
         number = base.version.number
@@ -109,13 +114,13 @@ class Staleness:
         return max(0, newest.number - number)
 
     def groups(self, groups: Groups, staleness: int) -> Groups:
-        """The settings that an update of that staleness is applied with."""
+        """Optimizer settings for an update of that staleness."""
         if staleness <= 1 or not self.rule.divides_rate:
             return groups
         return tuple([_slowed(values, self._rate, staleness) for values in groups])
 
     def row_groups(self, groups: Groups, staleness: int) -> Groups:
-        """The same of tables."""
+        """The same for tables."""
         if staleness <= 1 or not self.rule.divides_rate or not groups:
             return groups
         return tuple([_slowed(values, at, staleness) for values, at in zip(groups, self._row_rates, strict=True)])
@@ -136,7 +141,7 @@ class Staleness:
     # ---- what is kept
 
     def keep(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
-        """That version was given to a worker, which computes on it next. `buffer` is held by others meanwhile."""
+        """That version was given to a worker, which computes on it next. The caller holds `buffer`."""
         if not self.rule.compensation:
             return
         kept = self._kept.setdefault(worker, deque())
@@ -156,7 +161,7 @@ class Staleness:
         return None
 
     def passed(self, base: Base | None) -> None:
-        """Nothing of that worker comes that was computed on an earlier version."""
+        """The worker pushes nothing more that was computed on an earlier version."""
         if base is None:
             return
         kept = self._kept.get(base.worker)
@@ -164,7 +169,7 @@ class Staleness:
             self._buffers.release(kept.popleft()[1])
 
     def forget(self, worker: Incarnation | None = None) -> None:
-        """It is gone; None: nothing is kept for anybody."""
+        """Drops what is kept for a worker; None: for all."""
         for each in list(self._kept) if worker is None else [worker]:
             for _, buffer in self._kept.pop(each, ()):
                 self._buffers.release(buffer)

@@ -1,85 +1,78 @@
-"""The mean of what the logical ranks of a step give for the rows of one table, and the norm of it.
+"""The mean of the row gradients that the logical ranks of a step give, and its norm.
 
-Owns: the arithmetic. Invariants: a row's mean is the sum of share times gradient over the ranks that have it, in the
-order given, each product and each sum rounded to float32, as blocks have it; so its bits depend neither on which other
-rows there are nor on who computed what. Ids ascend, before and after. All memory is asked for before anybody changes
-anything. Must not know: tables, ranks, steps.
+Owns: the arithmetic. Invariants: a row's mean is the sum of share times gradient over the ranks that have the row, in
+the order given; each product and each sum is rounded to float32, as in dense blocks. So its bits depend neither on
+which other rows there are nor on which worker computed what. Ids ascend, before and after. All memory is asked for
+before anything changes. Must not know: tables, ranks, steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.domain.compiling import compiled
 from shardyard.domain.errors import TooLarge
-from shardyard.domain.tables.row_ids import Ids, writable
+from shardyard.domain.tables.row_ids import writable
+from shardyard_ps_server.rows.pushed_rows import Floats, PushedTableRows
 from shardyard_ps_server.values import kernels
 
-Floats = npt.NDArray[np.float32]
-Counts = npt.NDArray[np.int64]
 
-
-class Given(NamedTuple):
-    """What one rank gives: ids, shape (n,), ascending, each once; gradients, shape (n, dim); how often each id occurred
-    (None: once); the rank's share of the mean."""
-
-    ids: Ids
-    values: Floats
-    counts: Counts | None
-    share: float
-
-
-class Mean(NamedTuple):
-    """As Given, of all ranks together. Arrays may be a rank's own."""
-
-    ids: Ids
-    values: Floats
-    counts: Counts | None
-
-
-def mean_of(given: Sequence[Given], limit: float = 0.0) -> Mean:
-    """Elements beyond `limit`, unless that is 0, are brought to it. Raises TooLarge where there is no memory."""
+def mean_of(
+    given: Sequence[Sequence[PushedTableRows]], shares: Sequence[float], limit: float = 0.0
+) -> tuple[PushedTableRows, ...]:
+    """The weighted mean of what members of a step give, table by table. Elements beyond `limit`, unless that is 0, are
+    clipped to it. Arrays may be a member's own. Raises TooLarge."""
+    tables: dict[int, list[tuple[PushedTableRows, float]]] = {}
+    for rows, share in zip(given, shares, strict=True):
+        for each in rows:
+            tables.setdefault(each.table, []).append((each, share))
     with _memory():
-        if len(given) == 1 and given[0].share == 1.0 and not limit:
-            return Mean(*given[0][:3])
-        ids = np.unique(np.concatenate([each.ids for each in given]))
-        values = np.empty((ids.size, given[0].values.shape[1]), np.float32)
-        has = np.zeros(ids.size, np.bool_)
-        counted = any(each.counts is not None for each in given) or len(given) > 1
-        counts = np.zeros(ids.size, np.int64) if counted else None
-        for each in given:
-            places = np.searchsorted(ids, each.ids)
-            _add(writable(places), each.values, np.float32(each.share), values, has)
-            if counts is not None:
-                counts[places] += 1 if each.counts is None else each.counts
-        if limit:
-            np.clip(values, -limit, limit, out=values)
-        return Mean(ids, values, counts)
+        return tuple([_mean_of_table(tables[number], limit) for number in sorted(tables)])
 
 
-def scaled(mean: Mean, scale: float) -> Mean:
+def _mean_of_table(given: Sequence[tuple[PushedTableRows, float]], limit: float) -> PushedTableRows:
+    first, share = given[0]
+    if len(given) == 1 and share == 1.0 and not limit:
+        return first._replace(now_ms=None)
+    ids = np.unique(np.concatenate([each.ids for each, _ in given]))
+    values = np.empty((ids.size, first.values.shape[1]), np.float32)
+    has = np.zeros(ids.size, np.bool_)
+    counted = len(given) > 1 or first.counts is not None
+    counts = np.zeros(ids.size, np.int64) if counted else None
+    for each, share in given:
+        places = np.searchsorted(ids, each.ids)
+        _add(writable(places), each.values, np.float32(share), values, has)
+        if counts is not None:
+            counts[places] += 1 if each.counts is None else each.counts
+    if limit:
+        np.clip(values, -limit, limit, out=values)
+    return PushedTableRows(first.table, ids, values, counts)
+
+
+def scaled(rows: Sequence[PushedTableRows], scale: float) -> Sequence[PushedTableRows]:
     """Raises TooLarge."""
     if scale == 1.0:
-        return mean
+        return rows
     with _memory():
-        return mean._replace(values=mean.values * np.float32(scale))
+        return tuple([each._replace(values=each.values * np.float32(scale)) for each in rows])
 
 
-def square_norm(mean: Mean) -> float:
-    """The sum of the squares of all elements, in double precision, in the order of ids."""
-    found: float = kernels.square_norm(mean.values.reshape(-1))
-    return found
+def square_norm(rows: Sequence[PushedTableRows]) -> float:
+    """The sum of the squares of all elements, in double precision, table by table in the order of ids."""
+    total = 0.0
+    for each in rows:
+        total += kernels.square_norm(each.values.reshape(-1))
+    return total
 
 
 def warm() -> None:
     """Compiles the loops."""
-    ids, values = np.arange(2, dtype=np.int64), np.ones((2, 1), np.float32)
-    square_norm(mean_of([Given(ids, values, None, 0.5)] * 2))
+    rows = [PushedTableRows(0, np.arange(2, dtype=np.int64), np.ones((2, 1), np.float32))]
+    square_norm(mean_of([rows, rows], [0.5, 0.5]))
 
 
 @contextmanager
@@ -87,7 +80,7 @@ def _memory() -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise TooLarge("the mean of rows, for which this server has no memory") from None
+        raise TooLarge("the mean of rows needs memory that this server does not have") from None
 
 
 @compiled

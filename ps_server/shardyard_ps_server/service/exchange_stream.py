@@ -23,7 +23,7 @@ from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.rows.partition_tables import RowQuery, check_wanted
+from shardyard_ps_server.rows.pushed_rows import RowQuery, check_wanted
 from shardyard_ps_server.service.payload_reader import PayloadReader
 from shardyard_ps_server.service.pull_encoder import PullEncoder
 from shardyard_ps_server.service.pull_order import PullRun, runs_in_order
@@ -206,7 +206,7 @@ class ExchangeStream:
         found, held = pulls.hold(hosted, header.pull, header.ssp_report)
         places: list[ShmLocation] = []
         for partition, buffer in held.buffers:
-            place = partition.place(buffer)
+            place = partition.versions.place(buffer)
             if place is None and len(buffer):
                 held.release()
                 raise NotShareable(f"version of partition {partition.id} in private memory")

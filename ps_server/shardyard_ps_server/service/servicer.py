@@ -36,7 +36,7 @@ from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushe
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import Floats
+from shardyard_ps_server.rows.pushed_rows import Floats
 from shardyard_ps_server.service.exchange_stream import ExchangeStream, refuse_values, values_frames
 from shardyard_ps_server.service.pull_order import runs_in_order
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
@@ -298,7 +298,7 @@ class Servicer:
                     job=hosted.job,
                     partition=number,
                     version=common_messages.version_to_wire(version),
-                    payload_bytes=partition.payload_bytes,
+                    payload_bytes=partition.payload.nbytes,
                     sources=sources,
                     open=hosted.open,
                 )

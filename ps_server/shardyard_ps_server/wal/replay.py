@@ -24,9 +24,11 @@ from shardyard.domain.push_names import SourceKey, WorkerSource
 from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
 from shardyard.wire import lease_messages, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
 from shardyard_ps_server.partition.staleness import Base
+from shardyard_ps_server.partition.sync_step import take_verdict
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal.records import Mark, Record, RecordKind, damaged
 from shardyard_ps_server.wal.row_records import read_rows
@@ -149,16 +151,16 @@ def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Pa
         if partition is None:
             continue
         groups = order.groups if order.kind is PushKind.GRADIENT else None
-        partition.check_recorded(part, len(piece), groups)
+        partition.payload.check_recorded(part, len(piece), groups)
         if len(piece):
             piece = _aligned(piece)
-        full, present = partition.unpack(part, piece)
+        full, present = partition.payload.unpack(part, piece)
         rows, expired = brought.get(number, ()), gone.get(number, ())
         contribution = Contribution(
             order.weight, groups, full, present, base, order.overflow, rows, order.table_groups, expired
         )
         try:
-            partition.push(order.name, contribution, _check_nothing)
+            apply_push(partition, order.name, contribution, _check_nothing)
         except MemoryError as error:
             raise TooLarge(f"{order.name}, for which there is no memory now") from error
         except (SequenceGap, TooLarge):
@@ -193,7 +195,7 @@ def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -
     for number in numbers:
         if number in partitions:
             try:
-                partitions[number].take_verdict(verdict, _check_nothing)
+                take_verdict(partitions[number], verdict, _check_nothing)
             except MemoryError as error:
                 raise TooLarge(f"{verdict}, for which there is no memory now") from error
 

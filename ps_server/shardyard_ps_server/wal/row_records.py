@@ -17,7 +17,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.pulls import RequestedRows
 from shardyard.domain.pushes import PushedRows, PushHeader
-from shardyard_ps_server.rows.partition_tables import (
+from shardyard_ps_server.rows.pushed_rows import (
     ExpiredIds,
     PushedTableRows,
     check_pushed,

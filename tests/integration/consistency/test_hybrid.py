@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.failpoints import armed
+from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_worker.exchange.row_reads import RowReads
 from tests.integration.tables.test_look_ahead import SPREAD, Drawn, Model, optimizer_of
@@ -210,13 +211,13 @@ def test_promise_5_rows_lack_no_push_of_the_steps_before() -> None:
 
 def test_a_hybrid_job_asks_for_no_version_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
-    real = Partition.look_up
+    real = lookups.look_up_rows
 
-    def watched(self: Partition, *given: Any) -> None:
+    def watched(partition: Partition, *given: Any) -> None:
         asked.append(given[1])
-        real(self, *given)
+        real(partition, *given)
 
-    monkeypatch.setattr(Partition, "look_up", watched)
+    monkeypatch.setattr(lookups, "look_up_rows", watched)
     together({"yard.servers": 2, "job.consistency.mode": "hybrid"}, 2)
     assert asked
     assert set(asked) == {None}

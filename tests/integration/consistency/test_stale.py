@@ -151,8 +151,8 @@ def kept(yard: LocalYard) -> set[int]:
         for server in yard._servers
         for hosted in server.store.hosted()
         for partition in hosted.partitions.values()
-        if partition._stale is not None
-        for worker in partition._stale._kept
+        if partition.stale is not None
+        for worker in partition.stale._kept
     }
 
 

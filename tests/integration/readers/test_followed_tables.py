@@ -22,6 +22,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.storage.storage import open_storage
+from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition import partition as partitions
 from shardyard_worker.reader import pinned_version
 from shardyard_worker.reader.pinned_version import PinnedVersion
@@ -378,19 +379,19 @@ def test_a_best_whose_rows_are_not_held_any_more_is_not_kept(
 
 def test_rows_that_a_checkpoint_reads_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused = []
-    real = partitions.Partition.items
+    real = lookups.read_table
 
-    def busy(self: partitions.Partition, table: int) -> Any:
+    def busy(partition: partitions.Partition, table: int) -> Any:
         if len(refused) < 2:
             refused.append(table)
             raise errors.NotReady("a cut of this table is being taken")
-        return real(self, table)
+        return real(partition, table)
 
     with yard(**SYNC) as there, torch.no_grad():
         Training(there.connect()).step(2)
         run = there.follow()
         next(run.snapshots(Model(), every_s=0))
-        monkeypatch.setattr(partitions.Partition, "items", busy)
+        monkeypatch.setattr(lookups, "read_table", busy)
         run.report(loss=1.0)
         assert run.keep_best("loss", "min", into=str(tmp_path))
     assert len(refused) == 2

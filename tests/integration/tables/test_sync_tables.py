@@ -18,8 +18,9 @@ import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain.pushes import PushKind
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_worker.consistency.strategies import SyncStrategy
 from shardyard_worker.exchange.requests import PullSpec
 from shardyard_worker.exchange.row_reads import RowReads
@@ -277,14 +278,14 @@ class _DiesError(Exception):
 def test_rule_b3_a_rank_is_computed_again_from_rows_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker reaches one of two servers with the last rank of a step, which takes the step, and dies."""
     put_back: Counter[bool] = Counter()
-    real = PreviousRows.put_back
+    real = RowDiff.put_back
 
-    def watched(self: PreviousRows, table: int, ids: np.ndarray, out: np.ndarray) -> None:
+    def watched(self: RowDiff, table: int, ids: np.ndarray, out: np.ndarray) -> None:
         before = out.copy()
         real(self, table, ids, out)
         put_back[bool((before != out).any())] += 1
 
-    monkeypatch.setattr(PreviousRows, "put_back", watched)
+    monkeypatch.setattr(RowDiff, "put_back", watched)
     left = threading.Event()
 
     def work(job: sy.Job, _: int) -> dict[str, bytes] | None:
@@ -343,13 +344,13 @@ def reach_one_server(job: sy.Job, at: int) -> None:
 
 def test_a_look_up_is_of_the_version_that_the_parameters_have(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int | None, int]] = []
-    real = Partition.look_up
+    real = lookups.look_up_rows
 
-    def watched(self: Partition, *given: Any) -> None:
-        asked.append((given[1], self.describe()[0].number))
-        real(self, *given)
+    def watched(partition: Partition, *given: Any) -> None:
+        asked.append((given[1], partition.describe()[0].number))
+        real(partition, *given)
 
-    monkeypatch.setattr(Partition, "look_up", watched)
+    monkeypatch.setattr(lookups, "look_up_rows", watched)
     together({"yard.servers": 2}, 2)
     assert asked
     assert all(wanted is not None and now - 1 <= wanted <= now for wanted, now in asked)

@@ -32,9 +32,12 @@ from shardyard.domain.push_names import (
 from shardyard.domain.pushes import Outcome
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_ps_server.partition import cuts as module
+from shardyard_ps_server.partition.checkpoint_cuts import await_named_cut, block_arrays, name_cut, take_cut, unname_cut
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.cuts import Cut, StateCut
-from shardyard_ps_server.partition.dense_state import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 
@@ -85,14 +88,14 @@ def contribution(kind: str, rng: np.random.Generator, *, some: bool = False) -> 
 
 def push(partition: Partition, source: Source, sequence: int, what: Contribution, token: int = 1) -> Outcome:
     name = PushName(SourceKey(source), Token(token), sequence, sequence)
-    return partition.push(name, what, lambda: None).outcome
+    return apply_push(partition, name, what, lambda: None).outcome
 
 
 def blocks_at(partition: Partition, cut: Cut) -> list[dict[str, npt.NDArray[Any]]]:
     cut.complete()
     return [
-        {name: array.copy() for name, array in partition.arrays(index, cut).items()}
-        for index in range(partition.blocks)
+        {name: array.copy() for name, array in block_arrays(partition, index, cut).items()}
+        for index in range(len(partition.payload.blocks))
     ]
 
 
@@ -108,7 +111,7 @@ class Taken:
 
 
 def take(partition: Partition) -> Taken:
-    cut = partition.cut()
+    cut = take_cut(partition)
     blocks = blocks_at(partition, cut)
     cut.release()
     return Taken(blocks, cut.version, cut.counts.tolist(), cut.marks, cut.floor)
@@ -162,7 +165,7 @@ def test_rule_a9_cut_is_what_was_there_and_updates_go_on(kind: str, seed: int) -
 
     advance(chance.randrange(4))
     before = take(partition)
-    cut = partition.cut()
+    cut = take_cut(partition)
     for _ in range(chance.randrange(5)):
         advance(1)
         cut.state.keep_next()
@@ -222,23 +225,23 @@ def test_cut_taken_while_threads_push_is_one_of_the_versions() -> None:
 
 def test_two_cuts_at_a_time_are_refused() -> None:
     partition = partition_of("adam", 0)
-    first = partition.cut()
+    first = take_cut(partition)
     with pytest.raises(InvalidRequest, match="two checkpoints"):
-        partition.cut()
+        take_cut(partition)
     first.release()
-    partition.cut().release()
+    take_cut(partition).release()
 
 
 def test_values_at_a_cut_are_not_written_until_it_is_released() -> None:
     partition = partition_of("sgd", 0)
     rng = np.random.default_rng(0)
-    cut = partition.cut()
+    cut = take_cut(partition)
     before = cut.values.tobytes()
     for sequence in range(5):
         push(partition, WorkerSource(Incarnation(1)), sequence, contribution("sgd", rng))
     assert cut.values.tobytes() == before
     cut.release()
-    assert not partition._versions._readers
+    assert not partition.versions._readers
 
 
 def test_pieces_are_copied_once_and_only_what_is_touched() -> None:
@@ -270,8 +273,8 @@ def test_rule_b7_cut_of_a_step_named_ahead_holds_nothing_of_the_next(kind: str) 
         for rank in range(2):
             each.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     cuts: list[Cut | None] = []
-    partition.name_cut(3)
-    waits = threading.Thread(target=lambda: cuts.append(partition.named_cut(time.monotonic() + 10)))
+    name_cut(partition, 3)
+    waits = threading.Thread(target=lambda: cuts.append(await_named_cut(partition, time.monotonic() + 10)))
     waits.start()
     expected = None
     for step in range(6):
@@ -310,8 +313,8 @@ def test_contributions_to_the_next_step_are_not_in_a_cut() -> None:
     for rank in range(2):
         partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     push(partition, RankSource(Rank(0)), 0, contribution("sgd", rng))
-    partition.name_cut(0)
-    cut = partition.named_cut(time.monotonic())
+    name_cut(partition, 0)
+    cut = await_named_cut(partition, time.monotonic())
     assert cut is not None
     assert [mark.next for mark in cut.marks] == [0, 0]
     cut.release()
@@ -321,21 +324,21 @@ def test_step_that_has_passed_or_does_not_come_cannot_be_cut() -> None:
     partition = partition_of("sgd", 1)
     partition.open()
     partition.open_source(SourceKey(RankSource(Rank(0))), Token(1))
-    partition.name_cut(1)
+    name_cut(partition, 1)
     with pytest.raises(InvalidRequest, match="two checkpoints"):
-        partition.name_cut(2)
-    assert partition.named_cut(time.monotonic() + 0.01) is None
-    partition.unname_cut()
+        name_cut(partition, 2)
+    assert await_named_cut(partition, time.monotonic() + 0.01) is None
+    unname_cut(partition)
     push(partition, RankSource(Rank(0)), 0, contribution("sgd", np.random.default_rng(0)))
     with pytest.raises(InvalidRequest) as raised:
-        partition.name_cut(0)
+        name_cut(partition, 0)
     assert raised.value.facts == {"newest": "1"}
     # one that came, and is not wanted any more
-    partition.name_cut(2)
+    name_cut(partition, 2)
     push(partition, RankSource(Rank(0)), 1, contribution("sgd", np.random.default_rng(0)))
-    partition.unname_cut()
-    assert partition._named is None
-    assert not partition._versions._readers
+    unname_cut(partition)
+    assert partition.named_cut is None
+    assert not partition.versions._readers
     take(partition)
 
 
@@ -347,13 +350,13 @@ def test_update_counts_where_its_cut_has_no_memory(monkeypatch: pytest.MonkeyPat
     def none_left(nbytes: int) -> Any:
         raise TooLarge(f"{nbytes} bytes")
 
-    partition.name_cut(1)
+    name_cut(partition, 1)
     monkeypatch.setattr(module, "aligned_empty", none_left)
     assert push(partition, RankSource(Rank(0)), 0, contribution("adam", np.random.default_rng(0))) is Outcome.APPLIED
     with pytest.raises(TooLarge):
-        partition.named_cut(time.monotonic())
+        await_named_cut(partition, time.monotonic())
     monkeypatch.undo()
-    partition.cut().release()
+    take_cut(partition).release()
 
 
 # ---- back to a checkpoint
@@ -380,11 +383,11 @@ def test_partition_goes_back_in_place_and_its_readers_are_not_disturbed(ranks: i
     after = take(partition)
     if ranks:  # one of two contributions to step 5, which the restored partition has never seen
         push(partition, sources[0], 5, contribution("adam", rng))
-    found = partition.hold(0, False, time.monotonic())
+    found = hold_version(partition, 0, False, time.monotonic())
     assert isinstance(found, tuple)
     version, reading = found
     before = reading.tobytes()
-    cut = partition.cut()
+    cut = take_cut(partition)
     partition.restore(state_of(taken))
     assert reading.tobytes() == before
     assert_same(Taken(blocks_at(partition, cut), after.version, after.counts, after.marks, after.floor), after)
@@ -394,7 +397,7 @@ def test_partition_goes_back_in_place_and_its_readers_are_not_disturbed(ranks: i
     assert_same(take(partition), taken)
     steps(3, 5)
     assert_same(take(partition), after)
-    assert not partition._versions._readers
+    assert not partition.versions._readers
 
 
 def test_state_that_lacks_an_optimizers_array_is_damaged_and_changes_nothing() -> None:

@@ -83,14 +83,11 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/hosting/ssp_clock.py:SspClock.await_slower:wait": (
         "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
     ),
-    "ps_server/partition/partition.py:Partition._await:wait": (
-        "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
-    ),
-    "ps_server/partition/partition.py:Partition._await_push:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
-    "ps_server/partition/partition.py:Partition.await_wanted:wait": (
-        "PULL_WAIT_MS_MAX at most; then NotYet, explained by readers"
-    ),
-    "ps_server/partition/partition.py:Partition.named_cut:wait": OUTSIDE,
+    "ps_server/partition/partition.py:Partition.wait:wait": SLICE,
+    "ps_server/partition/checkpoint_cuts.py:await_named_cut:wait": OUTSIDE,
+    "ps_server/partition/reads.py:_await_version:wait": "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers",
+    "ps_server/partition/reads.py:_await_copies:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
+    "ps_server/partition/reads.py:await_pinned:wait": "PULL_WAIT_MS_MAX at most; then NotYet, explained by readers",
     "ps_server/service/process.py:serve:wait": ENDS_WITH_IT,
     "ps_server/hosting/pulls.py:hold:sleep": "50 ms",
     "ps_server/jit/cache.py:compiler_lock:flock": OUTSIDE,

@@ -233,7 +233,7 @@ def test_synchronous_step_is_saved_when_it_comes(tmp_path: Path, step: int) -> N
         thread.join()
     pause = threading.Event()
     for _ in range(1_000):
-        if step == 0 or all(store.hosted()[0].partitions[p]._named is not None for p in OWNED):
+        if step == 0 or all(store.hosted()[0].partitions[p].named_cut is not None for p in OWNED):
             break
         pause.wait(0.01)
     seen = {}

@@ -49,6 +49,7 @@ from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.checkpoint_cuts import take_cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.tables import cuts, disk_tier
@@ -401,7 +402,7 @@ def test_a_cut_of_which_nothing_was_read_leaves_the_chain_as_it_was(tmp_path: Pa
     save(store, tmp_path, 1)
     for partition in partitions(store):
         partition.tables["users"].remove(IDS[:10])
-        cut = partition.cut({name: table.generation for name, table in partition.tables.items()})
+        cut = take_cut(partition, {name: table.generation for name, table in partition.tables.items()})
         partition.tables["users"].remove(IDS[10:20])
         train(store, 2, IDS[100:110])
         cut.release()

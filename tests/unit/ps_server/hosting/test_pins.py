@@ -29,7 +29,9 @@ from shardyard_ps_server.hosting import admission, lookups, orders, pins, pulls,
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pins
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.reads import await_pinned, pin_version, unpin
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import KEPT, VersionPin, Versions
 from tests.unit.ps_server.hosting.test_store import GENERATION, HERE, JOB, LAYOUT, OWNED, order, payload, server
@@ -164,14 +166,14 @@ def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkey
     found = server()
     pulls.pin(found, wish())
     asked, given = threading.Event(), threading.Event()
-    real = Partition.want
+    real = pins.pin_version
 
-    def slow(self: Partition, *wanted: Any, **more: Any) -> VersionPin:
+    def slow(*wanted: Any, **more: Any) -> VersionPin:
         asked.set()
         assert given.wait(DEADLINE_S)
-        return real(self, *wanted, **more)
+        return real(*wanted, **more)
 
-    monkeypatch.setattr(Partition, "want", slow)
+    monkeypatch.setattr(pins, "pin_version", slow)
     with ThreadPoolExecutor(2) as readers:
         try:
             other = readers.submit(pulls.pin, found, wish(bytes(16)))
@@ -212,7 +214,7 @@ def test_pin_that_is_let_go_is_gone_and_once_more_does_nothing() -> None:
 
 
 def buffers(partition: Partition) -> int:
-    made = partition._versions
+    made = partition.versions
     return len(made._kept) + len(made._idle) + len(made._retired)
 
 
@@ -236,8 +238,8 @@ def test_pins_one_after_the_other_take_the_same_memory() -> None:
         push(found, sequence)
         pulls.unpin(found, JOB, name)
     assert buffers(partition) == KEPT + 2
-    assert not partition._versions._readers
-    assert not partition._versions._wanted
+    assert not partition.versions._readers
+    assert not partition.versions._wanted
 
 
 def test_no_more_than_so_many_versions_are_held() -> None:
@@ -258,11 +260,11 @@ def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.Mon
         raise TooLarge("no memory")
 
     last = hosted.partitions[OWNED[-1]]
-    monkeypatch.setattr(last._versions, "another", no_memory.__get__(last._versions))
+    monkeypatch.setattr(last.versions, "another", no_memory.__get__(last.versions))
     with pytest.raises(TooLarge, match="no memory"):
         pulls.pin(found, wish())
     assert len(hosted.pins) == 0
-    assert not hosted.partitions[OWNED[0]]._versions._wanted
+    assert not hosted.partitions[OWNED[0]].versions._wanted
     monkeypatch.undo()
     push(found, 0)
 
@@ -317,23 +319,23 @@ def test_job_that_is_dropped_ends_its_pins() -> None:
 def test_version_that_was_named_does_not_come_where_the_partition_goes_back() -> None:
     found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
     found.open()
-    wanted = found.want(2)
-    cut = found.cut()
+    wanted = pin_version(found, 2)
+    cut = take_cut(found)
     cut.complete()
-    arrays = [found.arrays(index, cut) for index in range(found.blocks)]
+    arrays = [block_arrays(found, index, cut) for index in range(len(found.payload.blocks))]
     cut.release()
     blocks = tuple(BlockState(index, each["values"].copy(), {}, 0) for index, each in enumerate(arrays))
     found.restore(PartitionState(PartitionId(0), Version(2, 0), blocks, (), Token(0)))
     with pytest.raises(NotFound, match="gone back"):
         pins.await_pin(pins.Pin(2, ((found, wanted),), 0), 0.0)
-    found.unwant(wanted)
+    unpin(found, wanted)
 
 
 def test_waiting_for_a_version_ends_in_time() -> None:
     found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
     found.open()
-    wanted = found.want(1)
-    assert isinstance(found.await_wanted(wanted, 0.0), NotReadyPart)
+    wanted = pin_version(found, 1)
+    assert isinstance(await_pinned(found, wanted, 0.0), NotReadyPart)
 
 
 def test_version_that_is_wanted_is_never_written() -> None:

@@ -528,7 +528,7 @@ def test_pull_of_a_partition_that_is_elsewhere_is_not_found() -> None:
 
 
 def held_buffers(hosted: HostedJob) -> int:
-    return sum(len(partition._versions._readers) for partition in hosted.partitions.values())
+    return sum(len(partition.versions._readers) for partition in hosted.partitions.values())
 
 
 def test_buffers_are_held_until_they_are_released_and_not_at_all_by_a_pull_that_fails() -> None:

@@ -30,8 +30,10 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_ps_server.hosting import admission, orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.checkpoint_cuts import take_cut
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.step_gate import StepGate
+from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from tests.support.machine_yards import MachineYard
 from tests.unit.ps_server.partition import test_verdicts as verdicts
@@ -401,7 +403,7 @@ def members(step: int, *ranks: int) -> StepVerdict:
 
 
 def decide(partition: Partition, step: int, *ranks: int) -> None:
-    partition.take_verdict(members(step, *ranks), verdicts.current)
+    take_verdict(partition, members(step, *ranks), verdicts.current)
 
 
 def give(partition: Partition, rank: int, step: int, value: float) -> Outcome:
@@ -444,7 +446,7 @@ def test_verdict_is_taken_once_and_another_one_is_refused() -> None:
         with pytest.raises(InvalidRequest):
             decide(partition, step, *ranks)
     with pytest.raises(InvalidRequest):
-        partition.take_verdict(StepVerdict(0, 4.0), verdicts.current)
+        take_verdict(partition, StepVerdict(0, 4.0), verdicts.current)
     decide(partition, 0, 0, 1)
     decide(partition, 0, 0, 1)
     with pytest.raises(InvalidRequest, match="others were named before"):
@@ -468,7 +470,7 @@ def test_checkpoint_between_verdict_and_members_has_none_of_the_step() -> None:
     partition = late()
     give(partition, 0, 0, 4.0)
     decide(partition, 0, 0, 1)
-    cut = partition.cut()
+    cut = take_cut(partition)
     assert [mark.next for mark in cut.marks] == [0, 0, 0]
     cut.release()
 
@@ -477,12 +479,12 @@ def test_the_mean_of_the_members_is_clipped() -> None:
     partition = late(norm=1.0)
     for rank in range(3):
         give(partition, rank, 0, float(rank))
-    assert partition.gathered(0) is None
+    assert gathered_part(partition, 0) is None
     decide(partition, 0, 0, 2)
-    assert partition.gathered(0) == GatheredPart(verdicts.PARTITION, 0, 8.0)
+    assert gathered_part(partition, 0) == GatheredPart(verdicts.PARTITION, 0, 8.0)
     decide(partition, 0, 0, 2)
     assert give(partition, 1, 0, 1.0) is Outcome.DROPPED
-    partition.take_verdict(StepVerdict(0, 100.0, (R0, R2)), verdicts.current)
+    take_verdict(partition, StepVerdict(0, 100.0, (R0, R2)), verdicts.current)
     assert verdicts.values(partition)[:8] == [-1.0 / (10.0 + 1e-6)] * 8
 
 

@@ -23,6 +23,7 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_worker.exchange.norm_sums import NormSums
@@ -203,7 +204,7 @@ class Servers:
         found = [np.empty(spec.elements, spec.dtype.value) for spec in self.work.layout.variables]
         for store, owned in zip(self.stores, self.owned, strict=True):
             for number in owned:
-                version, buffer = store.hosted()[0].partitions[number].hold(0, False, 0.0)  # type: ignore[misc]
+                version, buffer = hold_version(store.hosted()[0].partitions[number], 0, False, 0.0)  # type: ignore[misc]
                 assert version.number == STEPS
                 for block in self.work.layout.partitions[number].blocks:
                     of = found[block.variable][block.offset : block.offset + block.length]

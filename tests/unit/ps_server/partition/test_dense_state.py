@@ -16,6 +16,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pushes import PushPart
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_ps_server.partition import dense_state
+from shardyard_ps_server.partition.contribution import PayloadLayout
 from shardyard_ps_server.partition.dense_state import Contribution, DenseState
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -42,7 +43,9 @@ class OnePartition:
             laid.append(Block(index, 0, spec.elements, position))
             position += aligned_bytes(spec.payload_bytes)
         self.layout = PartitionLayout(PartitionId(0), position, tuple(laid))
-        self.blocks = DenseState(JobLayout(variables, OptimizerSpec(kind, groups), (self.layout,)), self.layout)
+        layout = JobLayout(variables, OptimizerSpec(kind, groups), (self.layout,))
+        self.payload = PayloadLayout(layout, self.layout)
+        self.blocks = DenseState(layout, self.payload)
         self.values = aligned_empty(position)
         self.values[:] = 0
 
@@ -67,8 +70,8 @@ class OnePartition:
         payload = aligned_empty(sum(room.size for room in packed))
         payload[:] = np.concatenate([*packed, np.empty(0, np.uint8)])
         part = PushPart(PartitionId(0), payload.size, tuple(absent))
-        assert self.blocks.expected_bytes(part) == payload.size
-        full, present = self.blocks.unpack(part, payload)
+        assert self.payload.expected_bytes(part) == payload.size
+        full, present = self.payload.unpack(part, payload)
         return Contribution(weight, self.groups, full, present)
 
     def update(
@@ -91,16 +94,16 @@ class OnePartition:
 def test_absent_blocks_are_left_out_of_the_payload_with_their_filling() -> None:
     one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1, DType.FLOAT32))
     whole = aligned_bytes(24) + aligned_bytes(72) + aligned_bytes(4)
-    assert one.blocks.expected_bytes(PushPart(PartitionId(0), whole)) == whole
-    assert one.blocks.expected_bytes(PushPart(PartitionId(0), 1, (1,))) == whole - aligned_bytes(72)
-    assert one.blocks.expected_bytes(PushPart(PartitionId(0), 1, (0, 1, 2))) == 0
+    assert one.payload.expected_bytes(PushPart(PartitionId(0), whole)) == whole
+    assert one.payload.expected_bytes(PushPart(PartitionId(0), 1, (1,))) == whole - aligned_bytes(72)
+    assert one.payload.expected_bytes(PushPart(PartitionId(0), 1, (0, 1, 2))) == 0
 
 
 def test_part_without_payload_has_no_gradient_for_any_block() -> None:
     one = OnePartition(variable("a", 3), variable("b", 9))
     part = PushPart(PartitionId(0), 0)
-    assert one.blocks.expected_bytes(part) == 0
-    assert one.blocks.unpack(part, aligned_empty(0))[1] == (False, False)
+    assert one.payload.expected_bytes(part) == 0
+    assert one.payload.unpack(part, aligned_empty(0))[1] == (False, False)
 
 
 @pytest.mark.parametrize("absent", [(3,), (1, 1), (2, 0), (0, 1, 2, 3), (1 << 40,)])
@@ -108,7 +111,7 @@ def test_absent_blocks_must_exist_and_ascend(absent: tuple[int, ...]) -> None:
     one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1))
     for payload_bytes in (0, 64):
         with pytest.raises(MalformedPayload, match="of partition 0, which has 3; expected ascending"):
-            one.blocks.expected_bytes(PushPart(PartitionId(0), payload_bytes, absent))
+            one.payload.expected_bytes(PushPart(PartitionId(0), payload_bytes, absent))
 
 
 def test_unpacked_part_has_every_present_block_in_its_place() -> None:

@@ -17,6 +17,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, a
 from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec, make_group
 from shardyard.domain.pushes import PushPart
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition.contribution import PayloadLayout
 from shardyard_ps_server.partition.dense_state import Contribution, DenseState
 from shardyard_ps_server.values import optimizers
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
@@ -102,7 +103,10 @@ class Cut:
         self.variables = variables
         partitions = [_lay_out(number, held, variables) for number, held in enumerate(pieces)]
         layout = JobLayout(tuple(variables), spec, tuple(partitions))
-        self.parts = [(part, DenseState(layout, part)) for part in partitions]
+        self.payloads = [PayloadLayout(layout, part) for part in partitions]
+        self.parts = [
+            (part, DenseState(layout, payload)) for part, payload in zip(partitions, self.payloads, strict=True)
+        ]
         self.values = [aligned_empty(part.payload_bytes) for part, _ in self.parts]
         self.groups = spec.groups
 
@@ -115,7 +119,7 @@ class Cut:
     def update(self, step: Step, rng: random.Random) -> None:
         for number, (part, blocks) in enumerate(self.parts):
             members = [
-                self._contribution(part, blocks, values, weight, rng)
+                self._contribution(part, self.payloads[number], values, weight, rng)
                 for values, weight in zip(step.pushed, step.weights, strict=True)
             ]
             new = aligned_empty(part.payload_bytes)
@@ -134,7 +138,7 @@ class Cut:
         return payload[block.position : block.position + block.length * spec.dtype.item_bytes].view(spec.dtype.value)
 
     def _contribution(
-        self, part: PartitionLayout, blocks: DenseState, values: Values, weight: float, rng: random.Random
+        self, part: PartitionLayout, layout: PayloadLayout, values: Values, weight: float, rng: random.Random
     ) -> Contribution:
         absent = tuple(index for index, block in enumerate(part.blocks) if block.variable not in values)
         full = np.frombuffer(rng.randbytes(part.payload_bytes), np.uint8).copy()  # filling is rubbish
@@ -149,8 +153,8 @@ class Cut:
         payload = aligned_empty(int(keep.sum()))
         payload[:] = full[keep]
         push = PushPart(part.partition, payload.size, absent)
-        assert blocks.expected_bytes(push) == payload.size
-        unpacked, present = blocks.unpack(push, payload)
+        assert layout.expected_bytes(push) == payload.size
+        unpacked, present = layout.unpack(push, payload)
         return Contribution(weight, self.groups, unpacked, present)
 
     def _item_bytes(self, block: Block) -> int:

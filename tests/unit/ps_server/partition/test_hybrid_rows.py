@@ -27,6 +27,7 @@ from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.reads import read_table
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows import row_sums
 from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, closed, made
@@ -59,7 +60,7 @@ def server(*given: Any, **more: Any) -> Store:
 
 
 def dense(partition: Partition) -> float:
-    return float(partition._versions.values.view(np.float32)[0])
+    return float(partition.versions.values.view(np.float32)[0])
 
 
 # ---- updated as they come
@@ -81,7 +82,7 @@ def test_each_push_is_an_update_of_its_own_by_the_ranks_part_whatever_samples_it
         push(partition, rank, 0, work({2: 4.0}, weight=weight))
     push(partition, 3, 0, EMPTY)
     assert moved(partition) == pytest.approx({2: -3.0})
-    (chunk,) = partition.items(0)
+    (chunk,) = read_table(partition, 0)
     assert chunk.frequencies.tolist() == [3]
 
 
@@ -141,7 +142,7 @@ def test_rows_are_read_as_they_are_and_have_no_versions() -> None:
     with pytest.raises(InvalidRequest, match="version 0 of partition 0, whose rows are updated as they come"):
         read(partition, 0)
     push(partition, 1, 0, work({0: 2.0}))
-    assert partition._former is None
+    assert partition.overlay.last is None
     assert moved(partition) == pytest.approx({0: -2.0})
 
 
@@ -151,7 +152,7 @@ def test_rows_expire() -> None:
     for step in range(12):
         for rank in range(2):
             push(partition, rank, step, work({0: 2.0} if step == 0 else {1: 2.0, 2: 2.0}, table=1))
-    (chunk,) = partition.items(1)
+    (chunk,) = read_table(partition, 1)
     assert chunk.ids.size == 2
 
 
@@ -197,7 +198,7 @@ def test_rows_that_are_torn_are_not_part_of_a_contribution() -> None:
     with armed("rows.before_update", refuse, at=1), pytest.raises(MemoryError):
         push(partition, 0, 0, work({0: 1.0}, dense=1.0))
     assert isinstance(partition.torn, Internal)
-    assert partition._ledger.next(SourceKey(RankSource(Rank(0)))) == 0
+    assert partition.ledger.next(SourceKey(RankSource(Rank(0)))) == 0
     with pytest.raises(Internal):
         push(partition, 0, 0, work({0: 1.0}))
 
@@ -258,7 +259,7 @@ def test_rule_a1_rows_that_a_checkpoint_has_do_not_count_again_and_their_contrib
 
 def test_rule_b7_marks_of_a_checkpoint_end_with_its_step_but_for_rows(tmp_path: Path) -> None:
     partition = only(server(saved_in_the_midst_of_step_1(tmp_path)))
-    marks = {mark.key: mark.next for mark in partition._ledger.marks()}
+    marks = {mark.key: mark.next for mark in partition.ledger.marks()}
     assert marks == {key(0): 1, key(1): 1, key(0).of_rows: 2, key(1).of_rows: 1}
 
 
@@ -266,10 +267,10 @@ def test_work_that_does_not_count_may_count_with_its_rows_when_it_is_computed_ag
     partition = hybrid()
     push(partition, 0, 0, EMPTY)
     push(partition, 1, 0, work()._replace(overflow=True))
-    assert {mark.key for mark in partition._ledger.marks()} == {key(0), key(1)}
+    assert {mark.key for mark in partition.ledger.marks()} == {key(0), key(1)}
     push(partition, 0, 1, work())
     push(partition, 1, 1, work({0: 2.0}))
-    marks = {mark.key: mark.next for mark in partition._ledger.marks()}
+    marks = {mark.key: mark.next for mark in partition.ledger.marks()}
     assert marks == {key(0): 2, key(1): 2, key(0).of_rows: 2, key(1).of_rows: 2}
 
 

@@ -29,11 +29,13 @@ from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.ledger import Ledger
-from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.values.versions import aligned_empty
 
 HERE, JOB = Incarnation(3), JobId(1)
@@ -97,7 +99,7 @@ class Run:
         work = Contribution(1.0, (RATE,), payload, (True,), rows=rows, table_groups=groups)
         name = PushName(SourceKey(RankSource(Rank(rank))), Token(self.life), step, step)
         try:
-            return partition.push(name, work, current).outcome
+            return apply_push(partition, name, work, current).outcome
         except (NotReady, SequenceGap):
             return None
 
@@ -151,7 +153,7 @@ class Run:
         for partition in self.partitions:
             mine = partition_of(IDS, len(PARTS)) == partition.id
             out = np.empty((int(mine.sum()), 1), np.float32)
-            partition.look_up([RowsToRead(0, IDS[mine], out)])
+            look_up_rows(partition, [RowsToRead(0, IDS[mine], out)])
             found[mine] = out
         return [float(value) for value in found[:, 0]]
 
@@ -169,7 +171,7 @@ def played(seed: int, ranks: int) -> tuple[list[float], list[float]]:
             assert {partition.describe()[0].number for partition in run.partitions} == {STEPS}
             mean = sum((sum(range(ranks)) + ranks * step) / ranks for step in range(STEPS))
             for partition in run.partitions:
-                assert set(partition._versions.values.view(np.float32).tolist()) == {-mean}
+                assert set(partition.versions.values.view(np.float32).tolist()) == {-mean}
             return run.rows(), run.expected()
         finally:
             run.store.close()

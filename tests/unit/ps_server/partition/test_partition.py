@@ -35,9 +35,13 @@ from shardyard.domain.push_names import DataShardSource, PushName, RankSource, S
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.partition import dense_state
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.cuts import PIECE_BYTES
-from shardyard_ps_server.partition.dense_state import Contribution, Groups
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push, check_push
+from shardyard_ps_server.partition.reads import hold_version
+from shardyard_ps_server.partition.step_gate import Groups
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values import versions as versions_module
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
@@ -97,12 +101,12 @@ def take_steps(partition: Partition, ranks: int, steps: int) -> None:
     for _ in range(steps):
         step = partition.describe()[0].number
         for number in range(ranks):
-            partition.push(rank(number, step), gradient(1), current)
+            apply_push(partition, rank(number, step), gradient(1), current)
 
 
 def values(partition: Partition, number: int | None = None) -> list[float]:
     """Of that version, or of the newest."""
-    found = partition.hold(number or 0, number is not None, 0.0)
+    found = hold_version(partition, number or 0, number is not None, 0.0)
     assert not isinstance(found, NotReadyPart), found
     _, buffer = found
     read: list[float] = buffer.view(np.float64).tolist()
@@ -121,7 +125,7 @@ def state(partition: Partition, *sources: Source) -> object:
 
 def test_rule_a2_async_push_applies_at_once_and_says_where_its_source_stands() -> None:
     partition = asynchronous()
-    result = partition.push(name(SHARD, 0), gradient(3), current)
+    result = apply_push(partition, name(SHARD, 0), gradient(3), current)
     assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 1))
     assert values(partition)[0] == -3
 
@@ -129,32 +133,32 @@ def test_rule_a2_async_push_applies_at_once_and_says_where_its_source_stands() -
 def test_rule_a2_duplicate_changes_nothing_and_is_answered_with_next_and_version() -> None:
     partition = asynchronous()
     for sequence in range(3):
-        partition.push(name(SHARD, sequence), gradient(1), current)
+        apply_push(partition, name(SHARD, sequence), gradient(1), current)
     before = state(partition, SHARD)
-    again = partition.push(name(SHARD, 1), gradient(1), current)
+    again = apply_push(partition, name(SHARD, 1), gradient(1), current)
     assert again == PartResult(PartitionId(0), Outcome.DUPLICATE, next=3, version=Version(1, 3))
     assert state(partition, SHARD) == before
 
 
 def test_rule_a4_named_empty_push_moves_the_watermark_and_makes_no_version() -> None:
     partition = asynchronous()
-    result = partition.push(name(SHARD, 0), EMPTY, current)
+    result = apply_push(partition, name(SHARD, 0), EMPTY, current)
     assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 0))
-    again = partition.push(name(SHARD, 0), EMPTY, current)
+    again = apply_push(partition, name(SHARD, 0), EMPTY, current)
     assert again.outcome is Outcome.DUPLICATE
 
 
 def test_rule_a12_range_of_batches_is_one_update() -> None:
     partition = asynchronous()
-    result = partition.push(name(SHARD, 0, 3), gradient(1, weight=4.0), current)
+    result = apply_push(partition, name(SHARD, 0, 3), gradient(1, weight=4.0), current)
     assert (result.next, result.version.number) == (4, 1)
 
 
 def test_workers_and_data_shards_push_side_by_side() -> None:
     partition = asynchronous()
-    partition.push(name(SHARD, 0), gradient(1), current)
-    partition.push(name(WorkerSource(Incarnation(5)), 0), gradient(1), current)
-    partition.push(name(WorkerSource(Incarnation(6)), 0), gradient(1), current)
+    apply_push(partition, name(SHARD, 0), gradient(1), current)
+    apply_push(partition, name(WorkerSource(Incarnation(5)), 0), gradient(1), current)
+    apply_push(partition, name(WorkerSource(Incarnation(6)), 0), gradient(1), current)
     assert values(partition)[0] == -3
     assert partition.describe() == (Version(1, 3), 3)
 
@@ -187,76 +191,76 @@ def test_first_values_of_a_sender_that_is_no_longer_current_are_not_taken() -> N
 def test_rule_b2_contribution_is_recorded_and_the_last_rank_takes_the_step() -> None:
     partition = synchronous(3)
     for number in (2, 0):
-        result = partition.push(rank(number, 0), gradient(3), current)
+        result = apply_push(partition, rank(number, 0), gradient(3), current)
         assert result == PartResult(PartitionId(0), Outcome.RECORDED, next=1, version=Version(1, 0))
         assert values(partition) == [0] * ELEMENTS
-    result = partition.push(rank(1, 0), gradient(6), current)
+    result = apply_push(partition, rank(1, 0), gradient(6), current)
     assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 1))
     assert values(partition)[0] == pytest.approx(-4)
 
 
 def test_rule_b2_recorded_contribution_makes_the_next_a_duplicate() -> None:
     partition = synchronous(2)
-    partition.push(rank(0, 0), gradient(1), current)
-    again = partition.push(rank(0, 0), gradient(100), current)
+    apply_push(partition, rank(0, 0), gradient(1), current)
+    again = apply_push(partition, rank(0, 0), gradient(100), current)
     assert again == PartResult(PartitionId(0), Outcome.DUPLICATE, next=1, version=Version(1, 0))
-    partition.push(rank(1, 0), gradient(1), current)
+    apply_push(partition, rank(1, 0), gradient(1), current)
     assert values(partition)[0] == -1
-    assert partition.push(rank(0, 0), gradient(100), current).outcome is Outcome.DUPLICATE
+    assert apply_push(partition, rank(0, 0), gradient(100), current).outcome is Outcome.DUPLICATE
     assert values(partition)[0] == -1
 
 
 def test_rule_b1_rank_computed_again_by_another_worker_is_counted_once() -> None:
     partition = synchronous(2)
-    partition.push(rank(0, 0), gradient(2), current)
+    apply_push(partition, rank(0, 0), gradient(2), current)
     assert partition.open_source(SourceKey(RankSource(Rank(0))), Token(2)).next == 1
     with pytest.raises(StaleToken):
-        partition.push(rank(0, 1), gradient(9), current)
-    assert partition.push(rank(0, 0, Token(2)), gradient(2), current).outcome is Outcome.DUPLICATE
-    partition.push(rank(1, 0), gradient(4), current)
+        apply_push(partition, rank(0, 1), gradient(9), current)
+    assert apply_push(partition, rank(0, 0, Token(2)), gradient(2), current).outcome is Outcome.DUPLICATE
+    apply_push(partition, rank(1, 0), gradient(4), current)
     assert values(partition)[0] == -3
 
 
 def test_version_is_the_number_of_steps_taken() -> None:
     partition = synchronous(2)
     for step in range(4):
-        partition.push(rank(1, step), gradient(1), current)
+        apply_push(partition, rank(1, step), gradient(1), current)
         assert partition.describe()[0] == Version(1, step)
-        partition.push(rank(0, step), gradient(1), current)
+        apply_push(partition, rank(0, step), gradient(1), current)
         assert partition.describe()[0] == Version(1, step + 1)
 
 
 def test_rule_a4_step_of_empty_pushes_is_a_version_with_the_same_values() -> None:
     partition = synchronous(2)
     take_steps(partition, 2, 1)
-    partition.push(rank(0, 1), EMPTY, current)
-    assert partition.push(rank(1, 1), EMPTY, current).version == Version(1, 2)
+    apply_push(partition, rank(0, 1), EMPTY, current)
+    assert apply_push(partition, rank(1, 1), EMPTY, current).version == Version(1, 2)
     assert values(partition, 2) == values(partition, 1)
 
 
 def test_rule_b1_mean_is_weighted_by_samples_and_empty_pushes_have_no_weight() -> None:
     partition = synchronous(3)
-    partition.push(rank(0, 0), gradient(8, weight=3.0), current)
-    partition.push(rank(1, 0), EMPTY, current)
-    partition.push(rank(2, 0), gradient(4, weight=1.0), current)
+    apply_push(partition, rank(0, 0), gradient(8, weight=3.0), current)
+    apply_push(partition, rank(1, 0), EMPTY, current)
+    apply_push(partition, rank(2, 0), gradient(4, weight=1.0), current)
     assert values(partition)[0] == -7
 
 
 def test_rank_that_is_ahead_by_a_step_asks_again_later() -> None:
     partition = synchronous(2)
-    partition.push(rank(0, 0), gradient(1), current)
+    apply_push(partition, rank(0, 0), gradient(1), current)
     with pytest.raises(NotReady, match="step 1 in partition 0, which gathers step 0"):
-        partition.push(rank(0, 1), gradient(1), current)
-    partition.push(rank(1, 0), gradient(1), current)
-    assert partition.push(rank(0, 1), gradient(1), current).outcome is Outcome.RECORDED
+        apply_push(partition, rank(0, 1), gradient(1), current)
+    apply_push(partition, rank(1, 0), gradient(1), current)
+    assert apply_push(partition, rank(0, 1), gradient(1), current).outcome is Outcome.RECORDED
 
 
 @pytest.mark.parametrize(("source", "last"), [(WorkerSource(Incarnation(3)), 0), (RankSource(Rank(0)), 1)])
 def test_synchronous_work_is_named_by_a_rank_and_one_step(source: Source, last: int) -> None:
     partition = synchronous(2)
     with pytest.raises(InvalidRequest, match="in a synchronous job"):
-        partition.push(name(source, 0, last), gradient(1), current)
-    assert partition.push(rank(0, 0), gradient(1), current).outcome is Outcome.RECORDED
+        apply_push(partition, name(source, 0, last), gradient(1), current)
+    assert apply_push(partition, rank(0, 0), gradient(1), current).outcome is Outcome.RECORDED
 
 
 # ---- refusals
@@ -265,7 +269,7 @@ def test_synchronous_work_is_named_by_a_rank_and_one_step(source: Source, last: 
 def test_refused_push_leaves_values_ledger_and_version_untouched() -> None:
     partition = asynchronous()
     for sequence in range(3):
-        partition.push(name(SHARD, sequence), gradient(1), current)
+        apply_push(partition, name(SHARD, sequence), gradient(1), current)
     partition.open_source(SourceKey(SHARD), Token(5))
     before = state(partition, SHARD)
     refusals: list[tuple[PushName, type[ShardyardError]]] = [
@@ -276,21 +280,21 @@ def test_refused_push_leaves_values_ledger_and_version_untouched() -> None:
         (name(DataShardSource(0, 0, 1), 0), InvalidRequest),
     ]
     for push, kind in refusals:
-        for ask in (partition.check_push, lambda n, c: partition.push(n, c, current)):
+        for ask in (lambda n, c: check_push(partition, n, c), lambda n, c: apply_push(partition, n, c, current)):
             with pytest.raises(kind):
                 ask(push, gradient(1))
             assert state(partition, SHARD) == before
-    assert partition.push(name(SHARD, 3, token=Token(5)), gradient(1), current).outcome is Outcome.APPLIED
+    assert apply_push(partition, name(SHARD, 3, token=Token(5)), gradient(1), current).outcome is Outcome.APPLIED
 
 
 def test_rule_b5_rate_mismatch_leaves_the_step_as_it_was() -> None:
     partition = synchronous(2)
-    partition.push(rank(0, 0), gradient(1), current)
+    apply_push(partition, rank(0, 0), gradient(1), current)
     before = state(partition, RankSource(Rank(0)), RankSource(Rank(1)))
     with pytest.raises(RateMismatch):
-        partition.push(rank(1, 0), gradient(1, groups=(make_group("sgd", {"lr": 2.0}),)), current)
+        apply_push(partition, rank(1, 0), gradient(1, groups=(make_group("sgd", {"lr": 2.0}),)), current)
     assert state(partition, RankSource(Rank(0)), RankSource(Rank(1))) == before
-    partition.push(rank(1, 0), gradient(1), current)
+    apply_push(partition, rank(1, 0), gradient(1), current)
     assert values(partition)[0] == -1
 
 
@@ -302,15 +306,15 @@ def test_rule_a3_generation_is_checked_before_anything_else() -> None:
 
         before = state(partition, push.key.source)
         with pytest.raises(StaleGeneration):
-            partition.push(push, gradient(1), moved)
+            apply_push(partition, push, gradient(1), moved)
         assert state(partition, push.key.source) == before
-        assert partition.push(push, gradient(1), current).outcome is Outcome.APPLIED
+        assert apply_push(partition, push, gradient(1), current).outcome is Outcome.APPLIED
 
 
 def test_checking_a_push_changes_nothing() -> None:
     for partition, push in ((asynchronous(), name(SHARD, 0)), (synchronous(1), rank(0, 0))):
         before = state(partition, push.key.source)
-        partition.check_push(push, gradient(1))
+        check_push(partition, push, gradient(1))
         assert state(partition, push.key.source) == before
 
 
@@ -319,7 +323,7 @@ def test_step_for_which_there_is_no_memory_is_refused_and_can_be_taken_later(
     module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partition = synchronous(2)
-    partition.push(rank(0, 0), gradient(1), current)
+    apply_push(partition, rank(0, 0), gradient(1), current)
     sources = (RankSource(Rank(0)), RankSource(Rank(1)))
     before = state(partition, *sources)
 
@@ -329,9 +333,9 @@ def test_step_for_which_there_is_no_memory_is_refused_and_can_be_taken_later(
     with monkeypatch.context() as patch:
         patch.setattr(module, "aligned_empty", none_left)
         with pytest.raises(TooLarge):
-            partition.push(rank(1, 0), gradient(3), current)
+            apply_push(partition, rank(1, 0), gradient(3), current)
         assert state(partition, *sources) == before
-    assert partition.push(rank(1, 0), gradient(3), current).outcome is Outcome.APPLIED
+    assert apply_push(partition, rank(1, 0), gradient(3), current).outcome is Outcome.APPLIED
     assert values(partition)[0] == -2
 
 
@@ -347,9 +351,9 @@ def test_async_push_for_which_there_is_no_memory_is_refused_and_can_be_sent_agai
     with monkeypatch.context() as patch:
         patch.setattr(versions_module, "aligned_empty", none_left)
         with pytest.raises(TooLarge):
-            partition.push(name(SHARD, 0), gradient(3), current)
+            apply_push(partition, name(SHARD, 0), gradient(3), current)
         assert state(partition, SHARD) == before
-    assert partition.push(name(SHARD, 0), gradient(3), current).outcome is Outcome.APPLIED
+    assert apply_push(partition, name(SHARD, 0), gradient(3), current).outcome is Outcome.APPLIED
 
 
 # ---- several threads
@@ -374,7 +378,7 @@ def test_rule_a2_same_name_pushed_by_two_threads_is_counted_once() -> None:
 
     def push(_: int) -> None:
         for sequence in range(100):
-            outcomes.append(partition.push(name(SHARD, sequence), gradient(1), current).outcome)
+            outcomes.append(apply_push(partition, name(SHARD, sequence), gradient(1), current).outcome)
 
     in_threads(2, push)
     assert outcomes.count(Outcome.APPLIED) == outcomes.count(Outcome.DUPLICATE) == 100
@@ -387,12 +391,12 @@ def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
 
     def push(number: int) -> None:
         for step in range(steps):
-            found = partition.hold(step, True, time.monotonic() + DEADLINE_S)
+            found = hold_version(partition, step, True, time.monotonic() + DEADLINE_S)
             assert not isinstance(found, NotReadyPart), found
             assert found[1].view(np.float64)[0] == -2 * step
             partition.release(found[1])
             for _ in range(2):
-                partition.push(rank(number, step), gradient(float(number + 1)), current)
+                apply_push(partition, rank(number, step), gradient(float(number + 1)), current)
 
     in_threads(3, push)
     assert partition.describe()[0] == Version(1, steps)
@@ -426,14 +430,14 @@ def test_nobody_who_reads_waits_for_the_arithmetic_of_an_update(
         partition, pushed = asynchronous(), name(SHARD, 0)
     else:
         partition, pushed = synchronous(2), rank(1, 0)
-        partition.push(rank(0, 0), gradient(1), current)
+        apply_push(partition, rank(0, 0), gradient(1), current)
     with ThreadPoolExecutor(3) as threads:
-        update = threads.submit(partition.push, pushed, gradient(1), current)
+        update = threads.submit(apply_push, partition, pushed, gradient(1), current)
         assert held.begun.wait(DEADLINE_S)
         try:
             reads = [partition.describe, partial(values, partition), partial(partition.watermark, pushed.key)]
             newest, read, watermark = [threads.submit(each).result(DEADLINE_S) for each in reads]
-            changes = threads.submit(partition.cut), threads.submit(partition.open)
+            changes = threads.submit(take_cut, partition), threads.submit(partition.open)
             assert not any(change.done() for change in changes)
         finally:
             held.may_end.set()
@@ -463,7 +467,7 @@ def test_cut_is_of_one_moment_whatever_updates_come_while_it_is_copied() -> None
 
     def push_on() -> int:
         for sequence in itertools.count():
-            partition.push(name(SHARD, sequence), Contribution(1.0, group, payload, (True,)), current)
+            apply_push(partition, name(SHARD, sequence), Contribution(1.0, group, payload, (True,)), current)
             if ends.is_set():
                 return sequence
         raise AssertionError
@@ -472,9 +476,9 @@ def test_cut_is_of_one_moment_whatever_updates_come_while_it_is_copied() -> None
         pushes = threads.submit(push_on)
         try:
             for _ in range(30):
-                cut = partition.cut()
+                cut = take_cut(partition)
                 cut.complete()
-                copied = partition.arrays(0, cut)["momentum_buffer"]
+                copied = block_arrays(partition, 0, cut)["momentum_buffer"]
                 assert copied.min() == copied.max() == cut.version.number
                 cut.release()
         finally:
@@ -496,14 +500,14 @@ def test_rule_b3_older_version_is_not_found_and_the_newest_is_named() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
     with pytest.raises(NotFound, match="version 3 of partition 0, whose newest is 5") as refused:
-        partition.hold(3, True, 0.0)
+        hold_version(partition, 3, True, 0.0)
     assert refused.value.facts == {"partition": "0", "newest": "5"}
 
 
 def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
-    found = partition.hold(2, False, 0.0)
+    found = hold_version(partition, 2, False, 0.0)
     assert not isinstance(found, NotReadyPart)
     assert found[0] == Version(1, 5)
     partition.release(found[1])
@@ -512,7 +516,7 @@ def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
 def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 1)
-    found = partition.hold(1, True, 0.0)
+    found = hold_version(partition, 1, True, 0.0)
     assert not isinstance(found, NotReadyPart)
     take_steps(partition, 1, 8)
     assert found[1].view(np.float64)[0] == -1
@@ -521,20 +525,20 @@ def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
 
 def test_promise_7_missing_version_names_the_ranks_that_it_waits_for() -> None:
     partition = synchronous(12)
-    partition.push(rank(1, 0), gradient(1), current)
-    found = partition.hold(1, True, 0.0)
+    apply_push(partition, rank(1, 0), gradient(1), current)
+    found = hold_version(partition, 1, True, 0.0)
     assert found == NotReadyPart(
         PartitionId(0), Version(1, 0), 1, waiting_for="logical rank 0, 2, 3, 4, 5, 6, 7, 8 of step 0"
     )
     for number in (0, *range(3, 12)):
-        partition.push(rank(number, 0), gradient(1), current)
-    found = partition.hold(1, False, 0.0)
+        apply_push(partition, rank(number, 0), gradient(1), current)
+    found = hold_version(partition, 1, False, 0.0)
     assert isinstance(found, NotReadyPart)
     assert found.waiting_for == "logical rank 2 of step 0"
 
 
 def test_promise_7_missing_version_of_an_asynchronous_partition_waits_for_a_push() -> None:
-    found = asynchronous().hold(1, False, 0.0)
+    found = hold_version(asynchronous(), 1, False, 0.0)
     assert found == NotReadyPart(PartitionId(0), Version(1, 0), 1, waiting_for="a push")
 
 
@@ -544,7 +548,7 @@ def test_pull_waits_until_the_version_is_there() -> None:
 
     def work(number: int) -> None:
         if number:
-            held = partition.hold(3, True, time.monotonic() + DEADLINE_S)
+            held = hold_version(partition, 3, True, time.monotonic() + DEADLINE_S)
             found.append(held if isinstance(held, NotReadyPart) else held[0])
         else:
             take_steps(partition, 1, 3)
@@ -556,31 +560,31 @@ def test_pull_waits_until_the_version_is_there() -> None:
 def test_pull_waits_no_longer_than_it_was_told() -> None:
     partition = synchronous(1)
     begun = time.monotonic()
-    assert isinstance(partition.hold(1, True, begun + 0.05), NotReadyPart)
+    assert isinstance(hold_version(partition, 1, True, begun + 0.05), NotReadyPart)
     assert 0.05 <= time.monotonic() - begun < DEADLINE_S
 
 
 def test_refusals_of_a_push_are_of_the_kind_that_the_sender_may_learn_from() -> None:
     partition = asynchronous()
     with pytest.raises(Refused) as refused:
-        partition.push(name(SHARD, 7), gradient(1), current)
+        apply_push(partition, name(SHARD, 7), gradient(1), current)
     assert refused.value.facts["next"] == "0"
 
 
 def test_rule_b6_step_that_overflows_in_one_rank_is_complete_and_changes_no_parameter() -> None:
     partition = synchronous(2)
-    assert partition.push(rank(0, 0), gradient(1.0), current).outcome is Outcome.RECORDED
+    assert apply_push(partition, rank(0, 0), gradient(1.0), current).outcome is Outcome.RECORDED
     overflowed = Contribution(1.0, RATE, aligned_empty(0), (False,), overflow=True)
-    assert partition.push(rank(1, 0), overflowed, current).outcome is Outcome.APPLIED
+    assert apply_push(partition, rank(1, 0), overflowed, current).outcome is Outcome.APPLIED
     assert values(partition, 1) == [0.0] * ELEMENTS
     for number in range(2):
-        partition.push(rank(number, 1), gradient(1.0), current)
+        apply_push(partition, rank(number, 1), gradient(1.0), current)
     assert values(partition, 2)[0] == -1.0
 
 
 def test_rule_b6_asynchronous_an_overflow_is_that_pushs_alone() -> None:
     partition = asynchronous()
-    partition.push(name(SHARD, 0), gradient(1.0)._replace(overflow=True), current)
-    partition.push(name(SHARD, 1), gradient(1.0), current)
+    apply_push(partition, name(SHARD, 0), gradient(1.0)._replace(overflow=True), current)
+    apply_push(partition, name(SHARD, 1), gradient(1.0), current)
     assert partition.describe()[0].number == 2
     assert values(partition)[0] == -1.0

@@ -17,8 +17,10 @@ from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey
 from shardyard.domain.pushes import Outcome
 from shardyard.domain.variables import DType, VariableSpec
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 
@@ -43,13 +45,13 @@ def _contribution(layout: JobLayout, values: np.ndarray, weight: float) -> Contr
 def _push(partition: Partition, source: Source, sequence: int, contribution: Contribution) -> Outcome | str:
     try:
         name = PushName(SourceKey(source), Token(1), sequence, sequence)
-        return partition.push(name, contribution, lambda: None).outcome
+        return apply_push(partition, name, contribution, lambda: None).outcome
     except (NotReady, SequenceGap) as refused:
         return refused.code
 
 
 def _newest(partition: Partition) -> tuple[Version, bytes]:
-    found = partition.hold(0, False, 0.0)
+    found = hold_version(partition, 0, False, 0.0)
     assert not isinstance(found, NotReadyPart)
     bits = found[1].tobytes()
     partition.release(found[1])

@@ -20,9 +20,12 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
-from shardyard_ps_server.partition import partition
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition import push
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.staleness import Base, Tally
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values import kernels, versions
@@ -61,10 +64,10 @@ class Yard:
         self.sequence = [0] * WORKERS
 
     def pull(self, worker: int) -> None:
-        found = self.partition.hold(0, False, 0.0)
+        found = hold_version(self.partition, 0, False, 0.0)
         assert not isinstance(found, NotReadyPart)
         version, buffer = found
-        self.partition.keep(Incarnation(1 + worker), version, buffer)
+        self.partition.remember_base(Incarnation(1 + worker), version, buffer)
         self.partition.release(buffer)
         self.base[worker] = version
 
@@ -89,11 +92,11 @@ class Yard:
         base = Base(incarnation, self.base[worker]) if says else None
         groups = self.layout.optimizer.groups
         contribution = Contribution(1.0, groups, self.payload(arrays), present, base)
-        self.partition.push(name, contribution, lambda: None)
+        apply_push(self.partition, name, contribution, lambda: None)
 
     @property
     def values(self) -> list[Array]:
-        found = self.partition.hold(0, False, 0.0)
+        found = hold_version(self.partition, 0, False, 0.0)
         assert not isinstance(found, NotReadyPart)
         copies = [self._view(found[1], block).copy() for block in self.part.blocks]
         self.partition.release(found[1])
@@ -216,7 +219,7 @@ def test_version_that_is_gone_leaves_the_gradient_as_it_is_and_is_counted() -> N
         each.pull(0)
         each.pull(1)
         each.push(1, gradients(0, (True,) * 3, "float64"))
-    yard.partition.keep_no_more(Incarnation(1))
+    yard.partition.forget_bases(Incarnation(1))
     for each in (yard, plain):
         each.push(0, gradients(1, (True,) * 3, "float64"))
     for mine, theirs in zip(yard.values, plain.values, strict=True):
@@ -272,7 +275,7 @@ def test_push_for_which_there_is_no_memory_changes_nothing(decay: float, monkeyp
 
     refusals = 0
     monkeypatch.setattr(versions, "aligned_empty", scarce)
-    monkeypatch.setattr(partition, "aligned_empty", scarce)
+    monkeypatch.setattr(push, "aligned_empty", scarce)
     while refusals < 10:
         left = refusals
         before = yard.sequence[0]
@@ -291,16 +294,16 @@ def test_mean_of_squares_begins_anew_with_a_restored_partition() -> None:
     yard = Yard(layout(DType.FLOAT64, "sgd", {"lr": 0.5}), StaleRule(False, 2.0, 0.5))
     yard.pull(0)
     yard.push(0, gradients(0, (True,) * 3, "float64"))
-    cut = yard.partition.cut()
+    cut = take_cut(yard.partition)
     cut.complete()
     blocks = [
-        BlockState(index, yard.partition.arrays(index, cut)["values"].copy(), {}, int(count))
+        BlockState(index, block_arrays(yard.partition, index, cut)["values"].copy(), {}, int(count))
         for index, count in enumerate(cut.counts)
     ]
     state = PartitionState(PartitionId(0), Version(2, 1), tuple(blocks), cut.marks, cut.floor)
     cut.release()
     yard.partition.restore(state)
-    assert yard.partition._versions._readers == {}, "what was kept is of another life"
+    assert yard.partition.versions._readers == {}, "what was kept is of another life"
     fresh = Yard(yard.layout, StaleRule(False, 2.0, 0.5))
     fresh.partition.restore(state)
     fresh.sequence = list(yard.sequence)

@@ -25,11 +25,14 @@ from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.row_optimizers import make_group as make_row_group
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, TableSettings
-from shardyard_ps_server.partition.dense_state import Contribution
-from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows, read_table
 from shardyard_ps_server.partition.step_gate import scale_of
+from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.values.versions import aligned_empty
 from tests.support.plain_table import PlainTable
 from tests.unit.ps_server.tables.test_table_properties import RULES
@@ -162,7 +165,7 @@ class Partitions:
     def push(self, partition: Partition, rank: int, step: int) -> Outcome | None:
         name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
         try:
-            return partition.push(name, self.contribution(partition, rank, step), lambda: None).outcome
+            return apply_push(partition, name, self.contribution(partition, rank, step), lambda: None).outcome
         except (NotReady, SequenceGap):
             return None
 
@@ -170,12 +173,12 @@ class Partitions:
         """Brings a verdict, if there can be one."""
         step = partition.describe()[0].number
         members = self.job.members[step] if self.job.backup_workers and step < len(self.job.members) else ()
-        told = [each.gathered(step) for each in self.all]
+        told = [gathered_part(each, step) for each in self.all]
         norm = None
         if self.job.clipping.norm and all(each is not None for each in told):
             norm = self.norms[step] = sum([each.square_norm for each in told if each is not None], 0.0)
         if members or norm is not None:
-            partition.take_verdict(StepVerdict(step, norm, members), lambda: None)
+            take_verdict(partition, StepVerdict(step, norm, members), lambda: None)
 
     def read(self, partition: Partition, number: int | None) -> list[dict[int, bytes]]:
         ids = np.arange(IDS, dtype=np.int64)
@@ -184,7 +187,7 @@ class Partitions:
             RowsToRead(table, ids, np.full((ids.size, settings_.dim), np.nan, F))
             for table, settings_ in enumerate(self.job.tables)
         ]
-        partition.look_up(asked, number)
+        look_up_rows(partition, asked, number)
         return [dict(zip(ids.tolist(), map(np.ndarray.tobytes, each.out), strict=True)) for each in asked]
 
 
@@ -235,7 +238,7 @@ def test_rule_b1_rows_have_the_bits_of_one_process_and_a_look_up_those_of_its_ve
         found = {
             (table, int(number)): (record.tobytes(), int(frequency))
             for table in range(len(job.tables))
-            for chunk in partition.items(table)
+            for chunk in read_table(partition, table)
             for number, record, frequency in zip(chunk.ids, chunk.records, chunk.frequencies, strict=False)
         }
         assert found == {

@@ -21,9 +21,13 @@ from shardyard.domain.push_names import PushName, RankSource, SourceKey
 from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_ps_server.partition import partition as partition_module
-from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.checkpoint_cuts import await_named_cut, name_cut, take_cut
+from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.step_gate import StepGate, scale_of
+from shardyard_ps_server.partition.sync_step import awaits_verdict, gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 from shardyard_worker.exchange.norm_sums import NormSums
@@ -183,7 +187,7 @@ EMPTY = Contribution(0.0, None, aligned_empty(0), (False, False))
 
 def push(partition: Partition, rank: int, step: int, contribution: Contribution) -> Outcome:
     name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
-    return partition.push(name, contribution, current).outcome
+    return apply_push(partition, name, contribution, current).outcome
 
 
 def current() -> None:
@@ -191,7 +195,7 @@ def current() -> None:
 
 
 def values(partition: Partition) -> list[float]:
-    found = partition.hold(0, False, 0.0)
+    found = hold_version(partition, 0, False, 0.0)
     assert not isinstance(found, NotReadyPart)
     partition.release(found[1])
     return list(found[1].view(np.float64)[:10])
@@ -200,11 +204,11 @@ def values(partition: Partition) -> list[float]:
 def test_step_waits_for_its_verdict_and_the_mean_is_scaled_by_it() -> None:
     partition = clipped()
     assert push(partition, 0, 0, gradient([3.0] * 8, 1.0, buffer=1.0)) is Outcome.RECORDED
-    assert partition.gathered(0) is None
+    assert gathered_part(partition, 0) is None
     assert push(partition, 1, 0, gradient([1.0] * 8, 3.0, buffer=5.0)) is Outcome.RECORDED
     assert partition.describe()[0].number == 0
-    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 8 * 1.5**2)  # of parameters alone
-    partition.take_verdict(StepVerdict(0, 100.0), current)
+    assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 8 * 1.5**2)  # of parameters alone
+    take_verdict(partition, StepVerdict(0, 100.0), current)
     scale = 1.0 / (10.0 + 1e-6)
     assert values(partition) == [-1.5 * scale] * 8 + [4.0] * 2
     assert partition.describe()[0].number == 1
@@ -214,22 +218,22 @@ def test_verdict_counts_once_and_never_for_another_step() -> None:
     partition = clipped(1)
     push(partition, 0, 0, gradient([1.0] * 8))
     for _ in range(3):
-        partition.take_verdict(StepVerdict(0, 16.0), current)
+        take_verdict(partition, StepVerdict(0, 16.0), current)
     after = values(partition)
     assert partition.describe()[0].number == 1
     push(partition, 0, 1, gradient([1.0] * 8))
-    assert not partition.awaits(StepVerdict(0, 16.0))
-    partition.take_verdict(StepVerdict(0, 16.0), current)
+    assert not awaits_verdict(partition, StepVerdict(0, 16.0))
+    take_verdict(partition, StepVerdict(0, 16.0), current)
     assert (values(partition), partition.describe()[0].number) == (after, 1)
     with pytest.raises(InvalidRequest, match="a verdict on step 2"):
-        partition.take_verdict(StepVerdict(2, 16.0), current)
+        take_verdict(partition, StepVerdict(2, 16.0), current)
 
 
 def test_verdict_before_all_ranks_are_there_is_refused() -> None:
     partition = clipped()
     push(partition, 0, 0, gradient([1.0] * 8))
     with pytest.raises(InvalidRequest, match="a verdict is made of what all partitions have gathered"):
-        partition.take_verdict(StepVerdict(0, 16.0), current)
+        take_verdict(partition, StepVerdict(0, 16.0), current)
     assert push(partition, 1, 0, gradient([1.0] * 8)) is Outcome.RECORDED
 
 
@@ -241,8 +245,8 @@ def test_verdict_under_an_earlier_map_changes_nothing() -> None:
         raise StaleGeneration("generation 1; this server is at 2")
 
     with pytest.raises(StaleGeneration):
-        partition.take_verdict(StepVerdict(0, 16.0), stale)
-    assert partition.gathered(0) is not None
+        take_verdict(partition, StepVerdict(0, 16.0), stale)
+    assert gathered_part(partition, 0) is not None
     assert partition.describe()[0].number == 0
 
 
@@ -250,7 +254,7 @@ def test_job_that_does_not_clip_by_norm_takes_no_verdict() -> None:
     for partition in (clipped(1, norm=0.0), clipped(1, norm=0.0, value=1.0)):
         assert push(partition, 0, 0, gradient([1.0] * 8)) is Outcome.APPLIED
         with pytest.raises(InvalidRequest, match="whose steps need none"):
-            partition.take_verdict(StepVerdict(0, 8.0), current)
+            take_verdict(partition, StepVerdict(0, 8.0), current)
 
 
 def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() -> None:
@@ -263,17 +267,17 @@ def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() ->
             made = gradient(numbers.standard_normal(ELEMENTS).tolist(), float(rank + 1), buffer=numbers.random())
             push(plain, rank, step, made)
             push(bounded, rank, step, made)
-        told = bounded.gathered(step)
+        told = gathered_part(bounded, step)
         assert told is not None
-        bounded.take_verdict(StepVerdict(step, told.square_norm), current)
+        take_verdict(bounded, StepVerdict(step, told.square_norm), current)
         assert values(bounded) == values(plain)
 
 
 def test_elements_are_clipped_before_the_norm_is_told() -> None:
     partition = clipped(1, norm=100.0, value=2.0)
     push(partition, 0, 0, gradient([5.0, -5.0, 1.0, -1.0, 2.0, -2.0, 0.0, math.inf], buffer=9.0))
-    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 5 * 4.0 + 2 * 1.0)
-    partition.take_verdict(StepVerdict(0, 22.0), current)
+    assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 5 * 4.0 + 2 * 1.0)
+    take_verdict(partition, StepVerdict(0, 22.0), current)
     assert values(partition) == [-2.0, 2.0, -1.0, 1.0, -2.0, 2.0, 0.0, -2.0, 9.0, 9.0]
 
 
@@ -290,15 +294,15 @@ def test_clipping_by_value_looks_at_the_mean_and_needs_no_verdict() -> None:
 def test_gradient_that_is_not_finite_goes_as_in_torch() -> None:
     partition = clipped(1)
     push(partition, 0, 0, gradient([math.inf, 1.0]))
-    told = partition.gathered(0)
+    told = gathered_part(partition, 0)
     assert told is not None
     assert told.square_norm == math.inf
-    partition.take_verdict(StepVerdict(0, math.inf), current)
+    take_verdict(partition, StepVerdict(0, math.inf), current)
     found = values(partition)
     assert math.isnan(found[0])
     assert found[1:] == [0.0] * 9
     push(partition, 0, 1, gradient([math.nan, 1.0]))
-    partition.take_verdict(StepVerdict(1, math.nan), current)
+    take_verdict(partition, StepVerdict(1, math.nan), current)
     assert all(map(math.isnan, values(partition)[:8]))
 
 
@@ -306,8 +310,8 @@ def test_step_of_empty_pushes_has_a_norm_of_zero_and_changes_nothing() -> None:
     partition = clipped()
     for rank in range(2):
         push(partition, rank, 0, EMPTY)
-    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 0.0)
-    partition.take_verdict(StepVerdict(0, 9.0), current)
+    assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 0.0)
+    take_verdict(partition, StepVerdict(0, 9.0), current)
     assert (values(partition), partition.describe()[0].number) == ([0.0] * 10, 1)
 
 
@@ -317,7 +321,7 @@ def test_what_a_push_brought_may_be_written_again_while_the_step_waits() -> None
     for rank, each in enumerate(made):
         push(partition, rank, 0, each)
         each.payload[:] = 0xFF
-    partition.take_verdict(StepVerdict(0, 32.0), current)
+    take_verdict(partition, StepVerdict(0, 32.0), current)
     assert values(partition)[0] == pytest.approx(-2.0 / math.sqrt(32.0))
 
 
@@ -325,7 +329,7 @@ def test_who_waits_for_the_version_is_told_at_once_that_a_verdict_is_due() -> No
     partition = clipped()
     push(partition, 0, 0, gradient([1.0]))
     found: list[object] = []
-    reader = threading.Thread(target=lambda: found.append(partition.hold(1, True, time.monotonic() + 60.0)))
+    reader = threading.Thread(target=lambda: found.append(hold_version(partition, 1, True, time.monotonic() + 60.0)))
     reader.start()
     push(partition, 1, 0, gradient([1.0]))
     reader.join(30.0)
@@ -337,19 +341,19 @@ def test_who_waits_for_the_version_is_told_at_once_that_a_verdict_is_due() -> No
 
 def test_checkpoint_of_a_step_has_nothing_of_one_that_waits_for_its_verdict() -> None:
     partition = clipped()
-    before = partition.cut()
+    before = take_cut(partition)
     before.release()
     for rank in range(2):
         push(partition, rank, 0, gradient([1.0]))
     with pytest.raises(InvalidRequest, match="which has a part of the next one"):
-        partition.name_cut(0, between=True)
-    cut = partition.cut()
+        name_cut(partition, 0, between=True)
+    cut = take_cut(partition)
     assert (cut.version.number, {mark.next for mark in cut.marks}) == (0, {0})
     cut.release()
-    partition.name_cut(1)
-    assert partition.named_cut(time.monotonic()) is None
-    partition.take_verdict(StepVerdict(0, 9.0), current)
-    cut_after = partition.named_cut(time.monotonic())
+    name_cut(partition, 1)
+    assert await_named_cut(partition, time.monotonic()) is None
+    take_verdict(partition, StepVerdict(0, 9.0), current)
+    cut_after = await_named_cut(partition, time.monotonic())
     assert cut_after is not None
     assert (cut_after.version.number, {mark.next for mark in cut_after.marks}) == (1, {1})
     cut_after.release()
@@ -366,11 +370,11 @@ def test_no_memory_for_the_mean_or_the_next_values_changes_nothing(monkeypatch: 
     monkeypatch.setattr(partition_module, "aligned_empty", refuse)
     with pytest.raises(TooLarge):
         push(partition, 1, 0, gradient([1.0]))
-    assert (partition.gathered(0), partition.watermark(SourceKey(RankSource(Rank(1)))).next) == (None, 0)
+    assert (gathered_part(partition, 0), partition.watermark(SourceKey(RankSource(Rank(1)))).next) == (None, 0)
     monkeypatch.setattr(partition_module, "aligned_empty", real)
     assert push(partition, 1, 0, gradient([1.0])) is Outcome.RECORDED
-    monkeypatch.setattr(partition._versions, "_memory", lambda nbytes: refuse(nbytes))
+    monkeypatch.setattr(partition.versions, "_memory", lambda nbytes: refuse(nbytes))
     with pytest.raises(TooLarge):
-        partition.take_verdict(StepVerdict(0, 9.0), current)
+        take_verdict(partition, StepVerdict(0, 9.0), current)
     assert partition.describe()[0].number == 0
-    assert partition.gathered(0) is not None
+    assert gathered_part(partition, 0) is not None

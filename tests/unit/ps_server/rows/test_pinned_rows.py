@@ -25,11 +25,13 @@ from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pin
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition as partitions
-from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition import reads
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.push import apply_push
+from shardyard_ps_server.partition.reads import RowsToRead, look_up_pinned, pin_version, read_pinned_table, unpin
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.partition_tables import PartitionTables
-from shardyard_ps_server.rows.pinned_rows import FAN, PinnedRows, merged, put_back
-from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.rows.row_overlay import FAN, PinnedRows, RowDiff, merged, put_back
 from shardyard_ps_server.values.versions import VersionPin
 from tests.support import rows_in_steps as steps_of
 from tests.support.rows_in_pushes import (
@@ -171,7 +173,7 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
     def read(partition: Partition, wanted: VersionPin) -> None:
         for _ in range(3):
             out = np.zeros((steps_of.IDS.size, 2), np.float32)
-            partition.look_up_held([RowsToRead(0, steps_of.IDS, out)], wanted)
+            look_up_pinned(partition, [RowsToRead(0, steps_of.IDS, out)], wanted)
             assert (out == -np.float32(wanted.number)).all()
 
     read_while_others_push(mode, read, times=100)
@@ -180,7 +182,7 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_all_that_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> None:
     def read(partition: Partition, wanted: VersionPin) -> None:
-        for _, rows in partition.items_held(0, wanted):
+        for _, rows in read_pinned_table(partition, 0, wanted):
             assert (rows == -np.float32(wanted.number)).all()
 
     read_while_others_push(mode, read, times=20, pause_s=0.001)
@@ -214,7 +216,7 @@ def read_while_others_push(
             try:
                 read(partition, wanted)
             finally:
-                partition.unwant(wanted)
+                unpin(partition, wanted)
             seen.add(wanted.number)
     finally:
         stop.set()
@@ -236,7 +238,7 @@ def counting(mode: UpdateMode) -> tuple[Partition, Callable[[int], None]]:
 
     def push_one(number: int) -> None:
         name = steps_of.PushName(SourceKey(WorkerSource(WORKER)), Token(0), number, number)
-        partition.push(name, everything, steps_of.current)
+        apply_push(partition, name, everything, steps_of.current)
 
     return partition, push_one
 
@@ -250,7 +252,7 @@ def newest(partition: Partition, mode: UpdateMode) -> VersionPin:
     while True:
         number = partition.describe()[0].number if mode is UpdateMode.SYNC else None
         try:
-            return partition.want(number, rows=True)
+            return pin_version(partition, number, rows=True)
         except InvalidRequest:
             continue
 
@@ -262,9 +264,9 @@ def test_who_pins_in_the_midst_of_a_push_reads_one_version(
     """The one before it where that is set aside for somebody, else the one that it makes."""
     partition, push_one = counting(UpdateMode.ASYNC)
     if is_held_before:
-        partition.want(None, rows=True)
+        pin_version(partition, None, rows=True)
     found: list[VersionPin] = []
-    asking = threading.Thread(target=lambda: found.append(partition.want(None, rows=True)))
+    asking = threading.Thread(target=lambda: found.append(pin_version(partition, None, rows=True)))
     real = PartitionTables.push
 
     def between(self: PartitionTables, *given: Any) -> None:
@@ -284,7 +286,7 @@ def test_who_pins_in_the_midst_of_a_push_reads_one_version(
 
 def test_a_step_that_is_named_ahead_is_read_when_it_has_come() -> None:
     partition = steps_of.partition_of(1)
-    wanted = partition.want(2, rows=True)
+    wanted = pin_version(partition, 2, rows=True)
     everything = steps_of.work(dict.fromkeys(range(steps_of.IDS.size), 1.0))
     for step in range(6):
         if step < 2:
@@ -299,17 +301,17 @@ def test_the_step_before_the_newest_can_be_held() -> None:
     everything = steps_of.work(dict.fromkeys(range(steps_of.IDS.size), 1.0))
     for step in range(3):
         steps_of.push(partition, 0, step, everything)
-    wanted = partition.want(2, rows=True)
+    wanted = pin_version(partition, 2, rows=True)
     steps_of.push(partition, 0, 3, everything)
     assert held(partition, wanted).tobytes() == (steps_of.INITIAL - 1 - 1).tobytes()
     with pytest.raises(InvalidRequest) as refused:
-        partition.want(2, rows=True)
+        pin_version(partition, 2, rows=True)
     assert refused.value.facts == {"newest": "4"}
 
 
 def held(partition: Partition, wanted: VersionPin) -> np.ndarray:
     out = np.full((steps_of.IDS.size, 2), np.nan, np.float32)
-    partition.look_up_held([RowsToRead(0, steps_of.IDS, out)], wanted)
+    look_up_pinned(partition, [RowsToRead(0, steps_of.IDS, out)], wanted)
     return out
 
 
@@ -328,15 +330,15 @@ def test_what_is_put_back_is_what_was_set_aside_first_however_it_is_merged() -> 
             if number < 10:
                 truth[chosen] += 1
                 now = truth.copy()
-                kept.add(PreviousRows(number, {0: (chosen, now[chosen])}))
+                kept.add(RowDiff(number, {0: (chosen, now[chosen])}))
                 continue
-            kept.add(PreviousRows(number, {0: (chosen, now[chosen].copy())} if chosen.size else {}))
+            kept.add(RowDiff(number, {0: (chosen, now[chosen].copy())} if chosen.size else {}))
             now[chosen] += draw.standard_normal((chosen.size, 2)).astype(np.float32)
             if draw.random() < 0.2:
-                parts = kept.parts()
-                kept.take(parts, merged(parts))
+                parts = kept.diffs()
+                kept.replace(parts, merged(parts))
             found = now.copy()
-            put_back(merged(kept.parts()), 0, np.arange(50, dtype=np.int64), found)
+            put_back(merged(kept.diffs()), 0, np.arange(50, dtype=np.int64), found)
             assert found.tobytes() == truth.tobytes()
 
 
@@ -344,11 +346,11 @@ def test_what_is_looked_through_grows_with_the_logarithm_of_the_updates() -> Non
     kept = PinnedRows(0, bytes_max=1 << 30)
     ids = np.arange(3, dtype=np.int64)
     for number in range(1_000):
-        kept.add(PreviousRows(number, {0: (ids, np.full((3, 1), number, np.float32))}))
-    parts = merged(kept.parts())
+        kept.add(RowDiff(number, {0: (ids, np.full((3, 1), number, np.float32))}))
+    parts = merged(kept.diffs())
     assert len(parts) <= 4 * (FAN - 1)
     before = kept.nbytes
-    kept.take(kept.parts(), parts)
+    kept.replace(kept.diffs(), parts)
     assert kept.nbytes < before / 30
 
 
@@ -360,7 +362,7 @@ def test_what_is_kept_takes_no_more_memory_than_it_may_however_small_its_parts_a
     try:
         while kept.nbytes or not number:
             row = np.full((1, 1), number, np.float32)
-            kept.add(PreviousRows(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
+            kept.add(RowDiff(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
             number += 1
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -380,7 +382,7 @@ def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes
     with pytest.raises(VersionPassed, match="more than the 100 bytes"):
         pinned(store)
     assert (look_up(store, caller=READER) == after(10)).all()
-    assert all(not each._readers.nbytes for each in parts_of(store))
+    assert all(not each.overlay.nbytes for each in parts_of(store))
     pulls.unpin(store, JOB, PIN)
     pulls.pin(store, wish())
     assert (pinned(store) == after(10)).all()
@@ -398,7 +400,7 @@ def test_a_server_without_memory_for_readers_trains_on(mode: UpdateMode, monkeyp
     push_one(1)
     real, refused = PartitionTables.set_aside, []
 
-    def short(self: PartitionTables, *given: Any) -> PreviousRows:
+    def short(self: PartitionTables, *given: Any) -> RowDiff:
         if not refused:
             refused.append(True)
             raise TooLarge("no memory")
@@ -421,7 +423,7 @@ def test_nothing_is_kept_when_nobody_holds() -> None:
     push_ones(store, 0)
     pulls.unpin(store, JOB, PIN)
     push_ones(store, 1)
-    assert all(not each._readers for each in parts_of(store))
+    assert all(not each.overlay.nbytes and not each.overlay.last for each in parts_of(store))
 
 
 # ---- how it ends
@@ -439,21 +441,21 @@ def test_rows_of_a_pin_that_was_released_are_not_given() -> None:
     with pytest.raises(NotFound, match="a pin that is not here"):
         pinned(store)
     with pytest.raises(InvalidRequest):
-        parts_of(store)[0].look_up_held([], wanted)
+        look_up_pinned(parts_of(store)[0], [], wanted)
 
 
 def test_a_pin_that_is_released_while_rows_are_read_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is pushed from then on is set aside for nobody."""
     store = server()
     pulls.pin(store, wish())
-    real = Partition._read_rows
+    real = reads._read
 
-    def between(self: Partition, *given: Any) -> None:
+    def between(*given: Any) -> None:
         pulls.unpin(store, JOB, PIN)
         push_ones(store, 0)
-        real(self, *given)
+        real(*given)
 
-    monkeypatch.setattr(Partition, "_read_rows", between)
+    monkeypatch.setattr(reads, "_read", between)
     with pytest.raises(VersionPassed, match="released"):
         pinned(store)
 
@@ -470,11 +472,11 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
     pulls.pin(store, wish())
     push_ones(store, 0)
     partition = parts_of(store)[0]
-    partition.let_go_tables()
-    held = partition._readers.find(pin_of(store).wanted[0][1])
+    partition.drop_tables()
+    held = partition.overlay.find(pin_of(store).wanted[0][1])
     assert held is not None
     with pytest.raises(VersionPassed, match="has left this server"):
-        held.parts()
+        held.diffs()
 
 
 def test_a_look_up_of_another_generation_is_refused() -> None:

@@ -42,12 +42,14 @@ from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
-from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.reads import RowsToRead, look_up_pinned, look_up_rows, pin_version, read_table
+from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows import partition_tables, row_sums
-from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows
-from shardyard_ps_server.rows.previous_rows import PreviousRows
-from shardyard_ps_server.rows.row_sums import Given, Mean
+from shardyard_ps_server.rows.partition_tables import PartitionTables
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows
+from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_ps_server.tables import expiry, table
 from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, WORKER, closed, made
 from tests.support.rows_in_steps import (
@@ -111,7 +113,7 @@ def test_an_id_of_several_ranks_is_updated_once() -> None:
         push(partition, rank, 0, work({1: 4.0}, groups=(ADAGRAD, RATE)))
     # one update by the mean: of two each would move by less
     np.testing.assert_allclose(read(partition)[1] - INITIAL[1], -1.0, rtol=1e-5)
-    (chunk,) = partition.items(0)
+    (chunk,) = read_table(partition, 0)
     assert chunk.frequencies.tolist() == [2]
     assert chunk.steps.tolist() == [1]
 
@@ -134,7 +136,7 @@ def test_a_step_in_which_nothing_counts_changes_no_row() -> None:
             push(partition, rank, step, EMPTY)
     assert partition.describe()[0].number == 2
     assert moved(partition) == {}
-    assert not list(partition.items(0))
+    assert not list(read_table(partition, 0))
 
 
 def test_a_recorded_contribution_that_comes_again_changes_nothing() -> None:
@@ -259,9 +261,9 @@ def test_what_is_kept_of_the_version_before_is_one_steps_rows() -> None:
     for step in range(20):
         push(partition, 0, step, work({0: 1.0, 1: 1.0, step % 10 + 2: 1.0}))
         push(partition, 1, step, work({0: 1.0, 1: 1.0}))
-        assert partition._former is not None
-        assert partition._former.number == step
-        assert sum(ids.size for ids, _ in partition._former.rows.values()) == 3
+        assert partition.overlay.last is not None
+        assert partition.overlay.last.number == step
+        assert sum(ids.size for ids, _ in partition.overlay.last.rows.values()) == 3
 
 
 @pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1.0)])
@@ -295,9 +297,9 @@ def test_a_look_up_sees_one_version_however_far_an_update_is(
 
 def judge(partition: Partition, step: int) -> None:
     """Takes the step, if it waits for a verdict."""
-    told = partition.gathered(step)
+    told = gathered_part(partition, step)
     if told is not None:
-        partition.take_verdict(StepVerdict(step, told.square_norm), current)
+        take_verdict(partition, StepVerdict(step, told.square_norm), current)
 
 
 def test_a_look_up_waits_for_a_version_as_a_pull_does() -> None:
@@ -350,7 +352,7 @@ def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
     read(partition)
     with pytest.raises(InvalidRequest, match="whose rows are updated as they come"):
         read(partition, 0)
-    assert partition._former is None
+    assert partition.overlay.last is None
 
 
 def test_all_rows_are_read_between_two_updates() -> None:
@@ -360,7 +362,7 @@ def test_all_rows_are_read_between_two_updates() -> None:
     with ThreadPoolExecutor(1) as pool:
 
         def ask(_: str) -> None:  # while the update has the turn
-            asked.append(pool.submit(lambda: list(partition.items(0))))
+            asked.append(pool.submit(lambda: list(read_table(partition, 0))))
             with pytest.raises(TimeoutError):
                 asked[0].result(0.3)
 
@@ -377,15 +379,15 @@ def test_squares_of_rows_belong_to_the_norm_and_rows_are_scaled() -> None:
     partition = partition_of(2, clipping=Clipping(norm=1.0))
     push(partition, 0, 0, work({0: 4.0}, dense=1.0))
     push(partition, 1, 0, work({1: 8.0}, dense=1.0))
-    told = partition.gathered(0)
+    told = gathered_part(partition, 0)
     assert told is not None
     assert told.square_norm == 16 * 1.0 + 2 * (2.0**2 + 4.0**2)
     assert moved(partition) == {}
-    partition.take_verdict(StepVerdict(0, told.square_norm), current)
+    take_verdict(partition, StepVerdict(0, told.square_norm), current)
     scale = np.float32(1.0 / (told.square_norm**0.5 + 1e-6))
     assert moved(partition) == pytest.approx({0: -2.0 * scale, 1: -4.0 * scale})
     assert moved(partition, 0) == {}
-    values = partition._versions.values.view(np.float32)
+    values = partition.versions.values.view(np.float32)
     assert values.tolist() == pytest.approx([-float(scale)] * 16)
 
 
@@ -409,7 +411,7 @@ def test_rows_of_a_rank_that_came_late_change_nothing() -> None:
     partition = partition_of(3, backup_workers=1)
     push(partition, 0, 0, work({0: 2.0}))
     push(partition, 2, 0, work({1: 2.0}))
-    partition.take_verdict(StepVerdict(0, None, (Rank(0), Rank(1))), current)
+    take_verdict(partition, StepVerdict(0, None, (Rank(0), Rank(1))), current)
     assert moved(partition) == {}
     assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
     assert push(partition, 1, 0, work({3: 4.0})) is Outcome.APPLIED
@@ -440,7 +442,7 @@ def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
     partition = only(store)
     for rank in range(2):
         push(partition, rank, 0, work({0: 1.0}))
-    gathered = partition.gathered(0)
+    gathered = gathered_part(partition, 0)
     assert gathered is not None
 
     def fail(name: str) -> None:
@@ -470,7 +472,7 @@ def test_rule_b7_a_checkpoint_of_a_step_has_its_rows_and_comes_back_to_the_bit(t
         order = SaveRequest(1, 5, 0, 30_000)
         saving = pool.submit(orders.save, store, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
         until = time.monotonic() + 30
-        while partition._named is None:
+        while partition.named_cut is None:
             assert time.monotonic() < until
         steps(partition, 3, 5)
         then = read(partition)
@@ -499,7 +501,7 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
     (saved,) = orders.save(store, Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 2, 0, 0), str(tmp_path))
     then = read(partition)
     steps(partition, 2, 4)
-    assert partition._former is not None
+    assert partition.overlay.last is not None
     entry = PartitionEntry(saved.partition, Version(2, 2), (saved.file,), saved.tables)
     orders.create(
         store,
@@ -512,7 +514,7 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
             Restore(str(tmp_path), (entry,), job=JOB),
         ),
     )
-    assert only(store)._former is None
+    assert only(store).overlay.last is None
     assert read(only(store)).tobytes() == then.tobytes()
     with pytest.raises(NotFound):
         read(only(store), 1)
@@ -528,7 +530,7 @@ def expiring(**reasons: Any) -> JobLayout:
 def rows_of(partition: Partition) -> dict[int, tuple[bytes, int, int]]:
     return {
         number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
-        for chunk in partition.items(0)
+        for chunk in read_table(partition, 0)
         for i, number in enumerate(chunk.ids.tolist())
     }
 
@@ -643,7 +645,7 @@ def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.Monke
     assert partition.tables["wide"].rows == 1
     for place in range(0, 16, 2):
         out = np.empty((2, 2), np.float32)
-        partition.look_up([RowsToRead(0, IDS[place : place + 2], out)], 6)
+        look_up_rows(partition, [RowsToRead(0, IDS[place : place + 2], out)], 6)
         moved_by = (out - INITIAL[place : place + 2])[:, 0]
         assert moved_by.tolist() == pytest.approx([-5.0 if at == 7 else -1.0 * (at < 7) for at in (place, place + 1)])
 
@@ -664,19 +666,19 @@ def test_ids_without_a_row_are_not_set_aside() -> None:
     for step in range(2, 8):
         push(partition, 0, step, work({2: 1.0}))
     assert partition.tables["wide"].expired == 2
-    assert partition._former is not None
-    assert partition._former.rows[0][0].tolist() == IDS[[0, 2]].tolist()
+    assert partition.overlay.last is not None
+    assert partition.overlay.last.rows[0][0].tolist() == IDS[[0, 2]].tolist()
 
 
 def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None:
     partition = partition_of(1, expiring(age_steps=5))
     push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
-    wanted = partition.want(None, rows=True)
+    wanted = pin_version(partition, None, rows=True)
     for step in range(1, 9):
         push(partition, 0, step, work({1: 1.0}))
     assert moved(partition) == pytest.approx({1: -9.0})
     out = np.empty((IDS.size, 2), np.float32)
-    partition.look_up_held([RowsToRead(0, IDS, out)], wanted)
+    look_up_pinned(partition, [RowsToRead(0, IDS, out)], wanted)
     assert (out - INITIAL)[:3, 0].tolist() == pytest.approx([-1.0, -1.0, 0.0])
 
 
@@ -729,9 +731,10 @@ def test_the_coordinator_refuses_tables_that_a_job_cannot_have(
 
 def test_a_lone_rank_is_taken_as_it_is_and_shares_are_rounded_to_the_rows_dtype() -> None:
     ids, values = np.array([3, 9]), np.array([[1.0], [3.0]], np.float32)
-    alone = row_sums.mean_of([Given(ids, values, None, 1.0)])
+    given = [[PushedTableRows(0, ids, values)]]
+    (alone,) = row_sums.mean_of(given, [1.0])
     assert alone.values is values
-    third = row_sums.mean_of([Given(ids, values, None, 1 / 3)])
+    (third,) = row_sums.mean_of(given, [1 / 3])
     assert third.values.tobytes() == (values * np.float32(1 / 3)).tobytes()
     assert third.counts is None
 
@@ -739,16 +742,17 @@ def test_a_lone_rank_is_taken_as_it_is_and_shares_are_rounded_to_the_rows_dtype(
 def test_counts_of_ranks_are_added() -> None:
     values = np.ones((2, 1), np.float32)
     counts = np.array([5, 7])
-    found = row_sums.mean_of([Given(np.array([1, 2]), values, counts, 0.5), Given(np.array([2, 4]), values, None, 0.5)])
+    first, second = PushedTableRows(0, np.array([1, 2]), values, counts), PushedTableRows(0, np.array([2, 4]), values)
+    (found,) = row_sums.mean_of([[first], [second]], [0.5, 0.5])
     assert found.ids.tolist() == [1, 2, 4]
     assert found.counts is not None
     assert found.counts.tolist() == [5, 8, 1]
 
 
 def test_a_scale_of_one_changes_nothing_and_another_all() -> None:
-    mean = Mean(np.array([1]), np.array([[3.0, -4.0]], np.float32), None)
+    mean = [PushedTableRows(0, np.array([1]), np.array([[3.0, -4.0]], np.float32))]
     assert row_sums.scaled(mean, 1.0) is mean
-    assert row_sums.scaled(mean, 0.5).values.tolist() == [[1.5, -2.0]]
+    assert row_sums.scaled(mean, 0.5)[0].values.tolist() == [[1.5, -2.0]]
     assert row_sums.square_norm(mean) == 25.0
 
 
@@ -762,7 +766,7 @@ FORMER: dict[str, tuple[list[int], Callable[[], list[float]]]] = {
 @pytest.mark.parametrize("case", FORMER.values(), ids=FORMER.keys())
 def test_former_rows_are_put_back_where_they_are_known(case: tuple[list[int], Callable[[], list[float]]]) -> None:
     ids, expected = case
-    former = PreviousRows(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
+    former = RowDiff(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
     out = np.array([[10.0 * (at + 1)] for at in range(len(ids))], np.float32)
     other = out.copy()
     former.put_back(0, np.array(ids, np.int64), out)

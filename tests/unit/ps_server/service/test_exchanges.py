@@ -172,7 +172,7 @@ def values(store: Store) -> set[float]:
 
 
 def held(hosted: HostedJob) -> int:
-    return sum(sum(partition._versions._readers.values()) for partition in hosted.partitions.values())
+    return sum(sum(partition.versions._readers.values()) for partition in hosted.partitions.values())
 
 
 # ---- one after the other

@@ -51,7 +51,8 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.hosting import lookups, orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows, unpack_pushed
+from shardyard_ps_server.rows.partition_tables import PartitionTables
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_ps_server.tables.table import Table
@@ -97,7 +98,7 @@ def test_rows_are_pushed_with_the_rest_and_looked_up() -> None:
     assert (look_up(store, 1) == -2).all()
     hosted = store.hosted()[0]
     assert [(each.name, each.rows) for each in hosted.describe_tables()] == [("wide", 8), ("narrow", 8)]
-    assert (hosted.partitions[PARTS[0]]._versions.values.view(np.float32) == -1).all()
+    assert (hosted.partitions[PARTS[0]].versions.values.view(np.float32) == -1).all()
 
 
 def test_a_push_that_comes_again_changes_no_row() -> None:
@@ -175,7 +176,7 @@ def test_rows_beside_a_payload_in_shared_memory() -> None:
     finally:
         shared.close()
     assert (look_up(store) == INITIAL - 1).all()
-    assert (store.hosted()[0].partitions[PARTS[1]]._versions.values.view(np.float32) == -1).all()
+    assert (store.hosted()[0].partitions[PARTS[1]].versions.values.view(np.float32) == -1).all()
 
 
 def iter_of(sent: list[Frame]) -> Any:
@@ -643,7 +644,7 @@ def test_a_late_push_moves_rows_by_the_rate_over_its_staleness() -> None:
     #       staleness 0, 0; 0, 1; 2, 0; 0, 0
     moved = np.where(OWNER == 0, 1 + 1 + 1 / 2 + 1, 4).astype(np.float32)
     np.testing.assert_allclose(look_up(store), INITIAL - moved[:, None], rtol=1e-6)
-    values = [p._versions.values.view(np.float32)[0] for _, p in sorted(store.hosted()[0].partitions.items())]
+    values = [p.versions.values.view(np.float32)[0] for _, p in sorted(store.hosted()[0].partitions.items())]
     assert values == [-3.5, -4.0]
 
 

@@ -309,7 +309,7 @@ def test_rows_that_await_their_turn_behind_a_log_are_many_where_row_numbers_are_
     tables = PartitionTables(steps_of.LAYOUT, SystemClock(), recorded=True, budget=Budget(1, in_memory))
     few = steps_of.work(dict.fromkeys(range(3), 1.0)).rows
     assert not tables.is_close(few)
-    tables.await_push(few, 1)
+    tables.begin_logged(few, 1)
     assert tables.is_close(few)
 
 

@@ -46,6 +46,7 @@ from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition as partitions
+from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.exchange_stream import takes_a_moment
 from shardyard_ps_server.tables.memory.budget import Budget
@@ -238,15 +239,17 @@ def state(store: Store) -> dict[int, tuple[int, bytes, bytes, tuple[object, ...]
     """All that a partition is: version, values, optimizer state, ledger."""
     found = {}
     for number, each in sorted(store.hosted()[0].partitions.items()):
-        cut = each.cut()
+        cut = take_cut(each)
         cut.complete()
         slots = b"".join(
             array.tobytes()
-            for index in range(each.blocks)
-            for name, array in sorted(each.arrays(index, cut).items())
+            for index in range(len(each.payload.blocks))
+            for name, array in sorted(block_arrays(each, index, cut).items())
             if name != "values"
         )
-        values = b"".join(each.arrays(index, cut)["values"].tobytes() for index in range(each.blocks))
+        values = b"".join(
+            block_arrays(each, index, cut)["values"].tobytes() for index in range(len(each.payload.blocks))
+        )
         marks = tuple(sorted(cut.marks, key=str))
         found[int(number)] = (cut.version.number, values, slots, marks)
         cut.release()

@@ -1,0 +1,116 @@
+"""Cutting a partition for a checkpoint, now or at a version that is named ahead (docs/ledger.md, rules A9 and B7).
+
+An asynchronous job's partition is cut at once. A synchronous job's checkpoint is of one step in all partitions: the
+step is named ahead, and the update that makes that version cuts it, before anything follows. A cut copies nothing;
+`cuts` says what is copied later, while updates go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from shardyard.domain.errors import InvalidRequest, ShardyardError
+from shardyard.domain.ids import Version
+from shardyard.domain.push_names import ROW_LANE
+from shardyard_ps_server.partition.cuts import Cut
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.table_states import Since, cut_tables
+
+
+def take_cut(partition: Partition, since: Since | None = None) -> Cut:
+    """The partition as it is now; to be released. `since`: for each table the generation that an earlier checkpoint
+    has, so that only later changes are cut, where they are known. Raises TooLarge, TableError, InvalidRequest where
+    another cut is open, and NotReady where a reader reads a whole table."""
+    with partition.turn, partition.changed:
+        return _cut(partition, since or {})
+
+
+def name_cut(partition: Partition, number: int, *, between: bool = False, since: Since | None = None) -> None:
+    """A synchronous job's partition is to be cut when it has version `number`; `unname_cut` must follow. `between`:
+    only between two steps, so a version of which a contribution to the next step is recorded has passed. `since`: as
+    for `take_cut`. Raises InvalidRequest (facts: newest, and gathering where it has passed so) where the version has
+    passed, or another cut is open, and what `take_cut` raises."""
+    with partition.turn, partition.changed:
+        newest = partition.versions.newest.number
+        if newest > number:
+            raise InvalidRequest(
+                f"a checkpoint of step {number} of partition {partition.id}, which is at step {newest}",
+                facts={"newest": str(newest)},
+            )
+        if partition.named_cut is not None:
+            raise _busy(partition)
+        if between and newest == number and partition.steps is not None and not partition.steps.gate.is_empty:
+            raise InvalidRequest(
+                f"a checkpoint of step {number} of partition {partition.id}, which has a part of the next one",
+                facts={"newest": str(newest), "gathering": str(newest)},
+            )
+        partition.named_since = since or {}
+        partition.named_cut = _cut(partition, partition.named_since) if newest == number else number
+
+
+def cut_if_named(partition: Partition, version: Version) -> None:
+    """Called with `changed` held, by the update that has made that version."""
+    if version.number == partition.named_cut:
+        try:
+            partition.named_cut = _cut(partition, partition.named_since)
+        except ShardyardError as error:  # the update counts all the same
+            partition.named_cut = error
+
+
+def await_named_cut(partition: Partition, until: float) -> Cut | None:
+    """Waits until `until` (time.monotonic) for the cut that was named; it must be released. None where it does not come
+    in time. Raises what `take_cut` raises."""
+    with partition.changed:
+        while isinstance(partition.named_cut, int):
+            if not partition.wait(until):
+                return None
+        found, partition.named_cut = partition.named_cut, None
+        if isinstance(found, ShardyardError):
+            raise found
+        return found
+
+
+def unname_cut(partition: Partition) -> None:
+    """Releases the cut that was named, unless `await_named_cut` gave it."""
+    with partition.changed:
+        found, partition.named_cut = partition.named_cut, None
+    if isinstance(found, Cut):
+        found.release()
+
+
+def block_arrays(partition: Partition, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a block at a cut that is complete: "values", and optimizer state by the slots' names."""
+    return partition.dense.arrays(index, cut.values, cut.state.of)
+
+
+def _cut(partition: Partition, since: Since) -> Cut:
+    dense, versions, ledger = partition.dense, partition.versions, partition.ledger
+    if dense.is_cut:
+        raise _busy(partition)
+    values, state = versions.values, dense.cut()
+    try:
+        tables = cut_tables(partition.tables, since)
+    except ShardyardError:
+        dense.end_cut(state)
+        raise
+    marks = ledger.marks()
+    if partition.steps is not None:
+        # contributions to the next step are not in the cut, but rows that were updated at once are
+        step = partition.steps.gate.step
+        marks = tuple(
+            [mark if mark.key.lane == ROW_LANE else mark._replace(next=min(mark.next, step)) for mark in marks]
+        )
+    versions.hold(values)
+
+    def release() -> None:
+        with partition.changed:
+            dense.end_cut(state)
+            versions.release(values)
+
+    return Cut(partition.id, versions.newest, marks, ledger.floor, dense.counts, values, state, release, tables)
+
+
+def _busy(partition: Partition) -> InvalidRequest:
+    return InvalidRequest(f"two checkpoints of partition {partition.id} at a time", todo="wait for the first")

@@ -1,0 +1,142 @@
+"""What an update does once it is decided: the next version's values, changed rows, and the moment they become visible.
+
+    compute_values    writes values into a buffer that nobody reads; asks for all memory that the update needs
+    update_rows       changes rows in place, and copies what readers of earlier versions still need
+    publish           makes the values the newest version, in the moment in which the ledger advances
+
+Called by the thread that has the partition's turn. Until `update_rows` begins, an error leaves the partition as it was.
+An error inside `update_rows` leaves it torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from shardyard.domain.errors import Internal, TooLarge
+from shardyard.domain.failpoints import failpoint
+from shardyard_ps_server.partition.checkpoint_cuts import cut_if_named
+from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.partition import Partition, SyncSteps
+from shardyard_ps_server.partition.step_gate import Groups, Verdict
+from shardyard_ps_server.rows.pushed_rows import ExpiredIds, PushedTableRows
+from shardyard_ps_server.rows.row_overlay import RowDiff
+from shardyard_ps_server.values.versions import Bytes
+
+
+class RowUpdate(NamedTuple):
+    """Gradients of rows with their settings, and ids that expire. `diff`: what the rows were before, copied already, so
+    that look-ups read one version; None: look-ups may see the change before the push is acknowledged."""
+
+    rows: Sequence[PushedTableRows]
+    groups: Groups
+    gone: Sequence[ExpiredIds] = ()
+    diff: RowDiff | None = None
+
+
+def compute_values(partition: Partition, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
+    """The next version's values. Raises TooLarge, having changed nothing."""
+    rules, dense, values = partition.rules, partition.dense, partition.versions.values
+    if rules.logical_ranks > 1 or scale != 1.0:
+        dense.reserve_sums()
+    # with a norm, the mean was made when the norm was computed
+    steps = partition.steps
+    if steps is not None and rules.clipping.value and not rules.clipping.norm and taken.members and not taken.skips:
+        mean, own = gather(partition, steps, taken)
+        steps.spare.append(own)  # nobody takes it in this turn
+        taken = Verdict((mean,), (1.0,))
+    new = partition.blank()
+    dense.update(taken.members, taken.shares, values, new, scale, skips=taken.skips)
+    failpoint("push.before_publish")
+    return new
+
+
+def gather(partition: Partition, steps: SyncSteps, taken: Verdict[Contribution]) -> tuple[Contribution, Bytes]:
+    """The members' mean, and the buffer that it is in. Raises TooLarge."""
+    partition.dense.reserve_sums()
+    own, limit = steps.buffer(partition.payload.nbytes), partition.rules.clipping.value
+    return partition.dense.gather(taken.members, taken.shares, partition.versions.values, own, limit), own
+
+
+def publish(partition: Partition, new: Bytes) -> None:
+    """Called with `changed` held."""
+    version = partition.versions.publish(new)
+    partition.changed.notify_all()
+    if partition.steps is not None:
+        cut_if_named(partition, version)
+
+
+# ---- rows
+
+
+def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Groups) -> RowUpdate:
+    """The rows of a step whose rows have versions, with what expires in it and a copy of what they were. Raises
+    TooLarge, having changed nothing."""
+    if not partition.rows.names:
+        return RowUpdate(rows, groups)
+    number = partition.versions.newest.number
+    gone = partition.rows.sweep(rows, number + 1)
+    changing: list[PushedTableRows | ExpiredIds] = [*rows, *partition.rows.with_rows(gone)]
+    try:
+        diff = partition.rows.set_aside(changing, number)
+    except TooLarge:
+        with partition.changed:
+            if not partition.overlay.nbytes:
+                raise
+            partition.overlay.lose_pins("the server needs the memory for a step")
+        diff = partition.rows.set_aside(changing, number)
+    return RowUpdate(rows, groups, gone, diff)
+
+
+def update_rows(partition: Partition, update: RowUpdate) -> None:
+    """Changes rows in place."""
+    if update.diff is not None:
+        with partition.changed:
+            partition.overlay.add([update.diff], begins=True)
+    if not update.rows and not update.gone:
+        return
+    if update.diff is None:
+        _copy_for_pins(partition, [update.rows, update.gone], begins=True)
+    step = partition.versions.newest.number + 1
+    before_expiry = None if partition.overlay.is_unsaved else partial(_copy_expiring, partition)
+    try:
+        failpoint("rows.before_update")
+        partition.rows.push(update.rows, update.groups, step, update.gone, before_expiry)
+    except BaseException:
+        partition.torn = Internal(
+            f"rows of update {step} of partition {partition.id} are applied in part",
+            why="memory was refused in the middle of them, and what is half done cannot be taken back",
+            todo="give the server more memory; its partitions come back without that push",
+        )
+        raise
+
+
+def end_rows(partition: Partition) -> None:
+    """The push that changed rows has counted. Called with `changed` held."""
+    if partition.overlay.end_update():
+        partition.changed.notify_all()
+
+
+def _copy_expiring(partition: Partition, gone: ExpiredIds) -> None:
+    _copy_for_pins(partition, [[gone]], begins=False)
+
+
+def _copy_for_pins(
+    partition: Partition, changing: Sequence[Sequence[PushedTableRows | ExpiredIds]], *, begins: bool
+) -> None:
+    """Copies rows that are about to change, if a reader has pinned them. `begins`: nothing of the push has changed
+    yet."""
+    overlay = partition.overlay
+    with partition.changed:
+        wanted, number = overlay.wants_diff(begins=begins), partition.versions.newest.number
+    if not wanted:
+        return
+    try:
+        diffs = [partition.rows.set_aside(rows, number) for rows in changing]
+    except TooLarge:
+        with partition.changed:
+            overlay.give_up("the server has no memory for what changes")
+        return
+    with partition.changed:
+        overlay.add(diffs, begins=begins)

@@ -1,0 +1,179 @@
+"""The way of a push into a partition: is it new, and what becomes of it.
+
+    1. `check_push`    a server asks all partitions of a push before any applies it (docs/ledger.md, rule A4)
+    2. `apply_push`    takes the turn, and asks again:
+         duplicate       the ledger has counted this name: nothing changes (rule A2)
+         synchronous     `sync_step` records it as its rank's contribution, and may take the step
+         asynchronous    it is an update by itself, corrected for its staleness where the job asks for that
+       The ledger advances in the moment in which the change becomes visible.
+
+A push of a job with a log is recorded between 1 and 2: `begin_logged` decides what its record must say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.failpoints import failpoint
+from shardyard.domain.push_names import PushName, RankSource
+from shardyard.domain.pushes import Outcome, PartResult
+from shardyard_ps_server.partition import sync_step
+from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.next_version import RowUpdate, compute_values, end_rows, publish, update_rows
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.staleness import Staleness
+from shardyard_ps_server.partition.step_gate import Verdict
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
+
+
+def check_push(partition: Partition, name: PushName, contribution: Contribution) -> None:
+    """Raises what `apply_push` would raise; changes nothing."""
+    _admit(partition, name, contribution, _check_nothing)
+
+
+def apply_push(
+    partition: Partition, name: PushName, contribution: Contribution, check_current: Callable[[], None]
+) -> PartResult:
+    """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having changed
+    nothing."""
+    with partition.turn:
+        duplicate, contribution = _admit(partition, name, contribution, check_current)
+        if duplicate:
+            outcome = _repeated(partition, name)
+        elif partition.steps is None:
+            outcome = _apply_alone(partition, name, contribution)
+        else:
+            outcome = sync_step.contribute(partition, partition.steps, name, contribution)
+        failpoint("push.after_partition")
+        with partition.changed:
+            next_sequence = partition.ledger.next(name.key)
+            return PartResult(partition.id, outcome, next_sequence, partition.versions.newest)
+
+
+def _admit(
+    partition: Partition, name: PushName, contribution: Contribution, check_current: Callable[[], None]
+) -> tuple[bool, Contribution]:
+    """Whether the push is a duplicate, and what of it may count. Raises what is refused."""
+    with partition.changed:
+        check_current()
+        partition.check_whole()
+        if partition.ledger.is_duplicate(name):  # rule A2
+            return True, contribution
+        if partition.stale is not None:
+            partition.stale.check(contribution.base, partition.versions.newest)
+        recorded = []
+        if partition.steps is not None:
+            source = name.key.source
+            if not isinstance(source, RankSource) or name.first != name.last:
+                raise InvalidRequest(
+                    f"{name} in a synchronous job", todo="name the push by its logical rank and one step"
+                )
+            partition.steps.gate.check(source.rank, name.first, contribution)
+            if contribution.rows:
+                if not partition.ledger.counts_rows(name):
+                    contribution = contribution.without_rows()
+                recorded = [rows for other in partition.steps.gate.recorded for rows in other.rows]
+    partition.rows.check_room(contribution.rows, recorded)
+    return False, contribution
+
+
+def _repeated(partition: Partition, name: PushName) -> Outcome:
+    """Of a duplicate: its work was counted, or came after its step had been taken without it (backup workers)."""
+    source = name.key.source
+    if partition.steps is None or not isinstance(source, RankSource):
+        return Outcome.DUPLICATE
+    return Outcome.DROPPED if partition.steps.gate.has_dropped(source.rank, name.last) else Outcome.DUPLICATE
+
+
+def _check_nothing() -> None:
+    """Nothing else is checked."""
+
+
+# ---- asynchronous
+
+
+def _apply_alone(partition: Partition, name: PushName, contribution: Contribution) -> Outcome:
+    """A push of an asynchronous job is an update by itself. An empty one makes no version."""
+    makes = contribution.groups is not None and contribution.weight > 0
+    stale = partition.stale if makes and not contribution.overflow else None
+    staleness, compensated = 0, True
+    applied = contribution
+    if stale is not None:
+        applied, staleness, compensated = _correct(partition, stale, contribution)
+    new = compute_values(partition, Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
+    update_rows(partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
+    with partition.changed:
+        partition.ledger.advance(name)
+        end_rows(partition)
+        if new is not None:
+            publish(partition, new)
+        if stale is not None:
+            stale.count(contribution.base, staleness, compensated=compensated)
+            stale.passed(contribution.base)
+    return Outcome.APPLIED
+
+
+def _correct(partition: Partition, stale: Staleness, contribution: Contribution) -> tuple[Contribution, int, bool]:
+    """The gradient as it is to be applied; its staleness; and whether it is compensated, or needs no compensation.
+    Raises TooLarge."""
+    base, groups, now = contribution.base, contribution.groups, partition.versions.values
+    assert groups is not None
+    with partition.changed:
+        newest = partition.versions.newest
+        staleness = stale.staleness(base, newest)
+        values = stale.find(base)
+        if values is not None:
+            partition.versions.hold(values)
+    try:
+        applied = contribution._replace(
+            groups=stale.groups(groups, staleness),
+            table_groups=stale.row_groups(contribution.table_groups, staleness),
+        )
+        changed = values is not None and values is not now
+        if changed or stale.rule.decay:
+            payload = _compensate(partition, stale, contribution, now if values is None else values, now)
+            if changed:
+                applied = applied._replace(payload=payload)
+        return applied, staleness, values is not None or base is None or base.version == newest
+    finally:
+        if values is not None:
+            partition.release(values)
+
+
+def _compensate(partition: Partition, stale: Staleness, contribution: Contribution, base: Bytes, now: Bytes) -> Bytes:
+    """The gradient's payload, compensated. All memory that its update needs is asked for before the mean of squares
+    takes the gradient in. Raises TooLarge."""
+    nbytes = partition.payload.nbytes
+    if not len(contribution.payload):
+        return contribution.payload
+    if stale.compensated is None:
+        stale.compensated = aligned_empty(nbytes)
+    if stale.rule.decay:
+        if stale.squares is None:
+            stale.squares = aligned_empty(nbytes)
+            stale.squares[:] = 0
+        room = partition.blank()
+        with partition.changed:
+            partition.versions.give_back(room)
+    partition.dense.compensate(contribution, stale.rule, base, now, stale.compensated, stale.squares)
+    return stale.compensated
+
+
+# ---- with a log
+
+
+def begin_logged(partition: Partition, contribution: Contribution) -> Contribution:
+    """A push that is about to be recorded, with the time of its rows and what expires with it; in one thread at a time.
+    `end_logged` must follow when the push has taken effect, or never will."""
+    if not contribution.rows:
+        return contribution
+    with partition.changed:
+        step = partition.versions.newest.number + 1
+    rows, gone = partition.rows.begin_logged(contribution.rows, step)
+    return contribution._replace(rows=rows, gone=gone)
+
+
+def end_logged(partition: Partition, contribution: Contribution) -> None:
+    if contribution.rows:
+        partition.rows.end_logged(contribution.rows, contribution.gone)

@@ -1,0 +1,265 @@
+"""Reads of one partition by version: values, rows of tables, and pins of both (docs/ledger.md, rules B3 and C7).
+
+A version's values are in a buffer that is not written while a reader holds it, so they need no copy. Rows change in
+place: a read of rows looks them up as they are, and then puts back what has changed since the version (`row_overlay`).
+A version can be read until the one after the next is made. A pin keeps one for longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardyard.domain.errors import InvalidRequest, NotFound, NotReady
+from shardyard.domain.ids import Version
+from shardyard.domain.limits import PULL_WAIT_MS_MAX
+from shardyard.domain.pulls import NotReadyPart
+from shardyard.domain.tables.row_ids import Ids
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.pushed_rows import Floats
+from shardyard_ps_server.rows.row_overlay import PinnedRows, merged, put_back, union
+from shardyard_ps_server.tables.cuts import Chunk
+from shardyard_ps_server.values.versions import Bytes, VersionPin
+
+
+class RowsToRead(NamedTuple):
+    """Rows of one table: ids, shape (n,), ascending, and `out`, shape (n, dim), into which their values are put."""
+
+    table: int
+    ids: Ids
+    out: Floats
+
+
+# ---- values
+
+
+def hold_version(
+    partition: Partition, number: int, exactly: bool, until: float
+) -> tuple[Version, Bytes] | NotReadyPart:
+    """Waits until `until` (time.monotonic) for that version, or with `exactly` False for that or a later one; not for a
+    step that needs a verdict, which may be the caller's to bring. The buffer is the caller's to read until it calls
+    `Partition.release`. Raises NotFound where an exact version is gone."""
+    with partition.changed:
+        missing = _await_version(partition, number, until)
+        if missing is not None:
+            return missing
+        newest = partition.versions.newest
+        wanted = number if exactly else newest.number
+        buffer = partition.versions.find(wanted)
+        if buffer is None:
+            raise _passed(partition, wanted)
+        partition.versions.hold(buffer)
+        return Version(newest.life, wanted), buffer
+
+
+def _await_version(partition: Partition, number: int, until: float) -> NotReadyPart | None:
+    """Waits for that version or a later one. What is missing, if it does not come in time."""
+    while partition.versions.newest.number < number:
+        gate = None if partition.steps is None else partition.steps.gate
+        needs_verdict = gate is not None and gate.awaits_verdict and gate.step == number - 1
+        if needs_verdict or not partition.wait(until):
+            return _not_ready(partition, number)
+    return None
+
+
+def _not_ready(partition: Partition, number: int) -> NotReadyPart:
+    waits_for = "a push"
+    if partition.steps is not None:
+        gate = partition.steps.gate
+        if gate.awaits_verdict or gate.awaits_members:
+            waits_for = f"the verdict on step {gate.step}"
+        else:
+            ranks = ", ".join(str(rank) for rank in gate.missing()[:8])
+            waits_for = f"logical rank {ranks} of step {gate.step}"
+    return NotReadyPart(partition.id, partition.versions.newest, number, waits_for)
+
+
+def _passed(partition: Partition, number: int) -> NotFound:
+    newest = partition.versions.newest.number
+    return NotFound(
+        f"version {number} of partition {partition.id}, whose newest is {newest}",
+        why="a partition keeps its last two versions",
+        facts={"partition": str(partition.id), "newest": str(newest)},
+    )
+
+
+# ---- rows
+
+
+def look_up_rows(
+    partition: Partition, asked: Sequence[RowsToRead], number: int | None = None, until: float = 0.0
+) -> None:
+    """Puts rows into `out` as they are now; where rows have versions, all as one version has them. `number`: that
+    version, for which it waits until `until` (time.monotonic). Changes nothing. Raises NotReady where the version does
+    not come in time, NotFound (facts: newest) where it has passed, InvalidRequest where rows have no versions."""
+    partition.check_whole()
+    if not partition.rules.rows_have_versions:
+        if number is not None:
+            raise InvalidRequest(
+                f"rows of version {number} of partition {partition.id}, whose rows are updated as they come",
+                todo="look them up as they are",
+            )
+        _read(partition, asked)
+        return
+    while True:
+        with partition.changed:
+            wanted = _row_version(partition, number, until)
+        _read(partition, asked)
+        with partition.changed:
+            diff = partition.overlay.last
+            if diff is not None and diff.number > wanted:  # a step was taken meanwhile
+                if number is not None:
+                    raise _passed(partition, number)
+                continue
+        if diff is not None and diff.number == wanted:
+            for each in asked:
+                diff.put_back(each.table, each.ids, each.out)
+        return
+
+
+def _row_version(partition: Partition, number: int | None, until: float) -> int:
+    if number is None:
+        return partition.versions.newest.number
+    missing = _await_version(partition, number, until)
+    if missing is not None:
+        raise NotReady(
+            f"rows of version {number} of partition {partition.id}, which is at version {missing.have.number} and"
+            f" waits for {missing.waiting_for}"
+        )
+    oldest = partition.versions.newest.number if partition.overlay.last is None else partition.overlay.last.number
+    if number < oldest:
+        raise _passed(partition, number)
+    return number
+
+
+def _read(partition: Partition, asked: Sequence[RowsToRead]) -> None:
+    for each in asked:
+        partition.rows.look_up(each.table, each.ids, each.out)
+
+
+def read_table(partition: Partition, table: int) -> Iterator[Chunk]:
+    """All rows of a table as they are between two updates. Raises NotReady while another reader reads all of it."""
+    found = partition.rows.items(table)
+    with partition.turn:
+        partition.check_whole()
+        first = next(found, None)
+    if first is not None:
+        yield first
+        yield from found
+
+
+# ---- pins
+
+
+def pin_version(partition: Partition, number: int | None, *, rows: bool = False) -> VersionPin:
+    """Keeps that version, None: the newest, from when it is there until `unpin`. The memory that updates need beside it
+    is asked for now. `rows`: keeps rows of tables too, for `look_up_pinned`. Raises InvalidRequest (facts: newest)
+    where the version has passed, TooLarge, NotReady where an update is changing rows of which nothing was copied."""
+    versions = partition.versions
+    while True:
+        with partition.changed:
+            if rows:
+                _await_copies(partition)
+            if not versions.is_short_of_buffers:
+                pin, newest = versions.want(number), versions.newest.number
+                if pin is not None and rows and not partition.overlay.pin(pin, newest):
+                    versions.unwant(pin)
+                    pin = None
+                break
+        buffer = versions.another()
+        with partition.changed:
+            versions.give_back(buffer)
+    if pin is None:
+        raise InvalidRequest(
+            f"version {number} of partition {partition.id}, whose newest is {newest}",
+            why="a partition keeps its last two versions",
+            todo="name a later one",
+            facts={"newest": str(newest)},
+        )
+    return pin
+
+
+def _await_copies(partition: Partition) -> None:
+    """Waits for the end of an update that changes rows without copying them."""
+    until = time.monotonic() + PULL_WAIT_MS_MAX / 1000
+    while partition.overlay.is_unsaved:
+        partition.check_whole()
+        if not partition.wait(until):
+            raise NotReady(f"a version of partition {partition.id}, which is taking a push")
+
+
+def unpin(partition: Partition, pin: VersionPin) -> None:
+    """The second time does nothing."""
+    with partition.changed:
+        partition.versions.unwant(pin)
+        partition.overlay.unpin(pin)
+
+
+def await_pinned(partition: Partition, pin: VersionPin, until: float) -> Version | NotReadyPart:
+    """Waits until `until` (time.monotonic) for a pinned version. Raises NotFound where it will not come."""
+    with partition.changed:
+        while pin.version is None:
+            if pin.lost:
+                raise NotFound(
+                    f"version {pin.number} of partition {partition.id}, which has gone back", todo="take a new snapshot"
+                )
+            if not partition.wait(until):
+                return _not_ready(partition, pin.number)
+        return pin.version
+
+
+def hold_pinned(partition: Partition, pin: VersionPin) -> tuple[Version, Bytes]:
+    """The buffer is the caller's to read until it calls `Partition.release`. Raises NotReady."""
+    with partition.changed:
+        if pin.version is None or pin.buffer is None:
+            raise NotReady(f"version {pin.number} of partition {partition.id}, which is not there yet")
+        partition.versions.hold(pin.buffer)
+        return pin.version, pin.buffer
+
+
+def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: VersionPin) -> None:
+    """Puts rows into `out` as a pinned version has them. Raises NotReady where that is not there yet, VersionPassed
+    where its rows are not kept any more, InvalidRequest where it was pinned without rows."""
+    partition.check_whole()
+    pinned = _pinned_rows(partition, pin)
+    _read(partition, asked)
+    with partition.changed:  # what changed before or during the read is in a diff by now
+        diffs = pinned.diffs()
+    fewer = merged(diffs)
+    for each in asked:
+        put_back(fewer, each.table, each.ids, each.out)
+    with partition.changed:
+        pinned.replace(diffs, fewer)
+
+
+def read_pinned_table(partition: Partition, table: int, pin: VersionPin) -> Iterator[tuple[Ids, Floats]]:
+    """All rows of a table as a pinned version has them, in pieces, ids in no order. Rows that have changed since come
+    twice, with the same values; ids that had no row then, and have had one since, come with what they read as. Raises
+    as `look_up_pinned` and `read_table`."""
+    pinned = _pinned_rows(partition, pin)
+    for chunk in read_table(partition, table):
+        values = np.ascontiguousarray(chunk.values)
+        ids = chunk.ids[: values.shape[0]]
+        with partition.changed:  # what has changed by now is in a diff
+            diffs = pinned.diffs()
+        put_back(diffs, table, ids, values)
+        yield ids, values
+    with partition.changed:
+        diffs = pinned.diffs()
+    if any(table in diff.rows for diff in diffs):  # rows that have expired since are nowhere else
+        yield union(diffs, table)
+
+
+def _pinned_rows(partition: Partition, pin: VersionPin) -> PinnedRows:
+    with partition.changed:
+        pinned = partition.overlay.find(pin)
+        if pinned is None:
+            raise InvalidRequest(
+                f"rows of a pin of partition {partition.id} that has none", todo="pin it with its rows"
+            )
+        if pin.version is None:
+            raise NotReady(f"version {pin.number} of partition {partition.id}, which is not there yet")
+    return pinned

@@ -1,0 +1,207 @@
+"""One step of a synchronous job in one partition: gather, verdict, apply (docs/ledger.md, rules B1, B2 and B6).
+
+    contribute      a rank's push is recorded; the last one that counts completes the step
+    verdict         who counts, and with which share. Implied by the samples; where gradients are clipped by their
+                    global norm, or with backup workers, it comes from outside: `take_verdict`
+    apply           the members' mean is applied, and the next version published
+
+Where gradients are clipped by norm, a complete step becomes one mean. Its square norm is reported (`gathered_part`),
+and the step waits for the verdict, which has the sum over all partitions.
+
+Rows of tables are updated with the step. In a hybrid job they are updated when they come, in the moment in which their
+contribution is recorded; the ledger counts them in a lane of their own, since a partition that goes back to a cut has
+the rows of contributions to the next step, but not these contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Rank
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
+from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.next_version import (
+    RowUpdate,
+    compute_values,
+    end_rows,
+    gather,
+    publish,
+    step_rows,
+    update_rows,
+)
+from shardyard_ps_server.partition.partition import Partition, SyncSteps
+from shardyard_ps_server.partition.step_gate import Groups, StepGate, Verdict, scale_of, verdict
+from shardyard_ps_server.rows import row_sums
+from shardyard_ps_server.rows.pushed_rows import PushedTableRows
+
+
+def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribution: Contribution) -> Outcome:
+    """Records a rank's contribution, or takes the step with it. Raises TooLarge, having changed nothing."""
+    source, gate = name.key.source, steps.gate
+    assert isinstance(source, RankSource)
+    at_once: RowUpdate | None = None
+    # what must not count now may count when it is computed again
+    counts_rows = partition.rows_at_once and contribution.groups is not None and not contribution.overflow
+    if partition.rows_at_once:
+        at_once = _rows_of_one(partition, contribution)
+        contribution = contribution.without_rows()
+
+    def advance() -> None:
+        partition.ledger.advance(name)
+        if counts_rows:
+            partition.ledger.advance_rows(name)
+        end_rows(partition)
+
+    if gate.completes(source.rank):
+        return _complete(partition, steps, gate.with_last(source.rank, contribution), advance, at_once)
+    kept = _keep(partition, steps, contribution)
+    if at_once is not None:
+        update_rows(partition, at_once)
+    with partition.changed:
+        gate.record(source.rank, kept)
+        advance()
+    return Outcome.RECORDED
+
+
+def _rows_of_one(partition: Partition, contribution: Contribution) -> RowUpdate:
+    """What one rank adds to rows that are updated at once: it does not depend on the samples of the others. Raises
+    TooLarge."""
+    mean = row_sums.mean_of([contribution.rows], [1.0], partition.rules.clipping.value)
+    times = {each.table: each.now_ms for each in contribution.rows}
+    rows = [each._replace(now_ms=times[each.table]) for each in mean]
+    rows_scaled = row_sums.scaled(rows, 1 / partition.rules.logical_ranks)
+    return RowUpdate(rows_scaled, contribution.table_groups, contribution.gone)
+
+
+def _keep(partition: Partition, steps: SyncSteps, contribution: Contribution) -> Contribution:
+    """The contribution with its payload copied: the sender writes its memory again when it has the reply."""
+    if len(contribution.payload) == 0:
+        return contribution
+    copy = steps.buffer(partition.payload.nbytes)
+    np.copyto(copy, contribution.payload)
+    steps.kept.append(copy)
+    return contribution._replace(payload=copy)
+
+
+def _complete(
+    partition: Partition,
+    steps: SyncSteps,
+    contributions: Sequence[Contribution],
+    advance: Callable[[], object],
+    at_once: RowUpdate | None = None,
+) -> Outcome:
+    """All that counts in the step is there. `advance` is called in the moment in which that becomes visible."""
+    taken = verdict(contributions)
+    rows, groups = _mean_rows(partition, taken)
+    if partition.rules.clipping.norm and not taken.skips:  # a step that is skipped is skipped everywhere
+        mean, own = gather(partition, steps, taken)
+        square_norm = partition.dense.square_norm(mean) + row_sums.square_norm(rows)
+        with partition.changed:
+            advance()
+            steps.gate.gather(square_norm)
+            steps.mean = mean._replace(rows=rows, table_groups=groups)
+            partition.changed.notify_all()
+        steps.free_buffers()
+        steps.kept = [own]
+        return Outcome.RECORDED
+    _apply(partition, steps, taken, at_once or step_rows(partition, rows, groups), advance)
+    return Outcome.APPLIED
+
+
+def _mean_rows(partition: Partition, taken: Verdict[Contribution]) -> tuple[Sequence[PushedTableRows], Groups]:
+    """The mean gradient of rows, and the settings for it. Raises TooLarge."""
+    if taken.skips:
+        return (), ()
+    groups = next((member.table_groups for member in taken.members if member.rows), ())
+    rows = [member.rows for member in taken.members]
+    return row_sums.mean_of(rows, taken.shares, partition.rules.clipping.value), groups
+
+
+def _apply(
+    partition: Partition,
+    steps: SyncSteps,
+    taken: Verdict[Contribution],
+    rows: RowUpdate,
+    advance: Callable[[], object],
+    scale: float = 1.0,
+) -> None:
+    """Makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
+    new = compute_values(partition, taken, scale)
+    update_rows(partition, rows)
+    with partition.changed:
+        advance()
+        steps.gate.next_step()
+        steps.mean = None
+        publish(partition, new)
+    steps.free_buffers()
+
+
+# ---- verdicts from outside
+
+
+def awaits_verdict(partition: Partition, verdict: StepVerdict) -> bool:
+    """Whether the partition has gathered the step of this verdict; False where the step was taken. Changes nothing.
+    Raises InvalidRequest for a verdict that cannot be one."""
+    with partition.changed:
+        return _awaiting(partition, verdict) is not None
+
+
+def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Callable[[], None]) -> None:
+    """Takes the step that waits for this verdict; where that was taken, does nothing. Raises Refused errors,
+    InvalidRequest and TooLarge, having changed nothing."""
+    with partition.turn:
+        with partition.changed:
+            check_current()
+            steps = _awaiting(partition, verdict)
+        if steps is None:
+            return
+        if steps.gate.awaits_members:
+            _take_members(partition, steps, verdict.members)
+        elif steps.mean is not None:
+            mean = steps.mean
+            assert verdict.square_norm is not None
+            scale = scale_of(verdict.square_norm, partition.rules.clipping.norm)
+            taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
+            rows = step_rows(partition, row_sums.scaled(mean.rows, scale), mean.table_groups)
+            _apply(partition, steps, taken, rows, _nothing_more, scale)
+
+
+def gathered_part(partition: Partition, step: int) -> GatheredPart | None:
+    """What the verdict on that step needs of this partition, if the step waits for it or was taken last."""
+    with partition.changed:
+        return None if partition.steps is None else partition.steps.gate.gathered(step)
+
+
+def _awaiting(partition: Partition, verdict: StepVerdict) -> SyncSteps | None:
+    """The steps of the partition, if they wait for this verdict."""
+    rules, steps = partition.rules, partition.steps
+    needed = rules.clipping.norm or (rules.backup_workers and verdict.members)
+    if steps is None or not needed:
+        raise InvalidRequest(f"a verdict on step {verdict.step} of partition {partition.id}, whose steps need none")
+    return steps if steps.gate.judges(verdict) else None
+
+
+def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank]) -> None:
+    """Backup workers: the verdict names the ranks that count."""
+    present = steps.gate.present(members)
+    if present is not None:
+        _complete(partition, steps, present, lambda: _close(partition, steps.gate, members))
+        return
+    with partition.changed:
+        _close(partition, steps.gate, members)
+        partition.changed.notify_all()
+
+
+def _close(partition: Partition, gate: StepGate[Contribution], members: Sequence[Rank]) -> None:
+    """The step is over for the ranks that are not members, whether they have contributed or not."""
+    step = gate.step
+    for rank in gate.name_members(members):
+        partition.ledger.pass_over(SourceKey(RankSource(rank)), step + 1)
+
+
+def _nothing_more() -> None:
+    """Nothing else changes in that moment."""
