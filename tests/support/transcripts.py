@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from google.protobuf.message import Message
 
 from shardyard.config.settings import JobSettings
 from shardyard.domain.errors import ShardyardError
-from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Token
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataLease, DataShardSource, RankSource, WorkerSource
 from shardyard.domain.variables import DType, VariableSpec
@@ -61,7 +62,7 @@ class Scenario:
 @dataclasses.dataclass
 class Transcript:
     head: list[str]
-    """The lines before the first scenario: what the file is about, in words."""
+    """The lines before the first scenario: what the file is about, and commands that each scenario begins with."""
     scenarios: list[Scenario]
 
 
@@ -93,9 +94,12 @@ def write(path: Path, transcript: Transcript) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def play(scenario: Scenario) -> Scenario:
+def play(transcript: Transcript, scenario: Scenario) -> Scenario:
     """The same commands, with the reactions of the machine as it is."""
     stage = Stage()
+    for line in transcript.head:
+        if line.startswith("> "):
+            stage.do(line[2:])
     return Scenario(scenario.title, [(command, stage.do(command)) for command, _ in scenario.steps])
 
 
@@ -196,6 +200,8 @@ class Stage:
         """A field of a message."""
         if isinstance(value, str | int | float):
             return self.show(value)
+        if isinstance(value, Message):
+            return "(" + self.named(str(value).replace("\n", " ").strip()) + ")"
         return "[" + " ".join(str(each).replace("\n", " ").strip() for each in value) + "]"
 
     # ---- what commands use
@@ -205,6 +211,12 @@ class Stage:
 
     def job(self) -> JobId:
         return list(self.callers.values())[-1].job
+
+    def generation(self) -> Generation:
+        """Of the map of the latest job."""
+        found = self.yard.machine.jobs[-1].deployment.generation
+        assert found is not None
+        return found
 
 
 def shows(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -312,9 +324,13 @@ def run(stage: Stage, name: str) -> list[str]:
 
 
 @verb
-def beat(stage: Stage, name: str, *, step: str = "0", samples: str = "0", loss: str = "") -> events.Event:
+def beat(
+    stage: Stage, name: str, *, step: str = "0", samples: str = "0", loss: str = "", reached: str = ""
+) -> events.Event:
+    """A heartbeat. `reached`: the step before which a worker of a job that stops can end."""
     metrics = (("loss", float(loss)),) if loss else ()
-    report = Report(step=int(step), samples=int(samples), metrics=metrics)
+    heard = int(reached) if reached else None
+    report = Report(step=int(step), samples=int(samples), metrics=metrics, reached=heard)
     return events.HeartbeatReceived(stage.members[name], report)
 
 
@@ -394,8 +410,20 @@ def ledgers(stage: Stage, next_sequence: str) -> events.Event:
 
 
 @verb
-def stop(stage: Stage, name: str, reason: str) -> events.Event:
-    """A worker, or (by the name of a job) the command line, stops the job."""
+def steps(stage: Stage, step: str, *, map_age: str = "0") -> events.Event:
+    """The servers have said at which step the job is, under this map or one that is so much older."""
+    return events.StepsRead(stage.job(), Generation(stage.generation() - int(map_age)), int(step))
+
+
+@verb
+def steps_unread(stage: Stage) -> events.Event:
+    """A server did not answer."""
+    return events.StepsUnread(stage.job())
+
+
+@verb
+def stop(stage: Stage, name: str, reason: str = "") -> events.Event:
+    """A worker, or (by the name of a job) a person, stops the job."""
     caller = stage.callers.get(name)
     return events.StopRequested(caller, "" if caller else name, reason)
 

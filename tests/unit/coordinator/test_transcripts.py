@@ -14,7 +14,9 @@ FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_machine_reacts_as_recorded(path: Path) -> None:
     transcript = transcripts.read(path)
-    played = transcripts.Transcript(transcript.head, [transcripts.play(each) for each in transcript.scenarios])
+    played = transcripts.Transcript(
+        transcript.head, [transcripts.play(transcript, each) for each in transcript.scenarios]
+    )
     if transcripts.RECORD:
         transcripts.write(path, played)
         return
@@ -24,6 +26,7 @@ def test_machine_reacts_as_recorded(path: Path) -> None:
 
 def test_a_reaction_that_differs_is_found() -> None:
     (path, *_) = FILES
-    (scenario, *_) = transcripts.read(path).scenarios
+    transcript = transcripts.read(path)
+    (scenario, *_) = transcript.scenarios
     wrong = transcripts.Scenario(scenario.title, [(command, [*lines, "drop"]) for command, lines in scenario.steps])
-    assert transcripts.play(wrong) != wrong
+    assert transcripts.play(transcript, wrong) != wrong
