@@ -66,7 +66,7 @@ from shardyard_ps_server.wal.records import Mark, decode_mark
 from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
 from shardyard_worker.job import job as worker_job
-from shardyard_worker.training.trainer import StepInput
+from shardyard_worker.training.variables import StepInput
 
 from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires

@@ -18,14 +18,14 @@ def test_residual_is_reported_at_the_first_push_and_now_and_then_and_none_is_lef
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     training, progress = job._training, job._session.progress
     assert training is not None
-    assert training.feedback is not None
+    assert training.pushes.feedback is not None
     reported = []
     for _ in range(66):
         optimizer.zero_grad()
         model(torch.randn(3, 40, generator=generator)).square().mean().backward()
         optimizer.step()
         if not reported or progress.residual_norm != reported[-1]:
-            assert progress.residual_norm == training.feedback.lost_norm > 0
+            assert progress.residual_norm == training.pushes.feedback.lost_norm > 0
             reported.append(progress.residual_norm)
     assert len(reported) == 2, "at the first of each 64 pushes"
     job.close()

@@ -309,7 +309,7 @@ def test_what_was_kept_when_it_was_asked_for_ahead_is_not_used_where_the_job_has
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
     training, ids = job._need_training(), torch.tensor([5])
-    ship = training.ship
+    ship = training.pushes.build
 
     def moves(*given: Any) -> Any:
         """Between asking for rows and their arrival."""
@@ -320,7 +320,7 @@ def test_what_was_kept_when_it_was_asked_for_ahead_is_not_used_where_the_job_has
             cache.clear()
         return shipment
 
-    training.ship = moves  # type: ignore[method-assign]
+    training.pushes.build = moves  # type: ignore[method-assign]
     seen: list[int] = []
     for each in job.look_ahead([ids] * 6, lambda ids: {model: ids}):
         rows = model(each)

@@ -323,7 +323,7 @@ def reach_one_server(job: sy.Job, at: int) -> None:
         assert rank is not None
         assert job._feed is not None
         weighted = replace(sending, weight=float(job._feed.require_work().samples))
-        shipment = training.ship(strategy.name_of(rank), weighted)
+        shipment = training.pushes.build(strategy.name_of(rank), weighted)
         assert shipment.kind is PushKind.GRADIENT
         while True:
             missing = router.pull(PullSpec(strategy.step + 1, exactly=True, wait_ms=10)).missing

@@ -145,7 +145,7 @@ def test_training_through_a_device_is_the_same_to_the_bit(
         found[chosen], job = train(connect, given if chosen else given | {"worker.pull": "copy"})
         assert job._training is not None
         compresses = "job.compression.push" in given
-        feedback = job._training.feedback
+        feedback = job._training.pushes.feedback
         assert (feedback is not None) == compresses
         assert feedback is None or (feedback._copies is not None) == chosen
         assert bool(LateEngine.pinned) == chosen

@@ -446,8 +446,8 @@ def test_small_gradients_are_copied_when_they_are_pushed_and_large_ones_lie_ther
     _, optimizer = job.prepare(torch.nn.ParameterList([small, large]), torch.optim.SGD([small, large], lr=1.0))
     (small.sum() + large.sum()).backward()
     assert job._training is not None
-    assert large.grad is job._training.buckets.view(1)
-    assert small.grad is not job._training.buckets.view(0)
+    assert large.grad is job._training.link.buffers.view(1)
+    assert small.grad is not job._training.link.buffers.view(0)
     with torch.no_grad():
         for parameter in (small, large):
             assert parameter.grad is not None

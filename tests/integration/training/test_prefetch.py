@@ -45,7 +45,7 @@ class Gate:
 
     def shut(self, job: Job) -> None:
         """For answers from now on."""
-        job._training.complete()
+        job._training.values.complete()
         flight = getattr(job._strategy, "_flight", None)
         if flight is not None:
             flight.answer.result(WAIT_S)
@@ -304,7 +304,7 @@ def test_order_is_that_of_the_last_forward_before_the_first_gradient(connect: Co
 def test_slow_server_holds_up_its_own_values_alone(connect: Connect, gate: Gate) -> None:
     model = Chain()
     job, optimizer = begin(connect, model)
-    buckets = job._training.buckets
+    buckets = job._training.link.buffers
     spans = [buckets.span(index) for index in range(4)]
     servers = [span.server for span in spans if span is not None]
     slow = servers[0]

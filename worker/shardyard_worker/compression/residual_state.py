@@ -54,10 +54,10 @@ class _Order:
 
 
 class ResidualCheckpointer:
-    """Of one worker in one job. `hear` is called by any thread, the rest by the thread that trains."""
+    """Of one worker in one job. `on_heartbeat` is called by any thread, the rest by the thread that trains."""
 
     def __init__(self, session: Session, feedback: ErrorFeedback, layout: JobLayout) -> None:
-        self.between = PushBoundary()
+        self.boundary = PushBoundary()
         self._session = session
         self._feedback = feedback
         self._layout = layout
@@ -76,7 +76,7 @@ class ResidualCheckpointer:
 
     # ---- from heartbeats
 
-    def hear(self, reply: wire.HeartbeatReply) -> None:
+    def on_heartbeat(self, reply: wire.HeartbeatReply) -> None:
         """What the coordinator says is done by a thread of its own; what it cannot do yet is said again."""
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
         # its own is taken up with the map; so is all that comes with one that was not followed yet
@@ -142,7 +142,7 @@ class ResidualCheckpointer:
             self._copied = number
             return self._feedback.state_dict()
 
-        copied = self.between.when_free(copy)
+        copied = self.boundary.when_free(copy)
         with self._session.wait_registry.over(lambda: "the push under way, to save what compression has not sent"):
             return copied.result()
 
@@ -187,7 +187,7 @@ class ResidualCheckpointer:
                 failure = error.what
             if self._claims(handed, failure):
                 state = read
-        with self.between.held():
+        with self.boundary.held():
             self._feedback.go_back(state)
             self._tell()
         log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
@@ -214,7 +214,7 @@ class ResidualCheckpointer:
             self._feedback.absorb(found)
             self._tell()
 
-        self.between.when_free(add)
+        self.boundary.when_free(add)
         log.info("takes up what worker %s had not sent", handed.worker)
 
     def _read(self, handed: wire.HandOver) -> tuple[State, str]:
@@ -244,7 +244,7 @@ class ResidualCheckpointer:
     def settle(self) -> None:
         """Before what is remembered is sent for good: nothing is saved or taken up any more, and a checkpoint that has
         it is over, since what was sent before its partitions were cut would be there twice."""
-        with self._lock, self.between.held():
+        with self._lock, self.boundary.held():
             self._leaving = True
         give_up = time.monotonic() + SETTLE_MS / 1000
         number = self._copied
@@ -270,14 +270,14 @@ class ResidualCheckpointer:
         """Ends the thread; what it has not begun is given up."""
         with self._lock:
             self._closed = True
-        self.between.close()
+        self.boundary.close()
         if self._thread is not None:
             with self._session.wait_registry.over(lambda: "what compression has not sent to be written"):
                 self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _norm(self) -> float:
         """The 2-norm of what was not sent."""
-        with self.between.held():
+        with self.boundary.held():
             norm = self._feedback.lost_norm
         return norm if math.isfinite(norm) else sys.float_info.max
 

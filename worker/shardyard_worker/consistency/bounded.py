@@ -26,7 +26,8 @@ from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.rows.cache_rules import check_bound
 from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
+from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
+from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
@@ -60,7 +61,7 @@ class BoundedStrategy(AsyncStrategy):
         if not self._resting and (self._bound is None or self._known_to is self._training.router):
             return
         if self._bound is not None:
-            self._training.complete()
+            self._training.values.complete()
             self._join(anew=self._resting)
         self._resting = False
 
@@ -107,7 +108,7 @@ class BoundedStrategy(AsyncStrategy):
             if self._session.mode is not UpdateMode.SYNC:  # servers of a newer map may be
                 router.report_rest(self._turn)
 
-        self._training.complete()
+        self._training.values.complete()
         self._training.reach(tell)
         self._turn += 1
 
@@ -152,7 +153,7 @@ class BoundedStrategy(AsyncStrategy):
         if self._waits_at_once:
             log.warning("worker.window %d is not used: staleness has a bound of %d now", self._window, latest.bound)
         if self._bound is not None and not self._resting:
-            self._training.complete()
+            self._training.values.complete()
             self._join(anew=True)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
@@ -179,7 +180,7 @@ class BoundedStrategy(AsyncStrategy):
     def _arrive(self, answer: ExchangeResult) -> None:
         if not answer.missing:
             self._known_to = self._training.router
-            self._training.load(answer.ahead)
+            self._training.values.load(answer.ahead)
             return
         self._take(answer)
 
@@ -213,7 +214,7 @@ class BoundedStrategy(AsyncStrategy):
                     break
                 self._session.check()
         self._known_to = self._training.router
-        self._training.load(answer.ahead)
+        self._training.values.load(answer.ahead)
         self._step = max(self._step, answer.version_max)
         return answer
 

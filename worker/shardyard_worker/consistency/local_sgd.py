@@ -28,7 +28,8 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.units import EpochPlan
 from shardyard_worker.consistency.strategies import SyncStrategy
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
-from shardyard_worker.training.trainer import StepInput, Trainer, Variable
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput, Variable
 
 log = logging.getLogger("shardyard.worker")
 
@@ -210,7 +211,7 @@ class LocalRounds:
         """Steps are those of that rank's round from here on. `rank` None: nobody's, on standby."""
         if self._at == (rank, round_):
             return
-        self._training.complete()
+        self._training.values.complete()
         self._at, self.taken, self._moving = (rank, round_), 0, set()
         self._inner.begin(rank, round_)
         if self._schedule is not None:
@@ -238,7 +239,7 @@ class LocalRounds:
     def outer(self, groups: tuple[tuple[float, ...], ...]) -> StepInput:
         """What this round has come to, as a contribution: of each parameter that had a gradient its value at the
         round's beginning minus that now; buffers as they are. `finite` says whether it shall count."""
-        moved = self._training.moved(sorted(self._moving))
+        moved = self._training.values.moved(sorted(self._moving))
         wrong = next((index for index, each in moved.items() if not bool(torch.isfinite(each).all())), None)
         self.finite = wrong is None
         if wrong is not None:
@@ -262,7 +263,7 @@ class LocalRounds:
         """Whatever was computed of the round at hand is not wanted; the model holds the job's values again."""
         if self._at is not None:
             self.leave(keeps=False)
-            self._training.load()
+            self._training.values.load()
 
     def _note(self) -> None:
         for index, variable in enumerate(self._parameters):

@@ -30,7 +30,8 @@ from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
+from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
+from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
@@ -225,12 +226,12 @@ class AsyncStrategy(Strategy):
 
     def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
         name = name or self._own_name()
-        self._training.complete()
+        self._training.values.complete()
         self._open_again(name)
         sending = self._judge(name, sending)
-        if self._training.feedback is not None:
+        if self._training.pushes.feedback is not None:
             self.drain()  # one push can be undone, so there is one at a time
-        shipment = self._training.ship(name, sending, upcoming)
+        shipment = self._training.pushes.build(name, sending, upcoming)
         if self._pool is None:
             self._wish = self._make_wish()
             self._land(name, sending, partial(self._push, shipment))
@@ -240,14 +241,14 @@ class AsyncStrategy(Strategy):
         self._wish = self._make_wish()
         flight = self._pool.submit(self._training.router.push_pull, shipment, self._wish)
         self._flight = _Flight(name, sending, shipment, flight)
-        self._training.give_away()
+        self._training.pushes.release_gradients()
         if isinstance(name.key.source, WorkerSource):
             self._pushes += 1
 
     def _judge(self, name: PushName, sending: StepInput | None) -> StepInput | None:
         """None where it shall not count. Raises LostWork."""
         try:
-            counts = sending is None or self._training.may_count(name, sending, self._step)
+            counts = sending is None or self._training.pushes.may_count(name, sending, self._step)
         except (errors.StaleToken, errors.StraddlingRange) as error:
             log.info("%s does not count: %s", name, error.what)
             self.drain()
@@ -314,7 +315,7 @@ class AsyncStrategy(Strategy):
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self.drain()
-        residual = self._training.residual(groups)
+        residual = self._training.pushes.residual(groups)
         if residual is not None:
             log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
             self.contribute(None, residual.sending)
@@ -342,7 +343,7 @@ class AsyncStrategy(Strategy):
             self._session.progress.pushed = name.last + 1
             if self._pool is None:
                 self._pushes += 1
-        self._training.counted(answer)
+        self._training.pushes.counted(answer)
         self._arrive(answer)
         self._step = max(self._step, answer.version_max)
         self._note(answer, sending)
@@ -354,12 +355,12 @@ class AsyncStrategy(Strategy):
     def _arrive(self, answer: ExchangeResult) -> None:
         """Puts what a push has brought into the targets."""
         assert not answer.missing, answer
-        self._training.load(answer.ahead)
+        self._training.values.load(answer.ahead)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         """Another worker's now, or counted in part already (rule A12): the lease is gone through again from there."""
         log.info("%s does not count: %s", name, error.what)
-        self._training.not_counted()
+        self._training.pushes.not_counted()
         self._take_newest()
         raise LostWork from error
 
@@ -421,7 +422,7 @@ class SyncStrategy(Strategy):
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
         """A step has room for its logical ranks only."""
-        self._training.lose_residual()
+        self._training.pushes.lose_residual()
 
     def close(self) -> None:
         """Has no threads."""
@@ -550,19 +551,19 @@ class SyncStrategy(Strategy):
             self._settle()
 
     def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        self._training.complete()
+        self._training.values.complete()
         self.check_mode()
         if self._mixed:
             log.info("a batch is dropped: it was computed on values, or rows, of different steps")
             self._mixed, self._version = False, None
-            self._training.not_counted()
+            self._training.pushes.not_counted()
             self._following(self._find_work)
             raise LostWork
         try:
             self._contribute(name, sending, upcoming)
         except MapChanged:
             # counted or not: the servers' ledgers say so, and the next batch is what they wait for
-            self._training.not_counted()
+            self._training.pushes.not_counted()
             self._told.clear()
             self._go_over()
             self._following(self._prepare_work)
@@ -591,10 +592,10 @@ class SyncStrategy(Strategy):
             raise LostWork
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)
         try:
-            if sending is not None and not self._training.may_count(name, sending, self._version):
+            if sending is not None and not self._training.pushes.may_count(name, sending, self._version):
                 sending = None
             pulls = not others and self._decisions is None
-            sending = sending and self._training.of_rank(rank, sending)
+            sending = sending and self._training.pushes.of_rank(rank, sending)
             shipment = self._ship(name, sending, upcoming if pulls else None)
             if not pulls:
                 answer = self._training.router.push(shipment)
@@ -603,7 +604,7 @@ class SyncStrategy(Strategy):
                 answer = self._training.router.push_pull(shipment, wish)
         except errors.StaleToken as error:
             log.info("%s is another worker's now: %s", name, error.what)
-            self._training.not_counted()
+            self._training.pushes.not_counted()
             self._refused[rank] = name.token
             self._held.pop(rank, None)
             self._training.router.abandon_pull()
@@ -613,7 +614,7 @@ class SyncStrategy(Strategy):
         if self._decisions is not None:
             self._hear_of(_Told(rank, self._version, answer, sending, kept=others))
             return
-        self._training.counted(answer)
+        self._training.pushes.counted(answer)
         held = self._held[rank]
         held.next += 1
         self._note(answer, sending)
@@ -665,14 +666,16 @@ class SyncStrategy(Strategy):
     def _ship(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None) -> PushRequest:
         """`upcoming`: rows of the next step, which come with its version, as that has them."""
         assert self._version is not None
-        self._training.pushes_rows(sending)
-        ahead = self._training.prefetch_rows(self._version + 1, upcoming)  # first: what a script says may be refused
-        shipment = self._training.ship(name, sending)
+        self._training.pushes.note_rows(sending)
+        ahead = self._training.pushes.prefetch_rows(
+            self._version + 1, upcoming
+        )  # first: what a script says may be refused
+        shipment = self._training.pushes.build(name, sending)
         return shipment if ahead is None else replace(shipment, ahead=ahead)
 
     def _arrive(self, answer: ExchangeResult) -> None:
         assert self._version is not None
-        self._training.took(self._version)
+        self._training.pushes.note_norm(self._version)
         self._version += 1
         self._load(answer.ahead)
         self._session.reached(self._version)
@@ -684,7 +687,7 @@ class SyncStrategy(Strategy):
 
     def _load_again(self) -> None:
         """The version that the targets hold, buffers too, which a forward may have changed."""
-        self._training.load(self._rows)
+        self._training.values.load(self._rows)
 
     def _forget_rows(self) -> None:
         """Where it goes on may be another version, or another life of this one."""
@@ -789,7 +792,7 @@ class SyncStrategy(Strategy):
             raise LostWork
         self._held[told.rank].next += 1
         if told.kept:
-            self._training.counted(told.answer)
+            self._training.pushes.counted(told.answer)
         self._told.append(told)
         self._settle()
 
@@ -819,7 +822,7 @@ class SyncStrategy(Strategy):
                 self._leave_out(each)
                 continue
             if not each.kept:
-                self._training.counted(each.answer)
+                self._training.pushes.counted(each.answer)
             self._note(each.answer, each.sending)
 
     def _leave_out(self, told: _Told) -> None:
@@ -829,7 +832,7 @@ class SyncStrategy(Strategy):
             told.step,
         )
         if not told.kept:
-            self._training.not_counted()
+            self._training.pushes.not_counted()
 
     def _rejoin(self) -> None:
         """Others have gone on without this worker: where its ranks stand is what the servers say."""

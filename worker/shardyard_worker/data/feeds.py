@@ -32,7 +32,8 @@ from shardyard_worker.data.makeup_steps import MakeupSteps, MissedBatch
 from shardyard_worker.data.poison_guard import announce
 from shardyard_worker.data.seeding import GeneratorStates, restore, seed_everything, states, undisturbed
 from shardyard_worker.training.table_binding import Announced, Upcoming
-from shardyard_worker.training.trainer import StepInput, Trainer
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 

@@ -63,7 +63,8 @@ from shardyard_worker.session.session import ProcessPlace, Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter
 from shardyard_worker.training.remote_rows import RemoteRows
 from shardyard_worker.training.table_binding import Announced, TableBinding, Upcoming
-from shardyard_worker.training.trainer import BufferPlace, StepInput, Trainer, Variable
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import BufferPlace, StepInput, Variable
 
 log = logging.getLogger("shardyard.worker")
 
@@ -203,7 +204,7 @@ class Job:
     def gradient_norm(self) -> float | None:
         """Where the job clips by norm (job.clip.norm): the 2-norm of the last gradient, over all parameters, before it
         was scaled down; in a synchronous job, of the last step's mean. None without, and before the first."""
-        return None if self._training is None else self._training.gradient_norm
+        return None if self._training is None else self._training.pushes.gradient_norm
 
     @property
     def step_due(self) -> bool:
@@ -621,7 +622,7 @@ class Job:
             first = dict(zip(setting_names(kind), groups[0], strict=True))
             groups = (make_group(kind, first | settings),)
         sent = [gradients.get(variable.spec.name) for variable in training.variables]
-        if training.clipper is not None:  # in place, and these are the script's
+        if training.pushes.clipper is not None:  # in place, and these are the script's
             sent = [tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor for tensor in sent]
         self._contribute(StepInput(sent, samples, groups))
 
@@ -695,7 +696,7 @@ class Job:
                 if self._local is not None and self._local.owes:
                     self._end_round()  # of a script's own data, whose last round may be a shorter one
                 self._strategy.leave(self._settings_now())
-                self._training.complete()
+                self._training.values.complete()
         except LostWork:
             log.info("the last batch was computed by another worker as well; this one's does not count")
         finally:
@@ -778,7 +779,7 @@ class Job:
 
     def _contribute(self, sending: StepInput) -> None:
         self._session.check()
-        sending = replace(sending, bases=self._need_training().bases)
+        sending = replace(sending, bases=self._need_training().values.bases)
         self._tell_rows()
         if self._feed is None and isinstance(self._strategy, SyncStrategy):
             with self._session.interrupts:
@@ -867,20 +868,22 @@ class Job:
         """Copies of what compression keeps in this worker, by name, for example "residual.fc1.weight"
         (docs/compression.md); empty without any. Between two steps."""
         training = self._need_training()
-        with training.between_pushes():
-            state = {} if training.feedback is None else training.feedback.state_dict()
+        with training.pushes.between_pushes():
+            state = {} if training.pushes.feedback is None else training.pushes.feedback.state_dict()
         return {name: torch.from_numpy(value.copy()) for name, value in state.items()}
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over what `compression_state` gave, here or in another worker. Raises UnknownVariable, ShapeMismatch
         and DTypeMismatch, having changed nothing."""
         training = self._need_training()
-        if training.feedback is None:
+        if training.pushes.feedback is None:
             if state:
                 raise UnknownVariable("compression state for a job without job.compression.push")
             return
-        with training.between_pushes():
-            training.feedback.load_state_dict({name: value.detach().cpu().numpy() for name, value in state.items()})
+        with training.pushes.between_pushes():
+            training.pushes.feedback.load_state_dict(
+                {name: value.detach().cpu().numpy() for name, value in state.items()}
+            )
 
     def _need_training(self) -> Trainer:
         self._session.check()

@@ -22,7 +22,8 @@ from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 from shardyard_worker.rows.row_codec import questions
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
 from shardyard_worker.training.table_binding import TableBinding
-from shardyard_worker.training.trainer import StepContext, Trainer
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepContext
 
 R = TypeVar("R")
 

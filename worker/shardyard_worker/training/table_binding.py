@@ -8,6 +8,7 @@ table's rate follows that of the parameter group which has its weight. Must not 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
@@ -22,10 +24,14 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.initial_values import InitialValues
 from shardyard.domain.tables.table_settings import Admission, TableSettings
 from shardyard_worker.embedding.table import RowsNeeded, RowSource, Table
+from shardyard_worker.rows.cache_rules import cache_rules
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, unique_ids
 from shardyard_worker.rows.row_cache import RowCache, SgdRule
 from shardyard_worker.rows.row_codec import TableRows
 from shardyard_worker.rows.row_prefetch import PartialRows, RowPrefetch, RowQuery, part_of
+from shardyard_worker.session.session import Session
+
+log = logging.getLogger("shardyard.worker")
 
 Groups = tuple[tuple[float, ...], ...]
 Announced = tuple[Table, Int64s]
@@ -98,6 +104,17 @@ class TableBinding:
         self.settings = layout.tables
         for settings, table in zip(self.settings, self._tables, strict=True):
             table.name, table.seed = settings.name, settings.seed
+
+    def choose_cache(self, session: Session) -> None:
+        """A cache of rows where the job's mode allows one. A job that began asynchronous and is in mode sync now has
+        none; one that began in mode sync refuses the setting. Raises ConfigurationError."""
+        if session.mode is UpdateMode.SYNC and session.consistency.number:
+            if session.settings.worker.cached_rows_bytes:
+                log.warning("no rows are kept for later steps (worker.cached_rows_bytes): the job is in mode sync")
+            self.cache = None
+            return
+        rules = cache_rules(session.settings.worker, session.job_settings)
+        self.cache = None if rules is None else RowCache(rules)
 
     def first_rows(self) -> list[TableRows]:
         """The rows that the model has by itself: those that were loaded before."""

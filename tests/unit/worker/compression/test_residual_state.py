@@ -87,19 +87,19 @@ class Worker:
         return CheckpointLibrary(open_storage(str(self.folder)))
 
     def begin_push(self, seed: int) -> None:
-        self.made.between.begin()
+        self.made.boundary.begin()
         feedbacks.push(self.feedback, feedbacks.gradients(seed))
 
     def end_push(self) -> None:
         self.feedback.commit()
-        self.made.between.end()
+        self.made.boundary.end()
 
     def push(self, seed: int) -> None:
         self.begin_push(seed)
         self.end_push()
 
     def save(self, number: int, **more: Any) -> None:
-        self.made.hear(
+        self.made.on_heartbeat(
             wire.HeartbeatReply(save_feedback=wire.SaveFeedback(number=number, url=str(self.folder)), **more)
         )
 
@@ -163,7 +163,7 @@ def test_what_is_saved_is_the_state_after_the_push_that_was_under_way(worker: Wo
     worker.push(0)
     worker.begin_push(1)
     worker.save(4)
-    wait_until(lambda: bool(worker.made.between._due))
+    wait_until(lambda: bool(worker.made.boundary._due))
     worker.end_push()
     after = worker.feedback.state_dict()
     worker.push(2)
@@ -297,7 +297,7 @@ def test_what_a_worker_that_is_gone_had_not_sent_is_added_between_two_pushes(wor
     worker.push(0)
     reply = wire.HeartbeatReply(gone_back=1, feedback=[worker.handed(GONE, theirs, generation=1)])
     worker.begin_push(1)
-    worker.made.hear(reply)
+    worker.made.on_heartbeat(reply)
     wait_until(lambda: not worker.made._busy)
     mine = worker.feedback.residuals()
     worker.end_push()
@@ -308,7 +308,7 @@ def test_what_a_worker_that_is_gone_had_not_sent_is_added_between_two_pushes(wor
 
 def test_hand_over_of_a_map_that_is_not_followed_yet_waits_for_it(worker: Worker) -> None:
     handed = worker.handed(GONE, remembered(range(3)))
-    worker.made.hear(wire.HeartbeatReply(gone_back=2, feedback=[handed]))
+    worker.made.on_heartbeat(wire.HeartbeatReply(gone_back=2, feedback=[handed]))
     assert worker.made._thread is None
     worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[handed]))
     assert worker.feedback.residuals().keys() == {0, 2}
@@ -343,7 +343,7 @@ def test_worker_that_leaves_waits_for_the_checkpoint_that_has_what_it_remembers(
 
     def refresh() -> None:
         heartbeats.append(1)
-        worker.save(4) if len(heartbeats) < 3 else worker.made.hear(wire.HeartbeatReply())
+        worker.save(4) if len(heartbeats) < 3 else worker.made.on_heartbeat(wire.HeartbeatReply())
 
     worker.session.on_refresh = refresh
     worker.made.settle()
@@ -364,7 +364,7 @@ def test_worker_that_leaves_does_not_wait_for_ever(worker: Worker, monkeypatch: 
 def test_worker_that_leaves_in_the_midst_of_a_push_saves_nothing_of_it(worker: Worker) -> None:
     worker.begin_push(0)
     worker.save(4)
-    wait_until(lambda: bool(worker.made.between._due))
+    wait_until(lambda: bool(worker.made.boundary._due))
     worker.made.close()
     worker.end_push()
     assert [each.stage for each in worker.session.reports] == [READY]
@@ -402,7 +402,7 @@ def test_what_a_worker_was_taking_up_when_it_left_is_lost_with_it(worker: Worker
 
     worker.session.on_ask = wait
     worker.session.on_refresh = on.set
-    worker.made.hear(wire.HeartbeatReply(feedback=[worker.handed(GONE, theirs, generation=0)]))
+    worker.made.on_heartbeat(wire.HeartbeatReply(feedback=[worker.handed(GONE, theirs, generation=0)]))
     assert begun.wait(DEADLINE_S)
     worker.made.lose()
     assert worker.session.progress.residual_lost == pytest.approx(worker.feedback.lost_norm)
@@ -413,7 +413,7 @@ def test_what_was_taken_up_is_not_taken_up_again_where_a_late_heartbeat_names_it
     theirs = remembered(range(3))
     reply = wire.HeartbeatReply(feedback=[worker.handed(GONE, theirs, generation=0)])
     for _ in range(2):
-        worker.made.hear(reply)
+        worker.made.on_heartbeat(reply)
         wait_until(lambda: not worker.made._busy)
     assert len(worker.session.of(wire.TakeUpFeedbackRequest)) == 1
     for index, left in worker.feedback.residuals().items():

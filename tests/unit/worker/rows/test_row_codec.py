@@ -13,7 +13,7 @@ from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
 from shardyard_worker.rows.dedup import unique_ids
 from shardyard_worker.rows.row_codec import EncodedRows, Rounding, TableRows, questions
-from shardyard_worker.training.trainer import _work
+from shardyard_worker.training.pushes import _seed_of
 
 DIM = 6
 IDS = np.random.default_rng(0).permutation(np.arange(-40, 60) * 1_000_003)
@@ -61,7 +61,7 @@ def name(source: Source, first: int, last: int | None = None, token: int = 1) ->
 
 
 def test_work_is_known_by_its_name_without_the_token() -> None:
-    assert _work(name(DataShardSource(0, 1, 2), 3)) == _work(name(DataShardSource(0, 1, 2), 3, token=9))
+    assert _seed_of(name(DataShardSource(0, 1, 2), 3)) == _seed_of(name(DataShardSource(0, 1, 2), 3, token=9))
     different = [
         name(DataShardSource(0, 1, 2), 3),
         name(DataShardSource(0, 1, 3), 3),
@@ -76,7 +76,7 @@ def test_work_is_known_by_its_name_without_the_token() -> None:
         name(WorkerSource(Incarnation(2)), 3),
         name(WorkerSource(Incarnation(1)), 4),
     ]
-    assert len({_work(each) for each in different}) == len(different)
+    assert len({_seed_of(each) for each in different}) == len(different)
 
 
 # ---- answers

@@ -1,0 +1,164 @@
+"""Values of a version, from the flat buffers into the model's tensors.
+
+Owns: the targets, the tensors that hold the current values, and which of them still wait for theirs. Invariants: in a
+synchronous job the targets hold one version of all partitions; in an asynchronous job they hold a whole version of each
+partition. With worker.prefetch that is what each target is seen to hold. Must not know: which version that must be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from shardyard.domain import errors
+from shardyard_worker.exchange.flat_buffers import Late, Version
+from shardyard_worker.exchange.requests import Bases
+from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.session.session import Session
+from shardyard_worker.training.forward_prefetch import ForwardPrefetch
+from shardyard_worker.training.variables import ServerLink, StepContext, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+
+class ValueLoader:
+    """For the thread that trains; a value that is still arriving may be brought by any thread that uses it."""
+
+    def __init__(self, link: ServerLink, model: torch.nn.Module | None, context: Callable[[], StepContext]) -> None:
+        """Raises ConfigurationError."""
+        session = link.session
+        self._link = link
+        self._context = context
+        self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
+        # local steps change the targets in place, and the round's first values are needed at its end
+        local = session.job_settings.consistency.local_steps is not None
+        self._view = session.settings.worker.pull == "view" and not local
+        self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
+        self._late: dict[int, list[Late]] = {}
+        """The parts of values that were arriving when the version was loaded, by variable."""
+        self._version: Version = {}
+        self._stranded = False
+        self._reloading = False
+        self._notes_bases = session.job_settings.consistency.stale is not None
+        self.bases: Bases | None = None
+        """The versions that the targets hold, where the job scales by staleness."""
+
+    def close(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.close()
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the model waits for each value at its first use."""
+        return self._prefetch is not None
+
+    def order(self) -> tuple[int, ...]:
+        """Indices of variables in the order in which the model needs their values; empty: all at once."""
+        return () if self._prefetch is None else self._prefetch.order
+
+    def on_gradient(self) -> None:
+        """A gradient has been computed, so the order of first use is known."""
+        if self._prefetch is not None:
+            self._prefetch.settle_order()
+
+    def on_map_change(self) -> None:
+        """Values that are arriving under the old map will not arrive."""
+        self._stranded = bool(self._late)
+
+    def load(self, ahead: RowPrefetch | None = None) -> None:
+        """Puts the current version into the targets, and the targets into the model. Values that are still arriving
+        follow at their first use. `ahead`: the rows that came with the version."""
+        link = self._link
+        if link.tables is not None:
+            link.tables.arrive(ahead)
+        if self._notes_bases and not self._reloading:  # when reloading, the forward has used some older values
+            self.bases = {part.partition: part.version for parts in link.router.current for part in parts}
+        if self._prefetch is None:
+            for variable in link.variables:
+                variable.put_back()
+            link.buffers.load(self.targets, view=self._view)
+            return
+        # when reloading, the forward is under way, and what it has used must stay
+        wanted: Iterable[int] = self._prefetch.awaited if self._reloading else self.targets
+        late = {index: found for index in wanted if (found := link.buffers.late(index))}
+        for index in wanted:
+            link.variables[index].put_back()
+        self._version, self._stranded = link.buffers.version, False
+        self._put([index for index in wanted if index not in late])
+        self._late = late
+        self._prefetch.expect(late)
+        unmarkable = [index for index in late if not self._prefetch.can_await(index)]
+        if unmarkable:
+            self._prefetch.take(unmarkable)
+
+    def complete(self) -> None:
+        """Waits until the targets hold all of the version. Before anything else is asked of the servers."""
+        if self._late and self._prefetch is not None:
+            self._prefetch.take_all()
+
+    def _bring(self, indices: Sequence[int]) -> None:
+        """Waits for these values, and puts them into their targets."""
+        try:
+            if self._stranded:
+                raise errors.ServerUnavailable("partitions have moved")
+            for index in indices:
+                for late in self._late.get(index, ()):
+                    with self._link.session.wait_registry.over(partial(_awaited, self._link.variables[index], late)):
+                        late.arrival.wait(late.begin, late.end)
+        except errors.Unavailable as error:
+            log.info("values that were on their way are asked for again (%s)", error.what)
+            self._reloading = True
+            try:
+                self._context().reload()
+            finally:
+                self._reloading = False
+            return
+        self._put(indices)
+        for index in indices:
+            self._late.pop(index, None)
+
+    def _put(self, indices: Sequence[int]) -> None:
+        targets = {index: self.targets[index] for index in indices}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._link.buffers.load(targets, view=self._view, version=self._version)
+
+    def moved(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """The current version's value minus the target, for each of these. Where possible the result lies in the
+        memory that the next push sends."""
+        buffers, found = self._link.buffers, dict[int, torch.Tensor]()
+        for index in indices:
+            target, view = self.targets[index], buffers.view(index)
+            fits = view is not None and (view.device, view.dtype) == (target.device, target.dtype)
+            found[index] = view if view is not None and fits else torch.empty_like(target)
+        buffers.load(found)
+        with torch.no_grad():
+            for index, values in found.items():
+                values.sub_(self.targets[index])
+        return found
+
+
+def _prefetches(session: Session, model: torch.nn.Module | None) -> bool:
+    if session.settings.worker.prefetch == "never":
+        return False
+    compression = session.job_settings.compression
+    if compression.pull_rules.compresses:
+        raise errors.ConfigurationError(
+            f"worker.prefetch always in a job with job.compression.pull {compression.pull!r}",
+            why="codes are decoded when all have come",
+            todo="set worker.prefetch to never, or job.compression.pull to none",
+        )
+    if model is not None and any(_is_compiled(module) for module in model.modules()):
+        log.info("worker.prefetch: a compiled model waits for all of its values in optimizer.step()")
+        return False
+    return True
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _awaited(variable: Variable, late: Late) -> str:
+    return f"the value of {variable.spec.name!r} from server {late.arrival.server}"
