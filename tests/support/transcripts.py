@@ -28,6 +28,7 @@ import yaml
 from google.protobuf.message import Message
 
 from shardyard.config.settings import JobSettings
+from shardyard.domain.consistency import ConsistencyMode
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
@@ -35,6 +36,7 @@ from shardyard.domain.push_names import DataLease, DataShardSource, RankSource, 
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.status import describe
 from shardyard_coordinator.work.feeds import FeedSpec
@@ -164,14 +166,15 @@ class Stage:
 
     def show(self, value: Any, field: str = "") -> str:
         if isinstance(value, ShardyardError):
-            return f"{type(value).__name__}: {self.named(value.what)}"
+            return f"{type(value).__name__}: {' '.join(self.named(value.what).split())}"
         if isinstance(value, RankSource | DataShardSource | WorkerSource):
             return self.named(str(value)).replace(" ", "-")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             if type(value).__name__ == "Server":
                 return self.name_of(value.incarnation)
             shown = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if shows(value, each)]
-            return type(value).__name__ + self.fields(shown)
+            with_values = " with-values" if isinstance(value, effects.JobView) and value.map is not None else ""
+            return type(value).__name__ + self.fields(shown) + with_values
         if isinstance(value, enum.Enum):
             return str(value.value)
         if isinstance(value, Mapping):
@@ -201,7 +204,8 @@ class Stage:
         if isinstance(value, str | int | float):
             return self.show(value)
         if isinstance(value, Message):
-            return "(" + self.named(str(value).replace("\n", " ").strip()) + ")"
+            shown = re.sub(r"\b\d{10,}\b", lambda met: self.name_of(int(met.group())), str(value))
+            return "(" + " ".join(shown.split()) + ")"
         return "[" + " ".join(str(each).replace("\n", " ").strip() for each in value) + "]"
 
     # ---- what commands use
@@ -325,12 +329,20 @@ def run(stage: Stage, name: str) -> list[str]:
 
 @verb
 def beat(
-    stage: Stage, name: str, *, step: str = "0", samples: str = "0", loss: str = "", reached: str = ""
+    stage: Stage,
+    name: str,
+    *,
+    step: str = "0",
+    samples: str = "0",
+    loss: str = "",
+    reached: str = "",
+    switches: str = "0",
 ) -> events.Event:
-    """A heartbeat. `reached`: the step before which a worker of a job that stops can end."""
+    """A heartbeat. `reached`: the step before which a worker of a job that stops can end; `switches`: the number of the
+    switch that the worker has made."""
     metrics = (("loss", float(loss)),) if loss else ()
     heard = int(reached) if reached else None
-    report = Report(step=int(step), samples=int(samples), metrics=metrics, reached=heard)
+    report = Report(step=int(step), samples=int(samples), metrics=metrics, reached=heard, switches=int(switches))
     return events.HeartbeatReceived(stage.members[name], report)
 
 
@@ -426,6 +438,56 @@ def stop(stage: Stage, name: str, reason: str = "") -> events.Event:
     """A worker, or (by the name of a job) a person, stops the job."""
     caller = stage.callers.get(name)
     return events.StopRequested(caller, "" if caller else name, reason)
+
+
+@verb
+def switch(stage: Stage, mode: str = "", *, staleness: str = "", job: str = "") -> events.Event:
+    """A person changes the consistency mode of a job, of the only one where none is named."""
+    chosen = ConsistencyMode(mode) if mode else None
+    return events.SwitchRequested(job, chosen, int(staleness) if staleness else None)
+
+
+@verb
+def paced(stage: Stage, number: str) -> events.Event:
+    """All servers go by the switch of this number."""
+    return events.ServersPaced(stage.job(), stage.generation(), int(number))
+
+
+@verb
+def unpaced(stage: Stage) -> events.Event:
+    """A server was not told of the switch."""
+    return events.ServersUnpaced(stage.job())
+
+
+@verb
+def checkpoint(stage: Stage, *, step: str = "0") -> events.Event:
+    """The checkpoint that is being taken is complete."""
+    draft = stage.yard.machine.jobs[-1].keeping.book.draft
+    assert draft is not None
+    return events.CheckpointTaken(stage.job(), draft.number, draft.number, int(step))
+
+
+@verb
+def restored(stage: Stage) -> events.Event:
+    """The servers have read the partitions that they were given."""
+    return events.PartitionsRestored(stage.job(), stage.generation())
+
+
+@verb
+def follow(stage: Stage, reader: str, *, job: str = "", of: str = "", leaves: str = "") -> events.Event:
+    """An evaluator asks about a job: by name, or as the job of a worker. Readers have numbers."""
+    number = stage.caller(of).job if of else None
+    return events.ReaderHeard(number, job, int(reader).to_bytes(16, "big"), bool(leaves))
+
+
+@verb
+def evaluated(
+    stage: Stage, of: str, *, step: str = "0", accuracy: str = "0", at_s: str = "0", kept: str = ""
+) -> events.Event:
+    """An evaluator reports on the job of a worker, and at which URL it keeps the best version."""
+    found = Evaluation(int(step), (("accuracy", float(accuracy)),), int(at_s))
+    best = Best("accuracy", False, float(accuracy), int(step), kept, int(at_s)) if kept else None
+    return events.EvaluationReported(stage.caller(of).job, found, best)
 
 
 @verb

@@ -1,5 +1,4 @@
-"""A running job that is switched to another mode or bound: what may be asked, who goes over when, what a restart brings
-back."""
+"""A running job that is switched: what tests/unit/coordinator/transcripts/switching.txt does not show."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ import pytest
 from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain import errors, limits
 from shardyard.domain.consistency import Consistency, ConsistencyMode
-from shardyard.domain.ids import Caller, Generation, Incarnation, MemberRole
+from shardyard.domain.ids import Caller, Generation, MemberRole
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
-from shardyard_coordinator.modes.mode_setting import RETRY_MS, SWITCHES_MAX, ModeSetting, settings_of, switched
+from shardyard_coordinator.modes.mode_setting import SWITCHES_MAX, ModeSetting, settings_of, switched
 from shardyard_coordinator.service.rpcs import jobs
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
@@ -39,61 +38,6 @@ class Yard(SwitchingYard):
 
     def say(self, caller: Caller, switches: int = 0) -> Consistency | None:
         return self.beat(caller.incarnation, Report(switches=switches)).consistency
-
-    @property
-    def behind(self) -> tuple[Incarnation, ...]:
-        assert self.job().HasField("consistency")
-        return tuple(map(Incarnation, self.job().consistency.behind))
-
-
-# ---- servers first
-
-
-def test_workers_hear_of_a_switch_when_all_servers_go_by_it() -> None:
-    yard = Yard()
-    assert yard.say(yard.workers[0]) is None, "a job that was never switched says nothing"
-    taken = yard.switch(BOUNDED, 3)
-    latest = Consistency(1, BOUNDED, 3)
-    assert (taken.first, taken.consistency) == (True, latest)
-    order = yard.order
-    assert order.consistency == latest
-    assert [yard.say(worker) for worker in yard.workers] == [Consistency(0, ASYNC)] * 2
-    assert yard.job().HasField("consistency")
-    assert not yard.job().consistency.servers
-    yard.handle(events.ServersPaced(order.job, order.map.generation, 1))
-    assert "all servers go by bounded, 3 steps" in yard.told[-1]
-    assert [yard.say(worker) for worker in yard.workers] == [latest] * 2
-    assert yard.behind == tuple(worker.incarnation for worker in yard.workers)
-    yard.say(yard.workers[0], 1)
-    assert yard.behind == (yard.workers[1].incarnation,)
-    yard.say(yard.workers[1], 1)
-    assert yard.behind == ()
-    assert yard.job().staleness == 3
-
-
-def test_servers_that_did_not_answer_are_told_again_not_too_soon() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    job = yard.order.job
-    yard.tick()
-    assert not yard.wanted(effects.PaceServers), "they are being told"
-    yard.handle(events.ServersUnpaced(job))
-    yard.tick()
-    assert not yard.wanted(effects.PaceServers)
-    yard.tick(RETRY_MS)
-    assert yard.order.consistency == Consistency(1, BOUNDED, 3)
-
-
-def test_servers_that_are_told_of_a_former_switch_are_not_taken_to_go_by_this_one() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    job = yard.order.job
-    yard.tell_servers()
-    yard.switch(ASYNC)
-    yard.handle(events.ServersPaced(job, Generation(1), 1))
-    assert yard.say(yard.workers[0]) == Consistency(1, BOUNDED, 3)
-    yard.handle(events.ServersPaced(job, Generation(1), 2))
-    assert yard.say(yard.workers[0]) == Consistency(2, ASYNC)
 
 
 def test_job_that_has_no_servers_yet_tells_them_once_they_have_its_partitions() -> None:
@@ -162,47 +106,6 @@ def test_new_servers_do_not_expect_who_has_not_gone_over() -> None:
     assert restore.working == (yard.workers[1].incarnation,)
 
 
-# ---- what is asked
-
-
-def test_what_is_in_force_already_changes_nothing() -> None:
-    yard = Yard()
-    before = yard.switch(ASYNC)
-    assert (before.first, before.consistency) == (False, Consistency(0, ASYNC))
-    yard.switch(BOUNDED, 3)
-    yard.tell_servers()
-    again = yard.switch(BOUNDED)
-    assert (again.first, again.consistency.number) == (False, 1)
-    assert not yard.wanted(effects.Persist, effects.PaceServers)
-
-
-def test_the_same_again_is_no_other_switch_also_while_it_is_under_way() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    assert not yard.switch(BOUNDED, 3).first
-
-
-def test_another_switch_waits_until_all_servers_go_by_the_one_before() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    with pytest.raises(errors.NotReady, match="is being switched to bounded, 3 steps"):
-        yard.switch(ASYNC)
-    assert yard.job().staleness == 3
-    yard.handle(events.ServersPaced(yard.workers[0].job, Generation(1), 1))
-    assert yard.switch(ASYNC).consistency == Consistency(2, ASYNC)
-
-
-def test_bound_that_is_not_given_is_the_one_that_the_job_had_last() -> None:
-    yard = Yard(JOB.model_copy(update={"consistency": ConsistencySettings(staleness=7)}))
-    assert yard.switch(BOUNDED).consistency.bound == 7
-    yard.tell_servers()
-    assert yard.switch(None, 2).consistency == Consistency(2, BOUNDED, 2)
-    yard.tell_servers()
-    yard.switch(ASYNC)
-    yard.tell_servers()
-    assert yard.switch(BOUNDED).consistency == Consistency(4, BOUNDED, 2)
-
-
 @pytest.mark.parametrize("staleness", [-1, limits.STALENESS_MAX + 1])
 def test_bound_that_no_job_can_have_is_refused_and_changes_nothing(staleness: int) -> None:
     yard = Yard()
@@ -226,42 +129,12 @@ def test_a_running_job_goes_over_between_sync_async_and_bounded(
         assert "shardyard stop" in raised.value.todo_text
 
 
-def test_job_that_has_ended_or_is_not_there_is_not_switched() -> None:
-    yard = Yard()
-    with pytest.raises(errors.NotFound, match="no job 'other'"):
-        yard.handle(events.SwitchRequested("other", BOUNDED, 1))
-    for worker in yard.workers:
-        yard.handle(events.MemberLeft(worker.incarnation, ""))
-    with pytest.raises(errors.NotFound, match="is finished"):
-        yard.handle(events.SwitchRequested(JOB.name, BOUNDED, 1))
-
-
 def test_a_job_is_switched_so_many_times_and_no_more() -> None:
     switching = ModeSetting(ASYNC, None)
     switching._switch(Consistency(SWITCHES_MAX, ASYNC))
     switching.end(Generation(1), SWITCHES_MAX)
     with pytest.raises(errors.TooLarge, match="was switched"):
         switching.ask(JobSettings(consistency=ConsistencySettings(mode=BOUNDED)))
-
-
-# ---- who has gone over
-
-
-def test_nobody_goes_by_a_switch_that_was_not() -> None:
-    yard = Yard()
-    yard.say(yard.workers[0], 5)
-    assert not yard.wanted(effects.Persist)
-    yard.switch(BOUNDED, 3)
-    assert yard.behind == tuple(worker.incarnation for worker in yard.workers)
-
-
-def test_who_is_gone_is_not_behind() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    yard.tell_servers()
-    yard.say(yard.workers[0], 1)
-    yard.handle(events.MemberLeft(yard.workers[1].incarnation, ""))
-    assert yard.behind == ()
 
 
 def test_who_joins_goes_by_what_all_servers_go_by() -> None:
@@ -275,40 +148,6 @@ def test_who_joins_goes_by_what_all_servers_go_by() -> None:
     late = yard.handle(events.JobJoined(yard.register(MemberRole.WORKER), JOB.name, JOB))
     assert isinstance(late, effects.Joined)
     assert late.consistency == Consistency(1, BOUNDED, 3)
-
-
-# ---- records
-
-
-def test_restart_in_the_midst_of_a_switch_goes_on_with_it(short: bool) -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    yard.tell_servers()
-    yard.say(yard.workers[0], 1)
-    yard.switch(None, 5)
-    yard.restart(from_snapshot=short)
-    assert yard.job().staleness == 5
-    assert yard.say(yard.workers[0], 1) == Consistency(1, BOUNDED, 3), "not all servers may have been told"
-    yard.tick()
-    assert yard.order.consistency == Consistency(2, BOUNDED, 5)
-    yard.tell_servers()
-    assert yard.say(yard.workers[0], 2) == Consistency(2, BOUNDED, 5)
-    assert yard.behind == (yard.workers[1].incarnation,)
-    assert yard.machine.snapshot() == yard.machine.snapshot()
-
-
-def test_restart_knows_who_has_gone_over_and_tells_servers_again(short: bool) -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    yard.tell_servers()
-    yard.say(yard.workers[1], 1)
-    yard.restart(from_snapshot=short)
-    assert yard.behind == (yard.workers[0].incarnation,)
-    with pytest.raises(errors.NotReady):
-        yard.switch(ASYNC)
-    yard.tick()
-    yard.tell_servers()
-    assert yard.switch(ASYNC).first
 
 
 def test_records_of_switches_that_do_not_fit_are_refused() -> None:
@@ -333,9 +172,6 @@ def test_records_of_switches_that_do_not_fit_are_refused() -> None:
 
 def test_settings_of_a_job_that_was_never_switched_are_its_own() -> None:
     assert settings_of(JOB, Consistency(0, BOUNDED, 3)) is JOB
-
-
-# ---- at the door
 
 
 @pytest.mark.parametrize(
