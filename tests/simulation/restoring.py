@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, Term
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.flows.deployment import Stage
-from shardyard_coordinator.flows.readers import Readers
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.progress import Progress
+from shardyard_coordinator.members.readers import Readers
 from shardyard_coordinator.members.roster import LATE_MS
+from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.records import NOT_RECORDED, Record
 from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_coordinator.work.step_times import StepTimes
@@ -36,9 +36,9 @@ def state_of(machine: Machine) -> object:
     ends = [
         (job.id, job.progress.step, job.progress.samples, job.progress.metrics)
         for job in machine.jobs
-        if job.state.ended
+        if job.phase.ended
     ]
-    finishing = [job.id for job in machine.jobs if job.attendance._over_at_ms is not None]
+    finishing = [job.id for job in machine.jobs if job.roster._over_at_ms is not None]
     return _look(machine, ""), ends, finishing
 
 
@@ -76,17 +76,17 @@ def renew(machine: Machine, now_ms: int) -> None:
     for member in machine.members:
         member.last_seen_ms = now_ms
     for job in machine.jobs:
-        job.attendance._idle_since_ms = now_ms
-        job.attendance._over_at_ms = None if job.attendance._over_at_ms is None else now_ms + LATE_MS
+        job.roster._idle_since_ms = now_ms
+        job.roster._over_at_ms = None if job.roster._over_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
-        job.halting._reached.clear()
-        job._reads_steps = False
-        job.switching._told, job.switching._asking, job.switching._retry_at_ms = None, False, 0
+        job.drain._reached.clear()
+        job.reads_steps = False
+        job.mode._told, job.mode._asking, job.mode._retry_at_ms = None, False, 0
         if isinstance(job.feeds, StepLedger):
             job.feeds.verdicts._present = (0, frozenset())
         job.deployment._retry_at_ms = 0
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
-        if not job.state.ended:
+        if not job.phase.ended:
             job.progress = Progress(now_ms)
         job.step_times = StepTimes()
         job.readers = Readers()
@@ -148,9 +148,7 @@ class Lockstep:
     def restart(self, now_ms: int) -> tuple[list[effects.Effect], frozenset[Incarnation]]:
         """The machine dies, and another goes on in the next term. What it does again, and whose fence was under way."""
         self.check(now_ms)
-        waiting = frozenset(
-            worker for job in self.machine.jobs if not job.state.ended for worker in job.attendance.fencing
-        )
+        waiting = frozenset(worker for job in self.machine.jobs if not job.phase.ended for worker in job.roster.fencing)
         self._others = []
         self.machine = self.fold(self.persisted, now_ms, Term(self.machine.term + 1))
         self.persisted = self.machine.snapshot()

@@ -231,7 +231,7 @@ class Yard:
             process.dead = True
             return
         assert isinstance(answer, effects.HeartbeatReply)
-        assert answer.job_state is effects.JobState.RUNNING, answer
+        assert answer.job_state is effects.JobPhase.RUNNING, answer
         for lease in answer.ranks:
             assert self.books.owners[lease.rank] == (process.incarnation, lease.token)
 

@@ -17,9 +17,10 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, LeasedSource, RankSource, WorkerSource
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.flows.deployment import Stage
+from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedSpec
@@ -309,7 +310,9 @@ class Fuzz:
         job = next((job for job in self.machines.machine.jobs if job.id == caller.job), None)
         lease = self.leases.get(worker)
         announced: list[tuple[LeasedSource, Token]] = [] if lease is None else [(lease.source, lease.token)]
-        announced += [] if job is None else [(RankSource(each.rank), each.token) for each in job.ranks_of(worker)]
+        announced += (
+            [] if job is None else [(RankSource(each.rank), each.token) for each in job_views.ranks_of(job, worker)]
+        )
         if self.random.random() < 0.3:
             self._report_not_finite(caller, announced)
         for source, token in announced:
@@ -344,7 +347,7 @@ def test_machines_from_records_are_equal_and_go_on_alike(seed: int) -> None:
 
 @pytest.mark.long
 def test_the_events_by_chance_write_records_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardyard_coordinator.machine.machine.JOBS_ENDED_MAX", 2)
+    monkeypatch.setattr("shardyard_coordinator.machine.job_directory.JOBS_ENDED_MAX", 2)
     written: set[str] = set()
     for seed in range(12):
         fuzz = Fuzz(seed)
@@ -492,7 +495,7 @@ class Beginning:
             isinstance(placed, effects.VariablesPlaced) and not placed.initializer
         ) or committed == effects.Acknowledged()
         if through:
-            keeping = self.machines.machine.jobs[-1].keeping
+            keeping = self.machines.machine.jobs[-1]
             assert keeping.book.committed is not None
             assert not keeping.book.committed.url, "the checkpoint is another run's"
             self.passed.add(True)
@@ -501,7 +504,7 @@ class Beginning:
         for _ in range(BEGINNING_EVENTS):
             self.step()
             self.machines.check(self.now_ms)
-        assert not self.machines.machine.jobs[-1].state.ended
+        assert not self.machines.machine.jobs[-1].phase.ended
 
 
 @pytest.mark.parametrize("seed", BEGINNINGS)
@@ -597,7 +600,7 @@ class Crossing(Beginning):
 
     def _take_a_step(self) -> None:
         halt = self.halt
-        if self.machines.machine.jobs[-1].keeping.recovery.needed:
+        if self.machines.machine.jobs[-1].recovery.needed:
             return
         if halt is None or (halt.settled and self.stands < halt.step):
             self.stands += 1
@@ -612,7 +615,7 @@ class Crossing(Beginning):
                 self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, self.stands))
             case effects.RestorePartitions() if self.is_synchronous:
                 super().end(call)
-                committed = self.machines.machine.jobs[-1].keeping.book.committed
+                committed = self.machines.machine.jobs[-1].book.committed
                 assert committed is not None
                 self.stands = committed.step
             case _:
@@ -625,7 +628,7 @@ class Crossing(Beginning):
             self.machines.check(self.now_ms)
             job = self.machines.machine.jobs[-1]
             if was is not self.is_synchronous:
-                committed = job.keeping.book.committed
+                committed = job.book.committed
                 assert committed is not None
                 if was:
                     assert committed.step == self.stands, "it went over from another step"
@@ -634,7 +637,7 @@ class Crossing(Beginning):
                     self.stands = self.reached = committed.step
                 self.left = job.deployment.generation or Generation(0)
                 self.told.add("went over" if was else "went back")
-            if job.state.ended:  # a server was gone before there was a checkpoint
+            if job.phase.ended:  # a server was gone before there was a checkpoint
                 return
 
 

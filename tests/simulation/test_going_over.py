@@ -12,7 +12,8 @@ import pytest
 
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.ids import JobId
-from shardyard_coordinator.flows.mode_switch import ModeSwitch
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows import mode_switch
 from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_ps_server.checkpoint.restore import Restore
@@ -68,16 +69,15 @@ def goes_on_behind_the_halt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes over from the newest, whatever its step."""
-    real: Callable[..., Any] = ModeSwitch._go_over
+    real: Callable[..., Any] = mode_switch._switch_updates
 
-    def go_over(going_over: ModeSwitch, now_ms: int) -> Any:
-        job = going_over._job
-        committed = job.keeping.book.committed
-        if job.halting.step is not None and committed is not None and job.ranks is not None:
-            job.keeping.book.committed = replace(committed, step=job.halting.step)
-        return real(going_over, now_ms)
+    def switch_updates(job: JobState, now_ms: int) -> Any:
+        committed = job.book.committed
+        if job.drain.step is not None and committed is not None and job.ranks is not None:
+            job.book.committed = replace(committed, step=job.drain.step)
+        return real(job, now_ms)
 
-    monkeypatch.setattr(ModeSwitch, "_go_over", go_over)
+    monkeypatch.setattr(mode_switch, "_switch_updates", switch_updates)
 
 
 def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ def begins_data_shards_while_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_a_checkpoint_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was begun before all data shards were done."""
-    real: Callable[..., Any] = Drain.settle
-    monkeypatch.setattr(Drain, "settle", lambda self, step, ticket=0: real(self, step, ticket and 1))
+    real: Callable[..., Any] = Drain.fix_step
+    monkeypatch.setattr(Drain, "fix_step", lambda self, step, ticket=0: real(self, step, ticket and 1))
 
 
 def settles_once(monkeypatch: pytest.MonkeyPatch) -> None:

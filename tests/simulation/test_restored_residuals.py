@@ -194,7 +194,7 @@ class Yard(orders.Yard):
         for member in self.machine.members:
             self.beat(member.incarnation, Report(residual_norm=1.0))
         if self.random.random() < 0.3:
-            self.machine.jobs[-1].keeping.book.want()
+            self.machine.jobs[-1].book.want()
         self.handle(events.Ticked())
         for effect in self.effects:
             if isinstance(effect, effects.TakeCheckpoint):
@@ -224,9 +224,9 @@ class Yard(orders.Yard):
             for name, atoms in copies.items()
             if atoms
         ]
-        before = self.machine.jobs[-1].keeping.book.committed
+        before = self.machine.jobs[-1].book.committed
         self.handle(events.CheckpointTaken(job, number, number, 0, feedback=tuple(remembered)))
-        if self.machine.jobs[-1].keeping.book.committed is before:
+        if self.machine.jobs[-1].book.committed is before:
             return
         found = [atom for atoms in copies.values() for atom in atoms]
         assert len(found) == len(set(found)), "something is in the checkpoint twice"

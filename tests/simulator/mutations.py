@@ -19,8 +19,8 @@ from shardyard.domain.ids import Generation, Rank, Token
 from shardyard.domain.push_names import ROW_LANE, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard_coordinator.core.effects import Base, Persist
-from shardyard_coordinator.flows import checkpointing
-from shardyard_coordinator.flows.work_verdicts import WorkVerdicts
+from shardyard_coordinator.flows import checkpointing, work_verdicts
+from shardyard_coordinator.flows import recovery as recovery_flow
 from shardyard_coordinator.members.membership import Membership
 from shardyard_coordinator.storage import recovery
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
@@ -165,7 +165,7 @@ def tokens_are_not_looked_at(patch: Patch) -> None:
 @mutation("A8", "async-checkpoint", 17)
 def single_partitions_go_back_further(patch: Patch) -> None:
     """single partitions go back to the checkpoint before the newest"""
-    real_commit, real_bases = CheckpointBook.commit, checkpointing.CheckpointManager._bases
+    real_commit, real_bases = CheckpointBook.commit, recovery_flow.bases
 
     def commit(self: Any, *given: Any) -> Any:
         before = self.committed
@@ -174,27 +174,27 @@ def single_partitions_go_back_further(patch: Patch) -> None:
             self.__dict__["before"] = before
         return record
 
-    def bases(self: Any, partitions: Any) -> Any:
-        before = self.book.__dict__.get("before")
-        return real_bases(self, partitions) if before is None else (Base(before.number),)
+    def bases(job: Any, partitions: Any) -> Any:
+        before = job.book.__dict__.get("before")
+        return real_bases(job, partitions) if before is None else (Base(before.number),)
 
     patch.setattr(CheckpointBook, "commit", commit)
-    patch.setattr(checkpointing.CheckpointManager, "_bases", bases)
+    patch.setattr(recovery_flow, "bases", bases)
 
 
 @mutation("A9", "async-checkpoint", 19)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint has the data ledger as it is when the partitions are written"""
-    real = checkpointing.CheckpointManager.end_checkpoint
+    real = checkpointing.end
 
-    def end_checkpoint(self: Any, taken: Any) -> Any:
-        if self.book.draft is not None:
-            entries = [[kind, body] for kind, body in self._feeds.entries()]
-            late = {"entries": entries, "closed": self._feeds.closed, "token": self._tokens.latest}
-            self.book.draft = dataclasses.replace(self.book.draft, data_ledger=late)
-        return real(self, taken)
+    def end(job: Any, taken: Any) -> Any:
+        if job.book.draft is not None:
+            entries = [[kind, body] for kind, body in job.feeds.entries()]
+            late = {"entries": entries, "closed": job.feeds.closed, "token": job.tokens.latest}
+            job.book.draft = dataclasses.replace(job.book.draft, data_ledger=late)
+        return real(job, taken)
 
-    patch.setattr(checkpointing.CheckpointManager, "end_checkpoint", end_checkpoint)
+    patch.setattr(checkpointing, "end", end)
 
 
 @mutation("A10", "sync-checkpoint", 6)
@@ -221,7 +221,7 @@ def closed_is_closed(patch: Patch) -> None:
 @mutation("A11", "async-checkpoint", 19)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the end of the data is told while no checkpoint has all of it"""
-    patch.setattr(checkpointing.CheckpointManager, "has_all_data", property(lambda self: True))
+    patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
 @mutation("A12", "async", 252)
@@ -354,12 +354,12 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
 @mutation("B6", "sync-backup", 3, 14)
 def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
     """the coordinator tells who counts, and forgets it when it is started again"""
-    real = WorkVerdicts.decide_step
+    real = work_verdicts.decide_step
 
-    def decide_step(self: Any, step: int, ranks: Any, now_ms: int) -> Any:
-        return [effect for effect in real(self, step, ranks, now_ms) if not isinstance(effect, Persist)]
+    def decide_step(job: Any, step: int, ranks: Any, now_ms: int) -> Any:
+        return [effect for effect in real(job, step, ranks, now_ms) if not isinstance(effect, Persist)]
 
-    patch.setattr(WorkVerdicts, "decide_step", decide_step)
+    patch.setattr(work_verdicts, "decide_step", decide_step)
 
 
 @mutation("B6", "sync-backup", 0, 1)

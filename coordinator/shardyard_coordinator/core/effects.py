@@ -35,7 +35,7 @@ from shardyard_coordinator.work.losses import LostRange
 from shardyard_coordinator.work.straggler_verdicts import MissedBatch
 
 
-class JobState(enum.Enum):
+class JobPhase(enum.Enum):
     """STARTING waits for variables and first values; FINISHING has no worker any more, and waits for its last
     checkpoint; FINISHED and FAILED are ends."""
 
@@ -47,7 +47,7 @@ class JobState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        return self in (JobState.FINISHED, JobState.FAILED)
+        return self in (JobPhase.FINISHED, JobPhase.FAILED)
 
 
 # ---- effects
@@ -261,7 +261,7 @@ class HeartbeatReply:
     `checkpoint`: the newest; `consistency`: what a job that was switched goes by; `halt`: of a job that goes over from
     synchronous to asynchronous updates."""
 
-    job_state: JobState | None = None
+    job_state: JobPhase | None = None
     failure: ShardyardError | None = None
     generation: Generation | None = None
     ranks: tuple[RankLease, ...] = ()
@@ -399,7 +399,7 @@ class JobView:
 
     job: JobId
     job_name: str
-    state: JobState
+    state: JobPhase
     failure: ShardyardError | None
     mode: UpdateMode
     map: PartitionMap | None

@@ -1,14 +1,15 @@
 """What happens to one job over several events, each flow in a file of its own.
 
-A flow decides in which order the parts of a job change. It takes the facts of an event, changes the job's books (in
-`work`, `modes`, `storage` and `members`), and returns effects. It keeps little state of its own and does no I/O.
+A flow is functions over `core.job_state.JobState`. It decides in which order the parts of a job change. It takes the
+facts of an event, changes the parts (of `work`, `modes`, `storage`, `members` and `placement`), and returns effects. It
+keeps no state and does no I/O. A flow imports only flows that stand below it in this list:
 
-In the order of a job's life:
-
-- `deployment`: variables are registered, created on servers and given first values.
-- `leasing`: workers get data shards or logical ranks. `work_verdicts`: which results count.
-- `checkpointing`: checkpoints, and the recovery of lost partitions.
-- `lost_pushes`, `residual_flow`: what a recovery has lost, and which worker takes up which residual.
-- `mode_switch`: the consistency mode of a running job changes. `readers`: evaluators hold values.
+- `deployment`: variables are registered, created on servers and given first values. `readers`: what readers are told.
+- `leasing`: workers get data shards. `step_barrier`: the step before which all workers stop, or change the mode.
+- `work_verdicts`: which results count. `mode_switch`: the consistency mode of a running job changes.
 - `job_end`: the last checkpoint, and the end.
+- `recovery`: lost partitions, and the way back to a checkpoint.
+- `checkpointing`: when a checkpoint is taken, and what the newest one has.
+- `fencing`: the work of a lost worker becomes free. `lost_pushes`, `residuals`: what a recovery has lost, and which
+  worker takes up which residual.
 """

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from shardyard.domain import limits
 from shardyard.domain.ids import JobId
-from shardyard_coordinator.core.effects import JobState, LogMessage
-from shardyard_coordinator.flows.deployment import Deployment, Stage
-from shardyard_coordinator.machine.job import Job
+from shardyard_coordinator.core.effects import JobPhase, LogMessage
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows.mode_switch import draining
+from shardyard_coordinator.placement.deployment import Deployment, Stage
 
 NAMED_MAX = 8
 """So many partitions, ranks, members are named; more are counted."""
@@ -31,33 +32,33 @@ class WaitReasons:
     """Of all jobs. To be shown the jobs now and then."""
 
     def __init__(self) -> None:
-        self._standing: dict[tuple[JobId, str], _CurrentWait] = {}
+        self._waits: dict[tuple[JobId, str], _CurrentWait] = {}
 
-    def look(self, jobs: Iterable[Job], now_ms: int) -> list[LogMessage]:
+    def look(self, jobs: Iterable[JobState], now_ms: int) -> list[LogMessage]:
         """Takes note of what each job waits for now. Returns what is to be said: of each wait that has lasted for
         limits.EXPLAIN_WAIT_MS, and after that time again, and its end."""
         told: list[LogMessage] = []
         found: dict[tuple[JobId, str], _CurrentWait] = {}
         for job in jobs:
             for kind, text in _waits(job):
-                wait = found[job.id, kind] = self._standing.pop((job.id, kind), _CurrentWait(text, now_ms, now_ms))
+                wait = found[job.id, kind] = self._waits.pop((job.id, kind), _CurrentWait(text, now_ms, now_ms))
                 wait.text = text
                 if now_ms - wait.told_ms >= limits.EXPLAIN_WAIT_MS:
                     wait.told_ms = now_ms
                     told.append(LogMessage(f"{job.title} waits for {_lasting(wait, now_ms)} so far", warning=True))
         ended = [
             LogMessage(f"job {job} has waited for {_lasting(wait, now_ms)}: the wait is over")
-            for (job, _), wait in self._standing.items()
+            for (job, _), wait in self._waits.items()
             if wait.told_ms > wait.since_ms
         ]
-        self._standing = found
+        self._waits = found
         return [*ended, *told]
 
     def of(self, job: JobId, now_ms: int) -> tuple[str, ...]:
         """What the job has waited for longer than limits.SHOW_WAIT_MS, the longest wait first."""
         lasting = [
             wait
-            for (waiting, _), wait in self._standing.items()
+            for (waiting, _), wait in self._waits.items()
             if waiting == job and now_ms - wait.since_ms >= limits.SHOW_WAIT_MS
         ]
         return tuple(_lasting(wait, now_ms) for wait in sorted(lasting, key=lambda wait: wait.since_ms))
@@ -67,28 +68,33 @@ def _lasting(wait: _CurrentWait, now_ms: int) -> str:
     return f"{wait.text}, for {(now_ms - wait.since_ms) / 1000:.1f} s"
 
 
-def _waits(job: Job) -> Iterator[tuple[str, str]]:
+def _waits(job: JobState) -> Iterator[tuple[str, str]]:
     """Each wait of a job: its kind, and what it waits for."""
-    if job.state.ended:
+    if job.phase.ended:
         return
-    if job.state is JobState.FINISHING:
-        yield "last", f"its last checkpoint{job.last.told}; it ends without after {job.settings.idle_ms / 1000:g} s"
+    idle_s = job.settings.idle_ms / 1000
+    if job.phase is JobPhase.FINISHING:
+        yield (
+            "last",
+            f"its last checkpoint{job.last_checkpoint.told}; it ends without after {idle_s:g} s",
+        )
     elif not job.workers:
-        yield "worker", f"a worker; it is ended {job.settings.idle_ms / 1000:g} s after its last one has gone"
-    if job.attendance.fencing:
-        yield "fence", f"servers to refuse worker {_named(job.attendance.fencing)}, before others have their work"
-    if job.keeping.recovery.needed:
+        yield "worker", f"a worker; it is ended {idle_s:g} s after its last one has gone"
+    if job.roster.fencing:
+        yield "fence", f"servers to refuse worker {_named(job.roster.fencing)}, before others have their work"
+    if job.recovery.needed:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:
         yield "deployment", _deployment(job.deployment)
     unheard = job.stopping.missing(job.workers)
     if unheard:
         yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
-    late = job.halting.missing(job.workers)
+    late = job.drain.missing(job.workers)
     if late:
-        yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.halting.wanted}"
-    if job.going_over.draining:
-        yield "drain", f"{job.going_over.draining} to be done, to go over to {job.halting.wanted}"
+        yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.drain.wanted}"
+    undone = draining(job)
+    if undone:
+        yield "drain", f"{undone} to be done, to go over to {job.drain.wanted}"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:
@@ -96,8 +102,8 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
             yield "ranks", f"a worker for logical rank {_named(vacant)}; the living take it after {grace_s:g} s"
 
 
-def _recovery(job: Job) -> str:
-    recovery = job.keeping.recovery
+def _recovery(job: JobState) -> str:
+    recovery = job.recovery
     attempt = recovery.attempt
     if attempt is None:
         return recovery.waits_for or f"a server for partition {_named(recovery.lost)}"

@@ -7,5 +7,6 @@ has run out, how far a job is. What becomes of a lost worker's work is decided i
 - `roster`: the workers of one job, those that have gone, and how long the job waits for more.
 - `progress`: step, samples and rate, from the workers' reports.
 - `nonfinite`: how many gradients of each worker were not finite.
+- `readers`: the readers of one job, and for how long its values stay for them.
 - `evaluations`: what evaluators report, and the best version that they keep.
 """

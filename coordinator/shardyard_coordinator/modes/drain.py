@@ -65,19 +65,19 @@ class Drain:
         if self.halt is not None and self.halt.drains and self.halt.settled:
             self.halt, self.ticket = replace(self.halt, settled=False, step=0), 0
 
-    def hear(self, worker: Incarnation, number: int, reached: int) -> None:
+    def on_reached(self, worker: Incarnation, number: int, reached: int) -> None:
         """The worker has contributed to no step from `reached` on, and waits."""
         if self._is_open and self.halt is not None and number == self.halt.number:
-            self._reached.hear(worker, reached)
+            self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
         """Whether all of the living have said how far they have come."""
         return self._is_open and self._reached.has_all(workers)
 
-    def settle(self, step: int, ticket: int = 0) -> list[Entry]:
+    def fix_step(self, step: int, ticket: int = 0) -> list[Entry]:
         """`step`: the first of which no partition has any part, when it was due: so far came those who are gone. Where
         it drains: above all versions, and `ticket` that of the next checkpoint. Records."""
-        return self._settle(step if self.drains else self._reached.settled(step), ticket)
+        return self._fix(step if self.drains else self._reached.agreed_step(step), ticket)
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Of the living, those that have not said how far they have come."""
@@ -96,7 +96,7 @@ class Drain:
         drains = wanted.mode.updates is UpdateMode.SYNC
         self._count, self.halt, self.wanted = number, SwitchPoint(number, drains=drains), wanted
 
-    def _settle(self, step: int, ticket: int) -> list[Entry]:
+    def _fix(self, step: int, ticket: int) -> list[Entry]:
         assert self.halt is not None
         self.halt, self.ticket = replace(self.halt, settled=True, step=step), ticket
         self._reached.clear()
@@ -129,7 +129,7 @@ class Drain:
             case "halt_settled":
                 require(self._is_open, "a halt is settled that is not due")
                 ticket = body.number("ticket", least=1) if body.has("ticket") else 0
-                self._settle(body.number("step", most=limits.SEQUENCE_MAX), ticket)
+                self._fix(body.number("step", most=limits.SEQUENCE_MAX), ticket)
             case "halt_given_up":
                 require(self.halt is not None, "a halt is given up that was not asked for")
                 self.end()

@@ -39,7 +39,7 @@ class ModeSetting:
         """The last map of partitions of another kind, of a job that went over from them."""
         self._by = 0
         """The checkpoint by way of which it did."""
-        self._gone_over: dict[Incarnation, int] = {}
+        self._acknowledged: dict[Incarnation, int] = {}
 
     # ---- what is asked
 
@@ -64,22 +64,22 @@ class ModeSetting:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
         return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
 
-    def go_over(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
+    def switch_updates(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
         """From partitions of another kind of updates, whose last map is of that generation, by way of a checkpoint."""
         self._switch(consistency)
         self._left, self._by = generation, checkpoint
 
     @property
-    def has_gone_over(self) -> bool:
+    def has_switched_updates(self) -> bool:
         """Whether its partitions were of another kind before."""
         return self._left is not None
 
-    def is_checkpoint_of_before(self, number: int) -> bool:
+    def is_former_checkpoint(self, number: int) -> bool:
         """Whether a checkpoint is of partitions that the job has left for others: what it has of data means something
         else, also where the mode is the same again."""
         return self._left is not None and number <= self._by
 
-    def is_of_before(self, generation: Generation | None) -> bool:
+    def is_former_map(self, generation: Generation | None) -> bool:
         """Whether a map is one of partitions that the job has left for others."""
         return self._left is not None and generation is not None and generation <= self._left
 
@@ -116,23 +116,23 @@ class ModeSetting:
         """Some server did not answer."""
         self._asking, self._retry_at_ms = False, now_ms + RETRY_MS
 
-    def hear(self, worker: Incarnation, number: int) -> list[Entry]:
+    def acknowledge(self, worker: Incarnation, number: int) -> list[Entry]:
         """A worker says by which switch it goes. Records."""
-        if not self._gone_over.get(worker, 0) < number <= self.latest.number:
+        if not self._acknowledged.get(worker, 0) < number <= self.latest.number:
             return []
-        self._gone_over[worker] = number
-        return [_gone_over(worker, number)]
+        self._acknowledged[worker] = number
+        return [_acknowledged(worker, number)]
 
-    def goes_by_latest(self, worker: Incarnation) -> bool:
-        return self._gone_over.get(worker, 0) == self.latest.number
+    def follows_latest(self, worker: Incarnation) -> bool:
+        return self._acknowledged.get(worker, 0) == self.latest.number
 
     def behind(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Those of the living that have not gone over yet."""
-        return tuple(worker for worker in sorted(workers) if not self.goes_by_latest(worker))
+        return tuple(worker for worker in sorted(workers) if not self.follows_latest(worker))
 
     def forget(self, worker: Incarnation) -> None:
         """It is gone."""
-        self._gone_over.pop(worker, None)
+        self._acknowledged.pop(worker, None)
 
     def _switch(self, consistency: Consistency) -> None:
         self._before, self.latest = self.latest, consistency
@@ -154,14 +154,14 @@ class ModeSetting:
         """After the job's settings, and its workers."""
         if not self.latest.number:
             return []
-        return [self._switched, *(_gone_over(*each) for each in self._gone_over.items())]
+        return [self._switched, *(_acknowledged(*each) for each in self._acknowledged.items())]
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""
         number = body.number("number", least=1, most=SWITCHES_MAX)
         if kind == "worker_gone_over":
             require(number <= self.latest.number, "a worker goes by a switch that was not")
-            self._gone_over[Incarnation(body.number("worker", least=1))] = number
+            self._acknowledged[Incarnation(body.number("worker", least=1))] = number
             return
         require(number > self.latest.number, f"switch {number} comes after switch {self.latest.number}")
         before = consistency_of(body.part("before"), number - 1)
@@ -209,7 +209,7 @@ def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
     return settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
 
 
-def _gone_over(worker: Incarnation, number: int) -> Entry:
+def _acknowledged(worker: Incarnation, number: int) -> Entry:
     return "worker_gone_over", {"worker": worker, "number": number}
 
 

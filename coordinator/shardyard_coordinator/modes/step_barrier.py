@@ -17,7 +17,7 @@ class StepBarrier:
     def __init__(self) -> None:
         self._steps: dict[Incarnation, int] = {}
 
-    def hear(self, worker: Incarnation, step: int) -> None:
+    def on_reached(self, worker: Incarnation, step: int) -> None:
         """The worker has contributed to no step from this one on, and waits."""
         self._steps[worker] = max(step, self._steps.get(worker, 0))
 
@@ -29,7 +29,7 @@ class StepBarrier:
         """Whether all of the living have, of whom there is one at least."""
         return bool(workers) and not self.missing(workers)
 
-    def settled(self, step: int) -> int:
+    def agreed_step(self, step: int) -> int:
         """The step to settle on. `step`: the first of which no partition has any part: so far came those who are
         gone."""
         return max([step, *self._steps.values()])

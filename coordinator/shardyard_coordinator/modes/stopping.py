@@ -32,21 +32,21 @@ class Stopping:
         if self.stop is not None:
             return []
         self.stop = Stop(reason, worker)
-        return [self._asked, *([] if self._by_steps else self._settle(0))]
+        return [self._asked, *([] if self._by_steps else self._fix(0))]
 
-    def hear(self, worker: Incarnation, reached: int) -> None:
+    def on_reached(self, worker: Incarnation, reached: int) -> None:
         """The worker has contributed to no step from `reached` on, and waits."""
         if self._is_open:
-            self._reached.hear(worker, reached)
+            self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
         """Whether all of the living have said how far they have come."""
         return self._is_open and self._reached.has_all(workers)
 
-    def settle(self, step: int) -> list[Entry]:
+    def fix_step(self, step: int) -> list[Entry]:
         """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
         Records."""
-        return self._settle(self._reached.settled(step))
+        return self._fix(self._reached.agreed_step(step))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Of the living, those that have not said how far they have come."""
@@ -60,7 +60,7 @@ class Stopping:
     def _is_open(self) -> bool:
         return self.stop is not None and not self.stop.settled
 
-    def _settle(self, step: int) -> list[Entry]:
+    def _fix(self, step: int) -> list[Entry]:
         assert self.stop is not None
         self.stop = replace(self.stop, settled=True, step=step)
         self._reached.clear()
@@ -90,4 +90,4 @@ class Stopping:
             self.stop = Stop(body.text("reason"), Incarnation(body.number("worker")) or None)
         else:
             require(self._is_open, "a stop is settled that is not due")
-            self._settle(body.number("step", most=limits.SEQUENCE_MAX))
+            self._fix(body.number("step", most=limits.SEQUENCE_MAX))

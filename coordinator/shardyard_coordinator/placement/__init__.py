@@ -4,6 +4,7 @@ In: the variables and tables that a worker registers, and the servers that live.
 blocks, blocks into partitions) and an assignment of partitions to servers. A layout does not depend on the number of
 servers, so that the job's results do not either.
 
-Read `placement` first: `plan` makes the layout, `assign` the map. `table_specs` checks tables and compares
-registrations. `layout_records` is the form of a layout and a map in the journal.
+Read `placement` first: `plan` makes the layout, `assign` the map. `deployment` is how far the variables are on the way
+to the servers. `registration` compares registrations, `table_specs` checks tables. `layout_records` is the form of a
+layout and a map in the journal.
 """

@@ -179,5 +179,5 @@ class Mailbox:
                 "continuing from the journal %s: %d members, %d unfinished jobs",
                 self._journal.name,
                 len(self._machine.members),
-                sum(not job.state.ended for job in self._machine.jobs),
+                sum(not job.phase.ended for job in self._machine.jobs),
             )

@@ -18,6 +18,7 @@ from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.push_names import LeasedSource, SourceKey
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.flows.work_verdicts import verdicts_before
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
@@ -175,7 +176,7 @@ class ServerCalls:
 
     def _verdicts_before(self, job: JobId, step: int) -> list[Entry]:
         with self._mailbox.machine() as machine:
-            return [entry for each in machine.jobs if each.id == job for entry in each.counting.verdicts_before(step)]
+            return [entry for each in machine.jobs if each.id == job for entry in verdicts_before(each, step)]
 
     def _forget_sources(self, wanted: effects.ForgetSources) -> None:
         for server, owned in wanted.map.by_server().items():

@@ -95,7 +95,7 @@ class Coordinator:
         """Whether a job waits for its last checkpoint, or readers still read its final values."""
         with self._mailbox.machine() as machine:
             return any(
-                job.state is effects.JobState.FINISHING or (job.readers.keep_values and len(job.readers))
+                job.phase is effects.JobPhase.FINISHING or (job.readers.keep_values and len(job.readers))
                 for job in machine.jobs
             )
 

@@ -13,7 +13,9 @@ from shardyard.domain.variables import VariableKind
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, layout_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.machine.job import Job
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows import mode_switch, work_verdicts
+from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.members.membership import Member
@@ -66,7 +68,7 @@ def list_quarantined(machine: Machine, number: JobId) -> wire.ListQuarantinedRep
     return reply
 
 
-def _member(member: Member, job: Job | None, now_ms: int) -> wire.MemberStatus:
+def _member(member: Member, job: JobState | None, now_ms: int) -> wire.MemberStatus:
     registration = member.registration
     report = Report() if job is None else job.progress.of(member.incarnation)
     return wire.MemberStatus(
@@ -81,20 +83,20 @@ def _member(member: Member, job: Job | None, now_ms: int) -> wire.MemberStatus:
         step=report.step,
         samples=report.samples,
         waiting_for=member.waiting_for,
-        ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
+        ranks=() if job is None else tuple(lease.rank for lease in job_views.ranks_of(job, member.incarnation)),
         not_finite=0 if job is None else job.not_finite.of(member.incarnation),
-        dropped=0 if job is None else min(job.counting.dropped_by(member.incarnation), _UINT64_MAX),
+        dropped=0 if job is None else min(work_verdicts.dropped_by(job, member.incarnation), _UINT64_MAX),
     )
 
 
-def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
+def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
     layout, map_ = job.deployment.layout, job.deployment.map
     variables = () if layout is None else layout.variables
     consistency = job.settings.consistency
     return wire.JobStatus(
         job=job.id,
         name=job.settings.name,
-        state=parts.STATES[job.state],
+        state=parts.STATES[job.phase],
         failure=None if job.failure is None else to_detail(job.failure),
         mode=common_messages.mode_to_wire(consistency.mode.updates),
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
@@ -103,8 +105,8 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         rows_at_once=consistency.rows_at_once,
         workers=len(job.workers),
         step=job.progress.step,
-        samples=min(job.samples, _UINT64_MAX),
-        samples_per_s=0.0 if job.state.ended else job.progress.samples_per_s(now_ms),
+        samples=min(job_views.samples(job), _UINT64_MAX),
+        samples_per_s=0.0 if job.phase.ended else job.progress.samples_per_s(now_ms),
         metrics=parts.metrics(job.progress.metrics),
         map=None if map_ is None else layout_messages.map_to_wire(map_),
         feeds=[
@@ -118,17 +120,17 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
                 finished=feed.finished,
                 quarantined=feed.quarantined,
             )
-            for feed in job.feed_counts(FEEDS_SHOWN_MAX)
+            for feed in job_views.feed_counts(job, FEEDS_SHOWN_MAX)
         ],
         parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
         payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
-        residuals_lost=job.residuals.count,
-        residual_lost_norm=job.residuals.norm,
-        lost_pushes=min(job.lost.count, _UINT64_MAX),
+        residuals_lost=job.lost_residuals.count,
+        residual_lost_norm=job.lost_residuals.norm,
+        lost_pushes=min(job.lost_pushes.count, _UINT64_MAX),
         waits=waits,
-        checkpoint=parts.checkpoint(job.keeping.book.committed),
-        restored=None if job.keeping.restored is None else _restored(job.keeping.restored),
-        recovering=job.keeping.recovery.needed,
+        checkpoint=parts.checkpoint(job.book.committed),
+        restored=None if job.restored is None else _restored(job.restored),
+        recovering=job.recovery.needed,
         not_finite=job.not_finite.count,
         workers_quarantined=job.not_finite.quarantined,
         stop=parts.stop(job.stopping.stop),
@@ -136,30 +138,30 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         evaluation=None if job.evaluations.latest is None else _evaluation(job.evaluations.latest),
         best=None if job.evaluations.best is None else _best(job.evaluations.best),
         readers=len(job.readers),
-        dropped=min(job.counting.dropped, _UINT64_MAX),
+        dropped=min(work_verdicts.dropped(job), _UINT64_MAX),
         tables=[
             wire.TableStatus(name=table.name, dim=table.dim, optimizer=table.optimizer, rows=min(rows, _UINT64_MAX))
-            for table, rows in (() if layout is None else zip(layout.tables, job.rows, strict=True))
+            for table, rows in (() if layout is None else zip(layout.tables, job_views.table_rows(job), strict=True))
         ],
     )
 
 
-def _switch(job: Job) -> wire.SwitchStatus | None:
+def _switch(job: JobState) -> wire.SwitchStatus | None:
     """What the job was switched to last. None: it never was."""
-    switching, halting = job.switching, job.halting
-    if halting.wanted is not None and not job.state.ended:
+    mode, drain = job.mode, job.drain
+    if drain.wanted is not None and not job.phase.ended:
         return wire.SwitchStatus(
-            consistency=lease_messages.consistency_to_wire(halting.wanted),
-            behind=halting.missing(job.workers),
-            step=halting.step or 0,
-            draining=job.going_over.draining,
+            consistency=lease_messages.consistency_to_wire(drain.wanted),
+            behind=drain.missing(job.workers),
+            step=drain.step or 0,
+            draining=mode_switch.draining(job),
         )
-    if not switching.latest.number:
+    if not mode.latest.number:
         return None
     return wire.SwitchStatus(
-        consistency=lease_messages.consistency_to_wire(switching.latest),
-        servers=not switching.is_under_way,
-        behind=() if job.state.ended else switching.behind(job.workers),
+        consistency=lease_messages.consistency_to_wire(mode.latest),
+        servers=not mode.is_under_way,
+        behind=() if job.phase.ended else mode.behind(job.workers),
     )
 
 

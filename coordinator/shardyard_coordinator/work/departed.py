@@ -55,11 +55,11 @@ class Departed:
         self._restored |= frozenset(partitions)
         self._is_due, self._is_asked = bool(self._pushed and self._restored), False
 
-    def settle(self, gone: Iterable[Incarnation]) -> list[Incarnation]:
+    def forget(self, gone: Iterable[Incarnation]) -> list[Incarnation]:
         """A checkpoint has all that came of these workers. Returns those of whom nothing more can be lost."""
-        settled = [worker for worker in gone if self._pushed.pop(worker, None) is not None]
+        forgotten = [worker for worker in gone if self._pushed.pop(worker, None) is not None]
         self._is_due = self._is_due and bool(self._pushed)
-        return settled
+        return forgotten
 
     def ask(self, now_ms: int) -> tuple[Incarnation, ...]:
         """The workers to ask partitions about now, if it is time."""

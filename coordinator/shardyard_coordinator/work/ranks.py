@@ -58,7 +58,7 @@ class RankBook:
 
     def join(self, worker: Incarnation, now_ms: int) -> list[RankAssignment]:
         self.enter(worker)
-        return [*self.settle(now_ms), *self._even_out(worker)]
+        return [*self.assign_vacant(now_ms), *self._even_out(worker)]
 
     def enter(self, worker: Incarnation) -> None:
         """The first half of `join`: the worker is there, and given nothing yet."""
@@ -70,7 +70,7 @@ class RankBook:
 
     def release(self, worker: Incarnation, now_ms: int) -> list[RankAssignment]:
         self.vacate(worker, now_ms)
-        return self.settle(now_ms)
+        return self.assign_vacant(now_ms)
 
     def vacate(self, worker: Incarnation, now_ms: int) -> None:
         """The first half of `release`: the worker's ranks are nobody's."""
@@ -79,7 +79,7 @@ class RankBook:
             if standing.owner == worker:
                 standing.owner, standing.unowned_since_ms = None, now_ms
 
-    def settle(self, now_ms: int) -> list[RankAssignment]:
+    def assign_vacant(self, now_ms: int) -> list[RankAssignment]:
         """Gives away the unowned ranks that need not wait any longer."""
         given: list[RankAssignment] = []
         at_once = len(self._living) >= self._workers_expected

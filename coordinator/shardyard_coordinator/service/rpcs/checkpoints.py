@@ -50,7 +50,7 @@ def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest
         backend.ask(events.RestoreCancelled(name), RestorePlanned)
         return wire.RestoreCheckpointReply()
     with backend.mailbox.machine() as machine:
-        urls = [job.keeping.book.url for job in machine.jobs if job.settings.name == name]
+        urls = [job.book.url for job in machine.jobs if job.settings.name == name]
     url = url or next((each for each in reversed(urls) if each), None) or backend.checkpoints or ""
     if not url:
         raise ConfigurationError("it is unknown where the checkpoints are", why="", todo="name their URL with --url")

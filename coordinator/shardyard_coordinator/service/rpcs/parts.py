@@ -11,7 +11,7 @@ from shardyard.domain.consistency import Consistency, Stop, SwitchPoint
 from shardyard.domain.errors import MalformedPayload
 from shardyard.wire import common_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.core.effects import JobPhase
 from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.storage.restored_residuals import RestoredResidual
 
@@ -20,12 +20,12 @@ NAME_CHARACTERS_MAX: Final = 512
 RETRY_MS: Final = 100
 """After how long a worker asks again for a lease or a verdict."""
 
-STATES: Final[dict[JobState, wire.JobState]] = {
-    JobState.STARTING: wire.JOB_STATE_STARTING,
-    JobState.RUNNING: wire.JOB_STATE_RUNNING,
-    JobState.FINISHING: wire.JOB_STATE_FINISHING,
-    JobState.FINISHED: wire.JOB_STATE_FINISHED,
-    JobState.FAILED: wire.JOB_STATE_FAILED,
+STATES: Final[dict[JobPhase, wire.JobState]] = {
+    JobPhase.STARTING: wire.JOB_STATE_STARTING,
+    JobPhase.RUNNING: wire.JOB_STATE_RUNNING,
+    JobPhase.FINISHING: wire.JOB_STATE_FINISHING,
+    JobPhase.FINISHED: wire.JOB_STATE_FINISHED,
+    JobPhase.FAILED: wire.JOB_STATE_FAILED,
 }
 
 

@@ -230,6 +230,6 @@ def test_standing_says_what_a_recovery_has_brought_back() -> None:
     partitions = len(job.map.owners)
     # the data shard was closed after the checkpoint, so it is leased once more
     restored = Restored(draft.number, 7, 1_700_000_000, partitions, 1, logs=False)
-    assert yard.machine.jobs[-1].keeping.restored == restored
+    assert yard.machine.jobs[-1].restored == restored
     assert (job.restored.checkpoint.number, job.restored.checkpoint.step) == (draft.number, 7)
     assert (job.restored.partitions, job.restored.leased_again, job.restored.logs) == (partitions, 1, False)

@@ -149,7 +149,7 @@ def test_job_that_goes_back_as_a_whole_gives_each_worker_its_own_and_what_is_of_
     assert not take(yard, third, second, generation), "it is the first one's"
     assert take(yard, first, second, generation), "the answer may have been lost"
     assert take(yard, third, third, generation)
-    assert yard.machine.jobs[-1].residuals.count == 0
+    assert yard.machine.jobs[-1].lost_residuals.count == 0
 
 
 def test_next_run_gives_all_to_its_first_worker_whatever_the_numbers_of_the_former(restarts: str) -> None:
@@ -266,7 +266,7 @@ def test_what_cannot_be_taken_up_is_lost_and_told_and_counted(restarts: str) -> 
     (warning,) = [each.text for each in yard.effects if isinstance(each, effects.LogMessage) and each.warning]
     assert warning.endswith("could not take it up: its SHA-256 is wrong")
     perhaps(yard, restarts)
-    assert yard.machine.jobs[-1].residuals.count == 1
+    assert yard.machine.jobs[-1].lost_residuals.count == 1
     assert told(yard, worker) == []
 
 

@@ -21,7 +21,7 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, DoneDataShards
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.core.effects import JobPhase
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
@@ -112,8 +112,8 @@ class Yard(MachineYard):
         return answer
 
     @property
-    def state(self) -> JobState:
-        return self.machine.jobs[-1].state
+    def state(self) -> JobPhase:
+        return self.machine.jobs[-1].phase
 
 
 def begun(settings: JobSettings = SETTINGS) -> Yard:
@@ -132,17 +132,17 @@ def test_job_is_finished_when_its_last_checkpoint_is_committed(settings: JobSett
     yard = begun(settings)
     yard.report(step=40)
     yard.leave()
-    assert (yard.state, yard.dropped) == (JobState.FINISHING, 0)
+    assert (yard.state, yard.dropped) == (JobPhase.FINISHING, 0)
     yard.tick()
     assert yard.taking[0].draft.step == 40
     yard.commit()
-    assert (yard.state, yard.dropped) == (JobState.FINISHED, 2)
+    assert (yard.state, yard.dropped) == (JobPhase.FINISHED, 2)
 
 
 def test_job_whose_newest_checkpoint_has_everything_ends_at_once() -> None:
     yard = begun()
     yard.leave()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
 
 
 def test_data_that_was_closed_without_a_step_is_written_down_too() -> None:
@@ -150,7 +150,7 @@ def test_data_that_was_closed_without_a_step_is_written_down_too() -> None:
     yard.handle(events.FeedOpened(yard.worker, 0, FeedSpec(10, "f", 10, 1, shuffle=False, drop_last=False)))
     yard.close(yard.worker, yard.lease(yard.worker))
     yard.leave()
-    assert yard.state is JobState.FINISHING
+    assert yard.state is JobPhase.FINISHING
 
 
 def test_checkpoint_under_way_that_has_everything_is_the_last() -> None:
@@ -160,7 +160,7 @@ def test_checkpoint_under_way_that_has_everything_is_the_last() -> None:
     yard.tick()
     yard.leave()
     yard.commit()
-    assert (yard.state, yard.taking) == (JobState.FINISHED, [])
+    assert (yard.state, yard.taking) == (JobPhase.FINISHED, [])
 
 
 def test_checkpoint_under_way_that_lacks_something_is_followed_by_the_last() -> None:
@@ -171,17 +171,17 @@ def test_checkpoint_under_way_that_lacks_something_is_followed_by_the_last() -> 
     yard.report(step=41)
     yard.leave()
     yard.commit()
-    assert yard.state is JobState.FINISHING
+    assert yard.state is JobPhase.FINISHING
     yard.tick()
     yard.commit()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
 
 
 def test_job_that_is_not_written_down_ends_at_once() -> None:
     yard = Yard(url=None)
     yard.report(step=40)
     yard.leave()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
 
 
 @pytest.mark.parametrize("failure", [StorageUnavailable("no space left"), NotReady("server 1.2 does not answer")])
@@ -191,14 +191,14 @@ def test_job_whose_last_checkpoint_fails_tries_again_for_its_idle_time_and_says_
     yard.report(step=40)
     yard.leave()
     for number in range(4):
-        assert yard.state is JobState.FINISHING
+        assert yard.state is JobPhase.FINISHING
         yard.tick(1_000 << number)
         yard.break_off(failure)
-    assert yard.state is JobState.FINISHING
+    assert yard.state is JobPhase.FINISHING
     said = f"its last checkpoint, which failed at last by: {failure.what}; it ends without after 20 s"
     assert any(said in text for text in yard.told)
     yard.tick(SETTINGS.idle_ms)
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
     late = f"without its last checkpoint: it was not written within 20 s, which failed at last by: {failure.what}"
     assert any(late in text for text in yard.told)
 
@@ -212,7 +212,7 @@ def test_job_whose_storage_recovers_has_its_last_checkpoint() -> None:
         yard.break_off()
     yard.tick(8_000)
     yard.commit()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
     assert not any("without its last checkpoint" in text for text in yard.told)
 
 
@@ -222,7 +222,7 @@ def test_job_whose_last_checkpoint_does_not_come_ends_and_says_so() -> None:
     yard.leave()
     yard.tick()
     yard.tick(SETTINGS.idle_ms)
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
     assert any("it was not written within 20 s" in text for text in yard.told)
 
 
@@ -232,10 +232,10 @@ def test_next_coordinator_takes_the_last_checkpoint() -> None:
     yard.leave()
     yard.tick()
     yard.restart()
-    assert yard.state is JobState.FINISHING
+    assert yard.state is JobPhase.FINISHING
     yard.tick()
     yard.commit()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -244,14 +244,14 @@ def test_job_whose_workers_are_gone_for_good_is_written_down_before_it_fails(res
     yard.report(step=40)
     yard.kill_worker()
     yard.tick(SETTINGS.idle_ms - 1)
-    assert yard.state is JobState.RUNNING
+    assert yard.state is JobPhase.RUNNING
     yard.tick(1)
-    assert yard.state is JobState.FINISHING
+    assert yard.state is JobPhase.FINISHING
     if restarts:
         yard.restart()
     yard.tick()
     yard.commit()
-    assert (yard.state, yard.dropped) == (JobState.FAILED, 2)
+    assert (yard.state, yard.dropped) == (JobPhase.FAILED, 2)
     failure = yard.machine.jobs[-1].failure
     assert failure is not None
     assert "has had no worker for 20 s" in failure.what
@@ -264,7 +264,7 @@ def test_job_whose_workers_are_gone_for_good_fails_at_once_where_partitions_have
     for server in yard.servers:
         yard.handle(events.MemberLeft(server, ""))
     yard.tick(SETTINGS.idle_ms)
-    assert yard.state is JobState.FAILED
+    assert yard.state is JobPhase.FAILED
 
 
 def test_script_that_is_started_again_at_once_does_not_join_the_job_that_ends() -> None:
@@ -291,14 +291,14 @@ def test_server_that_dies_before_the_last_checkpoint_is_recovered_from_first() -
     late = yard.taking.pop()
     yard.handle(events.MemberLeft(yard.servers[0], ""))
     yard.handle(events.CheckpointTaken(yard.worker.job, late.draft.number, 9, 40))
-    assert yard.state is JobState.FINISHING, "it was broken off"
+    assert yard.state is JobPhase.FINISHING, "it was broken off"
     yard.tick(5_000)
-    attempt = yard.machine.jobs[0].keeping.recovery.attempt
+    attempt = yard.machine.jobs[0].recovery.attempt
     assert attempt is not None
     yard.handle(events.PartitionsRestored(yard.worker.job, attempt.map.generation))
     yard.tick()
     yard.commit()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
 
 
 # ---- on command
@@ -332,7 +332,7 @@ def test_ticket_is_good_for_a_job_that_has_ended_meanwhile() -> None:
     yard.leave()
     yard.tick()
     yard.commit()
-    assert yard.state is JobState.FINISHED
+    assert yard.state is JobPhase.FINISHED
     taken = yard.ask(ticket, SETTINGS.name).taken
     assert taken is not None
     assert taken.step == 7
@@ -345,7 +345,7 @@ def test_nobody_is_written_down_who_cannot_be() -> None:
     other = yard.join(JobSettings(name="other", checkpoint=CheckpointSettings(url="never")))
     with pytest.raises(InvalidRequest, match="2 jobs run: 'default', 'other'"):
         yard.ask()
-    with pytest.raises(InvalidRequest, match="is not written down"):
+    with pytest.raises(InvalidRequest, match="has no checkpoints"):
         yard.handle(events.CheckpointRequested(other, "", 0))
     third = yard.join(JobSettings(name="third"))
     with pytest.raises(NotReady, match="no values yet"):
@@ -395,7 +395,7 @@ def test_sources_of_workers_are_forgotten_when_nothing_more_can_come_from_them()
     left, dead = yard.join(), yard.join()
     yard.handle(events.MemberLeft(left.incarnation, ""))
     yard.kill(dead.incarnation)
-    assert dead.incarnation in yard.machine.jobs[0].attendance.fencing
+    assert dead.incarnation in yard.machine.jobs[0].roster.fencing
     yard.ask()
     yard.tick()
     yard.commit()

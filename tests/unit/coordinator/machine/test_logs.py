@@ -26,7 +26,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.storage.storage import Written
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.core.effects import JobPhase
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.records import Body, DamagedRecord
@@ -118,8 +118,8 @@ class Yard(MachineYard):
         assert isinstance(placed, effects.VariablesPlaced)
         return {owner.partition for owner in placed.map.owners if owner.server == server}
 
-    def state(self) -> JobState:
-        return self.machine.jobs[-1].state
+    def state(self) -> JobPhase:
+        return self.machine.jobs[-1].phase
 
 
 @pytest.fixture(params=[None, False, True], ids=["no-restart", "from-all-records", "from-the-snapshot"])
@@ -240,7 +240,7 @@ def test_run_that_began_with_a_checkpoint_begins_again_if_a_server_dies_before_i
     assert again.life > 2
     assert gone not in {owner.server for owner in again.map.owners}
     perhaps_restart(yard, short)
-    assert yard.state() is JobState.RUNNING
+    assert yard.state() is JobPhase.RUNNING
     if late is not None:
         yard.handle(events.CheckpointTaken(caller.job, late.draft.number, 8, 60))
     with pytest.raises(NotReady, match="begins when its first checkpoint is written"):
@@ -298,13 +298,13 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
     gone, kept = yard.servers
     yard.kill(gone)
     perhaps_restart(yard, short)
-    assert yard.state() is JobState.STARTING
+    assert yard.state() is JobPhase.STARTING
     with pytest.raises(NotReady, match="first values"):
         yard.variables(caller)
-    assert yard.machine.jobs[-1].keeping.recovery.needed
+    assert yard.machine.jobs[-1].recovery.needed
     fresh = yard.add_server(THERE)
     yard.servers.append(fresh)
-    while yard.machine.jobs[-1].keeping.recovery.needed:
+    while yard.machine.jobs[-1].recovery.needed:
         yard.tick()
     perhaps_restart(yard, short)
     generation = yard.machine.jobs[-1].deployment.generation
@@ -324,9 +324,9 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
     assert placed.initializer, "who gave them gives them again"
     yard.handle(events.VariablesCommitted(caller, generation))
     yard.handle(events.PartitionsOpened(caller.job))
-    assert yard.state() is JobState.STARTING
+    assert yard.state() is JobPhase.STARTING
     yard.handle(events.PartitionsOpened(caller.job, generation))
-    assert yard.state() is JobState.RUNNING
+    assert yard.state() is JobPhase.RUNNING
     assert yard.take(caller, 3).logs == {kept, fresh}
     assert isinstance(yard.handle(events.VariablesCommitted(caller, generation)), effects.Acknowledged)
 
@@ -352,7 +352,7 @@ def test_another_worker_gives_first_values_if_who_gave_them_is_gone_too(short: b
     perhaps_restart(yard, short)
     yard.handle(events.WorkersFenced(caller.job, (caller.incarnation,)))
     yard.servers.append(yard.add_server(HERE))
-    while yard.machine.jobs[-1].keeping.recovery.needed:
+    while yard.machine.jobs[-1].recovery.needed:
         yard.tick()
     yard.variables(other)
     yard.handle(events.PartitionsCreated(caller.job, Generation(2)))
@@ -367,9 +367,9 @@ def test_job_that_ends_before_its_first_checkpoint_ends_if_a_server_dies() -> No
     caller = come_to(yard, "open", settings())
     yard.handle(events.MemberLeft(caller.incarnation, ""))
     yard.others.clear()
-    assert yard.state() is JobState.FINISHING
+    assert yard.state() is JobPhase.FINISHING
     yard.kill(yard.servers[0])
-    assert yard.state() is JobState.FAILED
+    assert yard.state() is JobPhase.FAILED
 
 
 # ---- servers that die
@@ -403,7 +403,7 @@ def test_a_server_that_cannot_read_the_log_gets_nothing(short: bool | None) -> N
     perhaps_restart(yard, short)
     for _ in range(3 * SERVER_GRACE_MS // 100):
         assert not [each for each in yard.tick() if isinstance(each, effects.RestorePartitions)]
-    recovery = yard.machine.jobs[-1].keeping.recovery
+    recovery = yard.machine.jobs[-1].recovery
     numbers = ", ".join(map(str, sorted(lost)))
     assert recovery.waits_for == f"a server that reaches the logs in folder {HERE}, for partition {numbers}"
     fresh = yard.add_server(HERE)
@@ -426,14 +426,14 @@ def test_logs_of_all_who_owned_a_partition_are_read(short: bool | None) -> None:
         yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
         perhaps_restart(yard, short)
     # the checkpoint that follows was never written; the next two leave the log of the first behind
-    yard.machine.jobs[-1].keeping.book.want()
+    yard.machine.jobs[-1].book.want()
     first = yard.take(caller, 5)
     assert first.logs == {*gone, *yard.servers}
-    yard.machine.jobs[-1].keeping.book.want()
+    yard.machine.jobs[-1].book.want()
     second = yard.take(caller, 6)
     assert (second.oldest, second.logs) == (1, {*gone, *yard.servers})
     perhaps_restart(yard, short)
-    yard.machine.jobs[-1].keeping.book.want()
+    yard.machine.jobs[-1].book.want()
     third = yard.take(caller, 7)
     assert (third.oldest, third.logs) == (5, set(yard.servers))
 
@@ -441,7 +441,7 @@ def test_logs_of_all_who_owned_a_partition_are_read(short: bool | None) -> None:
 def test_older_checkpoints_are_offered_too(short: bool | None) -> None:
     yard = Yard(HERE)
     caller = yard.run()
-    book = yard.machine.jobs[-1].keeping.book
+    book = yard.machine.jobs[-1].book
     for number in (2, 3):
         book.want()
         yard.take(caller, number)
@@ -467,7 +467,7 @@ def test_damage_ends_the_job_and_an_absent_storage_does_not(failure: ShardyardEr
         assert again.map.generation > wanted.map.generation
         assert again.bases == wanted.bases
     else:
-        assert yard.state() is JobState.FAILED
+        assert yard.state() is JobPhase.FAILED
 
 
 def test_closed_data_stays_closed(short: bool | None) -> None:

@@ -15,7 +15,7 @@ from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
+from shardyard_coordinator.machine.job_directory import JOBS_ENDED_MAX
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.status import describe
 from shardyard_coordinator.work.feeds import FeedSpec

@@ -26,8 +26,9 @@ from shardyard.wire import common_messages
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState, NotFiniteVerdict
-from shardyard_coordinator.machine.job import Job
+from shardyard_coordinator.core.effects import JobPhase, NotFiniteVerdict
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.service import status
 from shardyard_coordinator.service.rpcs import data
 from shardyard_coordinator.work.feeds import FeedSpec
@@ -78,7 +79,7 @@ class Yard(MachineYard):
         return answer
 
     @property
-    def the_job(self) -> Job:
+    def the_job(self) -> JobState:
         return self.machine.jobs[0]
 
     def hire(self) -> Incarnation:
@@ -95,7 +96,7 @@ class Yard(MachineYard):
         return found
 
     def rank_of(self, worker: Incarnation) -> tuple[RankSource, Token]:
-        lease = self.the_job.ranks_of(worker)[0]
+        lease = job_views.ranks_of(self.the_job, worker)[0]
         return RankSource(lease.rank), lease.token
 
     def report(
@@ -186,7 +187,7 @@ def test_nothing_is_decided_while_a_checkpoint_may_have_copied_the_ledger_alread
     yard = Yard(checkpoints="memory://c")
     lease = yard.lease(yard.one)
     yard.handle(events.Ticked())
-    draft = yard.the_job.keeping.book.draft
+    draft = yard.the_job.book.draft
     assert draft is not None
     assert yard.report(yard.one, SHARD, lease.token, 1) == NotFiniteVerdict(decided=False)
     assert (yard.condemned(), yard.counted()) == ([], (0, 0))
@@ -202,7 +203,7 @@ def test_synchronous_the_ranks_contribution_does_not_count_and_is_decided_at_onc
     source, token = yard.rank_of(yard.other)
     assert yard.report(yard.other, source, token, 3) == DECIDED
     assert yard.condemned() == [(source, 3)]
-    assert yard.the_job.ranks_of(yard.other)[0].careful_below == 4
+    assert job_views.ranks_of(yard.the_job, yard.other)[0].careful_below == 4
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
@@ -222,7 +223,7 @@ def test_worker_that_keeps_sending_them_is_out_and_others_have_its_work() -> Non
     assert isinstance(failure, WorkerQuarantined)
     assert f"3 gradients in a row of worker {yard.one} were not finite" in failure.what
     assert failure.facts == {"worker": str(yard.one), "step": "42", "parameter": "w"}
-    assert yard.the_job.state is JobState.RUNNING
+    assert yard.the_job.phase is JobPhase.RUNNING
     assert yard.the_job.workers == [yard.other]
     assert yard.counted() == (3, 1)
     with pytest.raises(WorkerQuarantined, match="is in quarantine: 3 gradients"):
@@ -238,14 +239,14 @@ def test_job_does_not_wait_at_its_end_for_a_worker_that_is_out() -> None:
     lease = yard.lease(yard.one)
     yard.report(yard.one, SHARD, lease.token, 0, in_a_row=3)
     yard.handle(events.MemberLeft(yard.other, ""))
-    assert yard.the_job.state is JobState.FINISHED
+    assert yard.the_job.phase is JobPhase.FINISHED
 
 
 def test_synchronous_the_ranks_of_a_worker_that_is_out_go_to_the_others() -> None:
     yard = Yard(UpdateMode.SYNC)
     source, token = yard.rank_of(yard.one)
     yard.report(yard.one, source, token, 0, in_a_row=3)
-    assert [lease.rank for lease in yard.the_job.ranks_of(yard.other)] == [Rank(0), Rank(1)]
+    assert [lease.rank for lease in job_views.ranks_of(yard.the_job, yard.other)] == [Rank(0), Rank(1)]
 
 
 def test_rows_that_were_interrupted_and_a_limit_of_none_put_nobody_out() -> None:
@@ -268,7 +269,7 @@ def test_job_whose_workers_all_do_it_fails_and_says_so() -> None:
     assert isinstance(failure, NonFiniteGradient)
     assert f"3 gradients in a row of worker {yard.other} were not finite" in failure.what
     assert failure.what.endswith("and 1 workers were out before it; the loss has diverged")
-    assert yard.the_job.state is JobState.FAILED
+    assert yard.the_job.phase is JobPhase.FAILED
     standing_ = yard.beat(yard.other)
     assert isinstance(standing_.failure, NonFiniteGradient)
 
@@ -280,7 +281,7 @@ def test_fatal_by_policy_names_worker_step_and_parameter() -> None:
     assert isinstance(failure, NonFiniteGradient)
     assert failure.what == f"worker {yard.one}, step 42, data shard 0.0.0 #2: the gradient of 'w' is not finite"
     assert failure.facts == {"worker": str(yard.one), "step": "42", "parameter": "w"}
-    assert yard.the_job.state is JobState.FAILED
+    assert yard.the_job.phase is JobPhase.FAILED
     assert isinstance(yard.beat(yard.other).failure, NonFiniteGradient)
     assert yard.condemned() == []
 

@@ -11,10 +11,10 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState, JobView
-from shardyard_coordinator.flows.readers import END_MS, SILENT_MS
-from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
+from shardyard_coordinator.core.effects import JobPhase, JobView
+from shardyard_coordinator.machine.job_directory import JOBS_ENDED_MAX
 from shardyard_coordinator.members.evaluations import Evaluation
+from shardyard_coordinator.members.readers import END_MS, SILENT_MS
 from shardyard_coordinator.service.rpcs import jobs
 from shardyard_coordinator.service.status import describe
 from tests.support.machine_yards import MachineYard
@@ -76,7 +76,7 @@ def test_job_that_is_not_there_yet_is_not_found() -> None:
     yard.leave()
     with pytest.raises(errors.NotFound, match="has ended"):
         yard.follow(name="digits")
-    assert yard.follow(job=yard.worker.job).state is JobState.FINISHED
+    assert yard.follow(job=yard.worker.job).state is JobPhase.FINISHED
 
 
 def test_readers_are_no_members_and_change_nothing() -> None:

@@ -19,8 +19,11 @@ from shardyard.domain.push_names import DataLease, RankLease
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState
-from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX, Machine
+from shardyard_coordinator.core.effects import JobPhase
+from shardyard_coordinator.flows import job_end
+from shardyard_coordinator.machine import job_views
+from shardyard_coordinator.machine.job_directory import JOBS_ENDED_MAX
+from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.members.roster import LATE_MS
@@ -104,7 +107,7 @@ def test_members_are_what_they_were_in_a_higher_term(yard: Yard, short: bool) ->
     yard.restart(from_snapshot=short)
     assert yard.machine.term == 2
     assert [(each.incarnation, each.registration, each.job) for each in yard.machine.members] == before
-    assert yard.beat(caller.incarnation).job_state is JobState.STARTING
+    assert yard.beat(caller.incarnation).job_state is JobPhase.STARTING
     fresh = yard.register(MemberRole.AGENT, "a:1")
     assert str(fresh) == "2.1"
     assert yard.join(SETTINGS.model_copy(update={"name": "other"})).job == JobId(2 << 32 | 1)
@@ -146,7 +149,7 @@ def test_running_job_goes_on_with_the_map_that_everyone_has(yard: Yard, short: b
     yard.run(caller)
     before = yard.variables(caller)
     assert yard.restart(from_snapshot=short) == []
-    assert yard.beat(caller.incarnation).job_state is JobState.RUNNING
+    assert yard.beat(caller.incarnation).job_state is JobPhase.RUNNING
     assert yard.variables(caller) == before
     assert yard.join().job == caller.job
 
@@ -247,7 +250,7 @@ def test_committed_values_are_opened_by_the_next_coordinator(yard: Yard, short: 
         yard.handle(events.VariablesCommitted(caller))
     yard.handle(events.PartitionsOpened(caller.job))
     assert yard.handle(events.VariablesCommitted(caller)) == effects.Acknowledged()
-    assert yard.machine.jobs[-1].state is JobState.RUNNING
+    assert yard.machine.jobs[-1].phase is JobPhase.RUNNING
 
 
 def test_ended_jobs_stay_visible_and_are_dropped_again_where_servers_live(yard: Yard, short: bool) -> None:
@@ -256,11 +259,11 @@ def test_ended_jobs_stay_visible_and_are_dropped_again_where_servers_live(yard: 
     yard.beat(caller.incarnation, Report(step=7, samples=70, metrics=(("loss", 0.25),)))
     yard.advance(LEASE_MS, caller.incarnation, yard.servers[0])
     failed = yard.job()
-    assert yard.machine.jobs[-1].state is JobState.FAILED
+    assert yard.machine.jobs[-1].phase is JobPhase.FAILED
     again = yard.restart(from_snapshot=short)
     assert [(type(each), each.server.incarnation) for each in again] == [(effects.DropJob, yard.servers[0])]  # type: ignore[union-attr]
     job = yard.job()
-    assert yard.machine.jobs[-1].state is JobState.FAILED
+    assert yard.machine.jobs[-1].phase is JobPhase.FAILED
     assert (job.step, job.samples) == (7, 70)
     assert [(each.name, each.value) for each in job.metrics] == [("loss", 0.25)]
     assert (job.map, job.parameters, job.payload_bytes) == (failed.map, failed.parameters, failed.payload_bytes)
@@ -273,7 +276,7 @@ def test_forgotten_jobs_stay_forgotten_and_their_workers_too(yard: Yard, short: 
     caller = yard.join(SETTINGS.model_copy(update={"workers_expected": 9}))
     job = yard.machine.jobs[0]
     yard.run(caller)
-    yard.persisted += [each for each in job.fail(ServerLost("gone")) if isinstance(each, effects.Persist)]
+    yard.persisted += [each for each in job_end.fail(job, ServerLost("gone")) if isinstance(each, effects.Persist)]
     for _ in range(JOBS_ENDED_MAX + 1):
         yard.handle(events.MemberLeft(yard.join().incarnation, ""))
     shown = [each.job for each in describe(yard.machine, yard.now_ms).jobs]
@@ -293,7 +296,7 @@ def test_job_whose_workers_are_all_gone_waits_its_idle_time_anew(yard: Yard, sho
     yard.advance(LEASE_MS + SETTINGS.idle_ms - 200, *yard.servers)
     yard.restart(from_snapshot=short)
     yard.advance(SETTINGS.idle_ms - 100, *yard.servers)
-    assert yard.machine.jobs[-1].state is JobState.RUNNING
+    assert yard.machine.jobs[-1].phase is JobPhase.RUNNING
     yard.advance(100, *yard.servers)
     job = yard.machine.jobs[-1]
     assert job.failure is not None
@@ -306,9 +309,9 @@ def test_job_that_waits_for_late_workers_is_finished_anew_after_a_while(yard: Ya
     yard.handle(events.MemberLeft(caller.incarnation, ""))
     yard.restart(from_snapshot=short)
     yard.advance(LATE_MS - 100, *yard.servers)
-    assert yard.machine.jobs[-1].state is JobState.RUNNING
+    assert yard.machine.jobs[-1].phase is JobPhase.RUNNING
     yard.advance(100, *yard.servers)
-    assert yard.machine.jobs[-1].state is JobState.FINISHED
+    assert yard.machine.jobs[-1].phase is JobPhase.FINISHED
 
 
 def test_goodbyes_and_the_chief_that_is_done_are_remembered(yard: Yard, short: bool) -> None:
@@ -319,7 +322,7 @@ def test_goodbyes_and_the_chief_that_is_done_are_remembered(yard: Yard, short: b
     yard.restart(from_snapshot=short)
     assert not yard.beat(second.incarnation).chief
     yard.handle(events.MemberLeft(second.incarnation, ""))
-    assert yard.machine.jobs[-1].state is JobState.FINISHED
+    assert yard.machine.jobs[-1].phase is JobPhase.FINISHED
 
 
 def test_fence_that_was_under_way_is_made_again_before_the_work_goes_on(yard: Yard, short: bool) -> None:
@@ -457,8 +460,8 @@ def test_largest_numbers_that_peers_may_give_come_back(yard: Yard, mode: UpdateM
         yard.handle(events.MemberLeft(caller.incarnation, "ValueError: \u00e9"))
     yard.restart(from_snapshot=short)
     job = yard.job()
-    assert yard.machine.jobs[-1].state is JobState.FAILED
-    assert (yard.machine.jobs[-1].samples, job.step, job.samples) == (2 * most, most, most)
+    assert yard.machine.jobs[-1].phase is JobPhase.FAILED
+    assert (job_views.samples(yard.machine.jobs[-1]), job.step, job.samples) == (2 * most, most, most)
     assert [(each.name, repr(each.value)) for each in job.metrics] == [("loss", "nan")]
     assert [feed.samples for feed in job.feeds] == [limits.SAMPLES_MAX] * 2
 

@@ -65,7 +65,7 @@ def test_records_bring_back_what_is_lost() -> None:
     for persisted in (yard.persisted, yard.machine.snapshot()):
         again = Machine.restore(numbered(persisted), term=Term(1), lease_ms=1_000, now_ms=0)
         assert state_of(again) == state_of(yard.machine)
-        assert again.jobs[0].residuals.norm == math.hypot(3.0, 0.1)
+        assert again.jobs[0].lost_residuals.norm == math.hypot(3.0, 0.1)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])

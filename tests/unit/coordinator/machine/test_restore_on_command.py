@@ -21,7 +21,7 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.core.effects import JobPhase
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
@@ -91,8 +91,8 @@ class Yard(MachineYard):
         self.handle(events.PartitionsRestored(wanted.subject.job, wanted.map.generation))
 
     @property
-    def state(self) -> JobState:
-        return self.machine.jobs[-1].state
+    def state(self) -> JobPhase:
+        return self.machine.jobs[-1].phase
 
 
 @pytest.fixture(params=["", "all", "snapshot"])
@@ -126,7 +126,7 @@ def test_next_run_begins_with_the_checkpoint_and_leases_what_it_lacks(restarts: 
     assert {owner.server for owner in wanted.map.owners} <= set(yard.servers)
     yard.restored(wanted)
     perhaps(yard, restarts)
-    assert yard.state is JobState.RUNNING
+    assert yard.state is JobPhase.RUNNING
     placed = yard.handle(events.VariablesRegistered(worker, VARIABLES, SGD))
     assert isinstance(placed, effects.VariablesPlaced)
     assert not placed.initializer
@@ -147,7 +147,7 @@ def test_run_that_could_not_begin_leaves_the_order_to_the_next(restarts: str) ->
     assert wanted is not None
     damaged = CheckpointDamaged("some bytes have changed")
     yard.handle(events.RestoreFailed(wanted.subject.job, wanted.map.generation, damaged))
-    assert yard.state is JobState.FAILED
+    assert yard.state is JobPhase.FAILED
     perhaps(yard, restarts)
     yard.order(dataclasses.replace(ORIGIN, number=6))
     yard.join()
@@ -165,13 +165,13 @@ def test_server_that_dies_while_a_run_begins_is_made_up_for() -> None:
     gone = wanted.map.owners[0].server
     yard.handle(events.MemberLeft(gone, ""))
     yard.restored(wanted)
-    assert yard.state is JobState.STARTING, "that attempt was given up"
+    assert yard.state is JobPhase.STARTING, "that attempt was given up"
     again = yard.tick()
     assert again is not None
     assert gone not in {owner.server for owner in again.map.owners}
     assert again.life > wanted.life
     yard.restored(again)
-    assert yard.state is JobState.RUNNING
+    assert yard.state is JobPhase.RUNNING
 
 
 def test_variables_that_do_not_fit_are_explained() -> None:
@@ -322,9 +322,9 @@ def test_job_does_not_go_back_to_another_runs_checkpoint_nor_while_one_is_writte
         yard.order(dataclasses.replace(origin, job=ORIGIN.job))
     yard.handle(events.CheckpointRequested(worker, "", 0))
     yard.handle(events.Ticked())
-    with pytest.raises(NotReady, match="is written down"):
+    with pytest.raises(NotReady, match="is being written or restored"):
         yard.order(origin)
     yard.handle(events.MemberLeft(yard.machine.jobs[0].deployment.servers[0].incarnation, ""))
     yard.restored(yard.tick())
-    with pytest.raises(NotReady, match="is written down"):  # what was broken off may still be at it
+    with pytest.raises(NotReady, match="is being written or restored"):  # what was broken off may still be at it
         yard.order(origin)

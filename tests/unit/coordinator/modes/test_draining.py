@@ -352,7 +352,7 @@ def test_job_does_not_go_back_to_a_checkpoint_of_steps_that_it_has_taken_before(
     yard.restored(yard.go_over(9))
     yard.write()
     job = yard.machine.jobs[-1]
-    committed, layout = job.keeping.book.committed, job.deployment.layout
+    committed, layout = job.book.committed, job.deployment.layout
     assert committed is not None
     assert layout is not None
     origin = RestorePoint(

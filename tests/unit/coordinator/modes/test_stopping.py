@@ -88,7 +88,7 @@ def test_feed_of_a_stopped_job_is_left_once_a_checkpoint_has_its_steps() -> None
     for worker in (first, second):
         yard.say(worker, 3)
     yard.read(3)
-    book = yard.machine.jobs[-1].keeping.book
+    book = yard.machine.jobs[-1].book
     book.committed = Committed(1, 2, {})
     assert (done(2), done(3)) == (False, False)
     book.committed = Committed(2, 3, {})
@@ -142,7 +142,7 @@ def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
 
 def test_what_was_said_before_the_stop_is_no_answer_to_it() -> None:
     stopping = Stopping(by_steps=True)
-    stopping.hear(Incarnation(3), 9)
+    stopping.on_reached(Incarnation(3), 9)
     stopping.ask("", None)
     assert stopping.missing([Incarnation(3)]) == (3,)
 
@@ -150,7 +150,7 @@ def test_what_was_said_before_the_stop_is_no_answer_to_it() -> None:
 def test_an_asynchronous_job_settles_nothing() -> None:
     stopping = Stopping(by_steps=False)
     stopping.ask("", None)
-    stopping.hear(Incarnation(3), 9)
+    stopping.on_reached(Incarnation(3), 9)
     assert not stopping.is_due([Incarnation(3)])
     assert stopping.missing([Incarnation(3)]) == ()
     assert not stopping.is_over(0)

@@ -122,7 +122,7 @@ def test_first_values_name_the_worker_that_is_to_give_them() -> None:
 
 def lose_a_server(books: Books) -> None:
     (job,) = books.machine.jobs
-    job.keeping.book.committed = Committed(3, 0, {"entries": [], "closed": [], "token": 0})
+    job.book.committed = Committed(3, 0, {"entries": [], "closed": [], "token": 0})
     books.handle(events.MemberLeft(books.servers[1], ""))
 
 
@@ -139,8 +139,8 @@ def test_lost_partitions_name_themselves_while_no_server_is_there_for_them() -> 
     # after the grace the other takes them
     books.pass_time(4_000)
     assert books.shown[0].startswith(f"partition {', '.join(map(str, lost))} to be restored on server")
-    assert job.keeping.recovery.attempt is not None
-    books.handle(events.PartitionsRestored(caller.job, job.keeping.recovery.attempt.map.generation))
+    assert job.recovery.attempt is not None
+    books.handle(events.PartitionsRestored(caller.job, job.recovery.attempt.map.generation))
     books.pass_time(2_000)
     assert books.shown == ()
 

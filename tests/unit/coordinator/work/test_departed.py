@@ -62,7 +62,7 @@ def test_worker_that_goes_while_others_are_asked_about_is_asked_about_next() -> 
 def test_worker_whose_last_pushes_a_checkpoint_has_is_not_asked_about() -> None:
     found = Departed()
     found.add(FIRST, 2)
-    assert found.settle([FIRST, SECOND]) == [FIRST]
+    assert found.forget([FIRST, SECOND]) == [FIRST]
     found.restored([P0])
     assert not found.is_due
 

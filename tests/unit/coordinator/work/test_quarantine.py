@@ -14,6 +14,7 @@ from shardyard.domain.push_names import DataLease, DataShardSource, LeasedSource
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import BatchVerdict
+from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.service import status
@@ -160,7 +161,7 @@ def test_no_verdict_while_a_checkpoint_may_have_copied_the_ledger_already() -> N
     lease = yard.lease(worker)
     yard.handle(events.Ticked())
     job = yard.machine.jobs[0]
-    draft = job.keeping.book.draft
+    draft = job.book.draft
     assert draft is not None
     assert yard.begin(worker, SHARD, lease.token, 0) == BatchVerdict(None, MAX)
     assert yard.condemned() == []
@@ -172,7 +173,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     yard = Yard(deaths=2, checkpoints="memory://c")
     yard.handle(events.Ticked())
     job = yard.machine.jobs[0]
-    draft = job.keeping.book.draft
+    draft = job.book.draft
     assert draft is not None
     yard.handle(events.CheckpointTaken(job.id, draft.number, draft.number, draft.step))
     yard.lease(yard.first)
@@ -185,7 +186,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     assert yard.handle(events.LedgerRead(returned, 5)) == effects.LeaseClosed(done=True)
     assert not job.suspects.has(SHARD)
     yard.kill(worker)
-    job.feeds.reopen(job.keeping.book.committed.data_ledger)  # type: ignore[union-attr]
+    job.feeds.reopen(job.book.committed.data_ledger)  # type: ignore[union-attr]
     again = yard.lease(yard.hire())
     assert (again.source, again.careful_below) == (SHARD, 4), "announced as far as there is something to hear"
 
@@ -211,7 +212,7 @@ def test_announcing_what_is_not_ones_own_is_refused() -> None:
 
 
 def rank_lease(yard: Yard, worker: Incarnation, rank: int = 0) -> tuple[Token, int]:
-    found = next(each for each in yard.machine.jobs[0].ranks_of(worker) if each.rank == rank)
+    found = next(each for each in job_views.ranks_of(yard.machine.jobs[0], worker) if each.rank == rank)
     return found.token, found.careful_below
 
 
@@ -289,7 +290,7 @@ def test_list_has_the_samples_by_position() -> None:
     (batch,) = listed.batches
     assert (batch.feed, batch.epoch, batch.begin, batch.end) == (0, 1, 10, 20)
     assert [(each.feed, each.samples, each.shuffle) for each in listed.feeds] == [(0, SPEC.samples, SPEC.shuffle)]
-    (counts,) = yard.machine.jobs[0].feed_counts(1)
+    (counts,) = job_views.feed_counts(yard.machine.jobs[0], 1)
     assert counts.quarantined == 1
     with pytest.raises(NotFound):
         status.list_quarantined(yard.machine, JobId(77))

@@ -43,8 +43,8 @@ def test_all_ranks_are_spread_once_the_expected_workers_are_there() -> None:
 def test_missing_workers_are_waited_for_no_longer_than_the_grace_time() -> None:
     ranks = book(ranks=2, expected=2)
     ranks.join(A, 0)
-    assert ranks.settle(1_999) == []
-    assert len(ranks.settle(2_000)) == 1
+    assert ranks.assign_vacant(1_999) == []
+    assert len(ranks.assign_vacant(2_000)) == 1
     assert owners(ranks) == [A, A]
 
 
@@ -63,8 +63,8 @@ def test_after_the_grace_time_the_living_take_them_fewest_first() -> None:
     for worker in (A, B, C):
         ranks.join(worker, 0)
     ranks.release(A, 100)
-    assert ranks.settle(2_099) == []
-    ranks.settle(2_100)
+    assert ranks.assign_vacant(2_099) == []
+    ranks.assign_vacant(2_100)
     assert owners(ranks) == [B, B, C, C, B, C]
 
 
@@ -89,7 +89,7 @@ def test_suspended_worker_keeps_what_it_has_and_gets_no_more() -> None:
     ranks = book(ranks=2, expected=1)
     ranks.join(A, 0)
     ranks.suspend(A)
-    assert ranks.settle(100_000) == []
+    assert ranks.assign_vacant(100_000) == []
     assert owners(ranks) == [A, A]
     ranks.join(B, 0)
     assert owners(ranks) == [A, A], "what is the dead worker's waits until it is fenced"
@@ -111,7 +111,7 @@ def test_no_rank_moves_where_it_would_not_help() -> None:
     ranks.join(B, 0)
     before = [ranks.of(worker) for worker in (A, B)]
     assert ranks.join(C, 0) == []
-    assert ranks.settle(100_000) == []
+    assert ranks.assign_vacant(100_000) == []
     assert [ranks.of(worker) for worker in (A, B)] == before
 
 

@@ -22,6 +22,7 @@ from shardyard.domain.push_names import RankSource, SourceKey
 from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.flows import work_verdicts
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.work.feeds import FeedSpec
@@ -195,7 +196,7 @@ def test_verdict_comes_when_enough_ranks_are_there_and_is_the_same_for_ever(shor
     assert {**record.body, "job": 0} == {"job": 0, "first": 0, "left_out": [[2]], "dropped": [[late, 1]]}
     assert yard.tell(0, 2) == (R0, R1)
     assert not yard.wanted(effects.Persist)
-    assert (yard.job().dropped, yard.machine.jobs[-1].counting.dropped_by(late or Incarnation(0))) == (1, 1)
+    assert (yard.job().dropped, work_verdicts.dropped_by(yard.machine.jobs[-1], late or Incarnation(0))) == (1, 1)
     yard.restart(from_snapshot=short)
     assert yard.tell(0, 2) == (R0, R1)
     assert yard.tell(0) == (R0, R1)
@@ -297,7 +298,7 @@ def test_who_is_gone_is_forgotten_and_what_it_dropped_is_not(short: bool) -> Non
     yard.tell(0, 0, 1)
     yard.kill(owner)
     yard.restart(from_snapshot=short)
-    assert (yard.job().dropped, yard.machine.jobs[-1].counting.dropped_by(owner)) == (1, 0)
+    assert (yard.job().dropped, work_verdicts.dropped_by(yard.machine.jobs[-1], owner)) == (1, 0)
 
 
 def test_batch_that_came_late_is_never_condemned_under_its_old_name() -> None:
@@ -329,7 +330,7 @@ def test_checkpoint_has_the_verdicts_before_its_step_and_the_next_run_takes_them
     yard.tell(1, 1, 2)
     yard.tell(2, 0, 1)
     job = yard.machine.jobs[-1]
-    kept = {"entries": [[kind, dict(body)] for kind, body in (*copied, *job.counting.verdicts_before(2))]}
+    kept = {"entries": [[kind, dict(body)] for kind, body in (*copied, *work_verdicts.verdicts_before(job, 2))]}
     then = StepLedger(logical_ranks=3, backup_workers=1)
     then.begin_with(kept, 2)
     assert then.verdicts.decided == 2

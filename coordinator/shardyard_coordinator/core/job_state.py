@@ -1,0 +1,251 @@
+"""The state of one job: its settings, its phase, and all its parts, in one dataclass.
+
+The functions of `flows` and `machine` change it; it decides nothing itself. Invariants: each change has its record in
+the same effects, and the records alone make the state again (but for records.NOT_RECORDED); a job that has ended
+changes no more, except for evaluations and for readers of its last values. Must not know: other jobs, members that are
+not its workers, the network, the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardyard.config.settings import JobSettings
+from shardyard.domain import errors
+from shardyard.domain.consistency import Consistency, Durability, UpdateMode
+from shardyard.domain.ids import Incarnation, JobId
+from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSource
+from shardyard_coordinator.core.effects import Effect, JobPhase, records_of
+from shardyard_coordinator.members.evaluations import Evaluations
+from shardyard_coordinator.members.nonfinite import NotFinite
+from shardyard_coordinator.members.progress import Progress
+from shardyard_coordinator.members.readers import Readers
+from shardyard_coordinator.members.roster import Roster
+from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.modes.mode_setting import ModeSetting, settings_of
+from shardyard_coordinator.modes.stopping import Stopping
+from shardyard_coordinator.placement.deployment import Deployment, Stage
+from shardyard_coordinator.records import Entry
+from shardyard_coordinator.storage.checkpoint_book import CheckpointBook, url_of
+from shardyard_coordinator.storage.log_owners import LogOwners
+from shardyard_coordinator.storage.recovery import Recovery, Restored
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.storage.restored_residuals import RestoredResiduals
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.departed import Departed
+from shardyard_coordinator.work.losses import LostPushes, LostResiduals
+from shardyard_coordinator.work.quarantine import Suspects
+from shardyard_coordinator.work.ranks import RankBook
+from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_coordinator.work.step_times import StepTimes
+from shardyard_coordinator.work.tokens import Tokens
+
+
+@dataclass(slots=True)
+class LastCheckpoint:
+    """The checkpoint that a job ends with. `failure`: what the job ends with once the checkpoint is there, if it does
+    not end well; `ticket`: of that checkpoint, 0 before it is asked for; `told`: how its last try has failed."""
+
+    failure: errors.ShardyardError | None = None
+    ticket: int = 0
+    told: str = ""
+
+
+@dataclass
+class JobState:
+    """`restored`: what the latest recovery brought back. `origin`: the checkpoint with which the job is to begin; None
+    once it has begun, or if it begins with first values. A job with logs has begun when a checkpoint of its own is
+    there: until then it can only begin again. `step_seen`: the highest step that the servers' ledgers have shown;
+    `reads_steps`: they are being read; `rows_seen`: by server, the rows of each table."""
+
+    id: JobId
+    settings: JobSettings
+    roster: Roster
+    progress: Progress
+    tokens: Tokens
+    ranks: RankBook | None
+    feeds: DataLedger | StepLedger
+    suspects: Suspects
+    not_finite: NotFinite
+    departed: Departed | None
+    stopping: Stopping
+    mode: ModeSetting
+    book: CheckpointBook
+    log_owners: LogOwners | None
+    phase: JobPhase = JobPhase.STARTING
+    failure: errors.ShardyardError | None = None
+    deployment: Deployment = field(default_factory=Deployment)
+    step_times: StepTimes = field(default_factory=StepTimes)
+    lost_pushes: LostPushes = field(default_factory=LostPushes)
+    lost_residuals: LostResiduals = field(default_factory=LostResiduals)
+    drain: Drain = field(default_factory=Drain)
+    recovery: Recovery = field(default_factory=Recovery)
+    restored: Restored | None = None
+    origin: RestorePoint | None = None
+    restored_residuals: RestoredResiduals = field(default_factory=RestoredResiduals)
+    readers: Readers = field(default_factory=Readers)
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)
+    step_seen: int = 0
+    reads_steps: bool = False
+    rows_seen: dict[Incarnation, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """How messages name the job."""
+        return f"job {self.settings.name!r} ({self.id})"
+
+    @property
+    def workers(self) -> list[Incarnation]:
+        """The living workers."""
+        return self.roster.living
+
+    @property
+    def step(self) -> int:
+        """Where the job stands, as far as the coordinator knows."""
+        return max(self.progress.step, self.step_seen)
+
+    @property
+    def updates(self) -> UpdateMode:
+        return self.settings.consistency.mode.updates
+
+    @property
+    def consistency(self) -> Consistency | None:
+        """What the workers of a job that was switched go by."""
+        return self.mode.in_force if self.mode.latest.number else None
+
+    @property
+    def workers_done(self) -> int:
+        """Workers that are done: nothing waits for them to come."""
+        return self.roster.goodbyes + self.not_finite.quarantined
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all partitions have their servers."""
+        return self.deployment.stage is Stage.OPEN and not self.recovery.needed
+
+    @property
+    def may_acknowledge(self) -> bool:
+        """Whether work may be acknowledged: a job with logs needs a checkpoint of its own, which the logs follow."""
+        return self.log_owners is None or (self.book.committed is not None and self.origin is None)
+
+    @property
+    def replays_logs(self) -> bool:
+        """Whether lost partitions come back with what the logs say after the newest checkpoint."""
+        return self.log_owners is not None and self.origin is None
+
+    @property
+    def goes_back_whole(self) -> bool:
+        """Whether all partitions go back to a checkpoint when one is lost: in a synchronous job, unless logs bring back
+        its step; and in a job that begins."""
+        return (self.updates is UpdateMode.SYNC and self.log_owners is None) or self.origin is not None
+
+    @property
+    def has_error_feedback(self) -> bool:
+        """Whether workers of the job have residuals."""
+        layout = self.deployment.layout
+        return layout is not None and self.settings.compression.push_rules.keep_feedback(layout.variables)
+
+    def held(self, worker: Incarnation) -> Sequence[LeasedSource]:
+        """What the worker has to compute."""
+        if isinstance(self.feeds, DataLedger):
+            return self.feeds.held(worker)
+        assert self.ranks is not None
+        return [RankSource(lease.rank) for lease in self.ranks.of(worker)]
+
+    def first_of(self, source: LeasedSource) -> int | None:
+        """The batch at which the lease of a data shard began, if that is known."""
+        if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
+            return None
+        return self.feeds.first_of(source)
+
+    def require_unfinished(self) -> None:
+        """Raises what the job failed with; NotFound if it is finished."""
+        if self.failure is not None:
+            raise self.failure.anew()
+        if self.phase is JobPhase.FINISHED:
+            raise errors.NotFound(
+                f"{self.title} is finished", why="its last worker has left", todo="join again: that starts a new run"
+            )
+
+    def require_joinable(self) -> None:
+        """Raises NotReady in the moment between a job's last worker and its end."""
+        if self.phase is JobPhase.FINISHING:
+            raise errors.NotReady(
+                f"{self.title} writes its last checkpoint", why="its workers have left", todo="join when it is finished"
+            )
+
+    def records(self, entries: Iterable[Entry]) -> list[Effect]:
+        return [*records_of(self.id, entries)]
+
+    def reach(self, step: int) -> None:
+        """The job is known to stand at that step."""
+        self.step_seen = max(self.step_seen, step)
+
+    def apply_mode(self) -> None:
+        """The settings follow the latest switch of the mode."""
+        self.settings = settings_of(self.settings, self.mode.latest)
+
+    def deal_by(self, feeds: DataLedger | StepLedger, ranks: RankBook | None, step: int) -> None:
+        """The job's work is dealt by these from now on, in the mode of its settings; it stands at that step."""
+        self.feeds, self.ranks = feeds, ranks
+        self.suspects = Suspects(self.settings.data.poison_deaths)
+        self.stopping = Stopping(by_steps=ranks is not None)
+        self.departed = _departed(self.settings)
+        self.reach(step)
+
+
+def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str | None = None) -> JobState:
+    """`default_url`: where its checkpoints are if its settings leave that to the coordinator."""
+    consistency, tokens = settings.consistency, Tokens()
+    sync = consistency.mode.updates is UpdateMode.SYNC
+    return JobState(
+        id=number,
+        settings=settings,
+        roster=Roster(now_ms),
+        progress=Progress(now_ms),
+        tokens=tokens,
+        ranks=new_ranks(settings, tokens, now_ms) if sync else None,
+        feeds=new_step_ledger(settings) if sync else new_data_ledger(settings, tokens),
+        suspects=Suspects(settings.data.poison_deaths),
+        not_finite=NotFinite(settings.nonfinite_max),
+        departed=_departed(settings),
+        stopping=Stopping(by_steps=sync),
+        mode=ModeSetting(consistency.mode, consistency.bound),
+        book=CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms),
+        log_owners=LogOwners(settings.checkpoint.keep) if settings.durability is Durability.WAL else None,
+    )
+
+
+def new_ranks(settings: JobSettings, tokens: Tokens, now_ms: int) -> RankBook:
+    return RankBook(
+        ranks=settings.logical_rank_count,
+        grace_ms=settings.rank_grace_ms,
+        workers_expected=settings.workers_expected,
+        next_token=tokens.next,
+        now_ms=now_ms,
+    )
+
+
+def new_step_ledger(settings: JobSettings) -> StepLedger:
+    return StepLedger(
+        logical_ranks=settings.logical_rank_count,
+        local_steps=settings.consistency.local_steps or 1,
+        backup_workers=settings.consistency.backup_workers,
+    )
+
+
+def new_data_ledger(settings: JobSettings, tokens: Tokens) -> DataLedger:
+    batches = settings.data.batches_per_data_shard
+    return DataLedger(
+        batches_per_data_shard=None if batches == "auto" else batches,
+        workers_expected=settings.workers_expected,
+        next_token=tokens.next,
+    )
+
+
+def _departed(settings: JobSettings) -> Departed | None:
+    """Only if partitions that lost their server go back to a checkpoint, and no other partition does."""
+    asynchronous = settings.consistency.mode.updates is UpdateMode.ASYNC
+    return Departed() if asynchronous and settings.durability is Durability.CHECKPOINT else None

@@ -1,0 +1,49 @@
+"""How workers take up the residuals of a checkpoint when the whole job goes back to it.
+
+`restored_residuals` of the job decides which worker takes up which residual; `lost_residuals` counts what is lost.
+Invariant: while no worker is ready to take residuals up, no checkpoint is begun that would lack them. Must not know:
+what the files contain, storage, the clock.
+"""
+
+from __future__ import annotations
+
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard_coordinator.core.effects import Effect, FeedbackVerdict, LogMessage, Reply
+from shardyard_coordinator.core.events import FeedbackRead
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.storage.checkpoint_book import Committed
+from shardyard_coordinator.storage.restored_residuals import RestoredResidual
+
+
+def go_back(job: JobState, committed: Committed, generation: Generation, *, is_same_run: bool) -> list[Effect]:
+    """All partitions are as in the checkpoint; the workers' residuals shall be as well."""
+    if not committed.feedback and not job.has_error_feedback:
+        return []
+    record = job.restored_residuals.go_back(committed, committed.url, generation, is_same_run=is_same_run)
+    said = f"{job.title}: workers take up the {len(committed.feedback)} residuals of checkpoint {committed.number}"
+    return [*job.records([record]), *([LogMessage(said)] if committed.feedback else [])]
+
+
+def for_worker(job: JobState, worker: Incarnation) -> tuple[RestoredResidual, ...]:
+    """The residuals that the worker shall take up."""
+    return job.restored_residuals.for_worker(worker, job.workers, job.deployment.workers)
+
+
+def take(job: JobState, read: FeedbackRead) -> list[Effect]:
+    """A worker has read a residual that it was told to take up, or could not."""
+    worker, lost = read.caller.incarnation, bool(read.failure)
+    claim = job.restored_residuals.take(worker, job.workers, read.generation, read.worker, lost=lost)
+    effects: list[Effect] = []
+    if claim.record is not None:
+        effects += job.records([claim.record])
+        if lost:
+            job.lost_residuals.add_unknown()
+            what = f"the residual of worker {read.worker} is lost: worker {worker} could not take it up"
+            effects.append(LogMessage(f"{job.title}: {what}: {read.failure}", warning=True))
+    return [*effects, Reply(FeedbackVerdict(claim.taken))]
+
+
+def hold_checkpoints(job: JobState) -> bool:
+    """Whether residuals are due and no worker is ready to take them up: a checkpoint would lack them. No worker trains
+    meanwhile either. The first checkpoint, for which workers wait, is not held."""
+    return bool(job.restored_residuals.due) and not job.deployment.workers and job.may_acknowledge

@@ -1,0 +1,76 @@
+"""Fixes the step before which all workers of a job stop, or change its mode.
+
+Workers say how far they have come and wait. Once all living workers have said so, the servers' ledgers are read, since
+they have the contributions of workers that are gone. The step is fixed after all of these. `stopping` and `drain` of
+the job have what is decided. Invariant: the step is fixed while no fence is under way and all partitions have servers,
+under the map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
+"""
+
+from __future__ import annotations
+
+from shardyard.domain.ids import Generation, Incarnation, Rank
+from shardyard.domain.push_names import RankSource, SourceKey
+from shardyard_coordinator.core.effects import Effect, LogMessage, ReadSteps, Reply, StopTaken
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows import mode_switch
+from shardyard_coordinator.members.progress import Report
+
+
+def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]:
+    """A worker asks the job to end before its data does; None: a person does. Raises what the job failed with."""
+    job.require_unfinished()
+    asked = job.stopping.ask(reason, worker)
+    if mode_switch.may_cancel(job):
+        asked += job.drain.give_up()  # the job ends in the mode that it has
+    found = job.stopping.stop
+    assert found is not None
+    by = "a person" if worker is None else f"worker {worker}"
+    told = [LogMessage(f"{job.title} is told to stop by {by}{f': {reason}' if reason else ''}")] if asked else []
+    return [*job.records(asked), *told, Reply(StopTaken(job.id, job.settings.name, found, first=bool(asked)))]
+
+
+def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effect]:
+    """A worker reports with its heartbeat how far it has come, if it was told of a stop or a halt."""
+    effects: list[Effect] = []
+    if job.phase.ended:
+        return effects
+    if report.reached is not None:
+        job.stopping.on_reached(worker, report.reached)
+        effects += read_steps(job)
+    if report.halted is not None:
+        effects += mode_switch.on_halted(job, worker, *report.halted) or read_steps(job)
+    return effects
+
+
+def read_steps(job: JobState) -> list[Effect]:
+    """Reads how far each partition has come, if all living workers wait."""
+    if job.reads_steps or not _may_fix_step(job):
+        return []
+    assert job.deployment.map is not None
+    job.reads_steps = True
+    sources = tuple(SourceKey(RankSource(Rank(rank))) for rank in range(job.settings.logical_rank_count))
+    return [ReadSteps(job.id, job.deployment.map, sources, versions=job.drain.drains)]
+
+
+def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
+    """The partitions were read. `step`: the first of which no partition has any part; if the job changes to steps, the
+    highest version of any partition."""
+    job.reads_steps = False
+    if job.phase.ended or not _may_fix_step(job) or generation != job.deployment.generation:
+        return []
+    if job.drain.is_due(job.workers):
+        return mode_switch.fix_step(job, step)
+    fixed = job.stopping.fix_step(step)
+    assert job.stopping.stop is not None
+    return [*job.records(fixed), LogMessage(f"{job.title} stops before step {job.stopping.stop.step:,}")]
+
+
+def fail_reading(job: JobState) -> list[Effect]:
+    """Some server did not answer. The steps are read again later."""
+    job.reads_steps = False
+    return []
+
+
+def _may_fix_step(job: JobState) -> bool:
+    halts = job.drain.is_due(job.workers) and mode_switch.may_fix_step(job)
+    return (halts or job.stopping.is_due(job.workers)) and not job.roster.fencing and job.is_whole

@@ -1,0 +1,170 @@
+"""The jobs of a yard: started, found, forgotten; and the restores that were ordered for their next runs.
+
+Invariants: job numbers only grow; of the ended jobs the latest JOBS_ENDED_MAX are kept; an order is forgotten when a
+run has begun with it. Must not know: members, what happens in a job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Final
+
+from shardyard.config.configuration import parse_job_settings
+from shardyard.config.settings import JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import JobId, Term
+from shardyard_coordinator.core import events
+from shardyard_coordinator.core.effects import DropJob, Effect, LogMessage, Persist, Reply, RestorePlanned
+from shardyard_coordinator.core.job_state import JobState, new_job
+from shardyard_coordinator.flows import recovery
+from shardyard_coordinator.members.membership import TERM_BITS
+from shardyard_coordinator.records import Body, DamagedRecord, require
+from shardyard_coordinator.storage import restore_point
+from shardyard_coordinator.storage.restore_point import RestorePoint
+
+JOBS_ENDED_MAX: Final = 32
+"""Ended jobs that `status` still shows."""
+
+
+class JobDirectory:
+    """`checkpoints`: the URL of checkpoints of jobs that leave it to the coordinator; None: they have none."""
+
+    def __init__(self, term: Term, checkpoints: str | None) -> None:
+        self._checkpoints = checkpoints
+        self._jobs: dict[JobId, JobState] = {}
+        self._origins: dict[str, RestorePoint] = {}
+        self._next_job = (term << TERM_BITS) + 1
+
+    def __iter__(self) -> Iterator[JobState]:
+        """Unfinished jobs and the latest of those that ended, in the order in which they began."""
+        return iter([*self._jobs.values()])
+
+    def get(self, number: JobId | None) -> JobState | None:
+        return None if number is None else self._jobs.get(number)
+
+    # ---- found
+
+    def unfinished(self, name: str) -> JobState | None:
+        return next((job for job in self if job.settings.name == name and not job.phase.ended), None)
+
+    def find(self, name: str) -> JobState:
+        """The latest job of that name; of no name, the only unfinished job. Raises NotFound, InvalidRequest."""
+        found = [job for job in self if (job.settings.name == name if name else not job.phase.ended)]
+        names = ", ".join(sorted({repr(job.settings.name) for job in self if not job.phase.ended})) or "no job"
+        if not found:
+            raise errors.NotFound(f"no job {name!r}" if name else "no job runs", why="", todo=f"running: {names}")
+        if not name and len(found) > 1:
+            raise errors.InvalidRequest(f"{len(found)} jobs run: {names}", why="", todo="say which")
+        return found[-1]
+
+    def find_for_reader(self, heard: events.ReaderHeard) -> JobState:
+        """By its number, also if it has ended; by its name, if it has not. Raises NotFound, InvalidRequest."""
+        if heard.job is not None:
+            return self.require(heard.job)
+        found = self.find(heard.job_name)
+        if found.phase.ended:
+            raise errors.NotFound(f"{found.title} has ended", why="", todo="wait for its next run")
+        return found
+
+    def require(self, number: JobId) -> JobState:
+        """Raises NotFound."""
+        job = self._jobs.get(number)
+        if job is None:
+            raise errors.NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status`")
+        return job
+
+    # ---- started and forgotten
+
+    def start(self, settings: JobSettings, by: str, now_ms: int) -> tuple[JobState, list[Effect]]:
+        """`by`: which worker starts it. Raises TooLarge, ConfigurationError."""
+        unfinished = sum(not job.phase.ended for job in self)
+        if unfinished >= limits.JOBS_MAX:
+            raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
+        origin = self._origins.get(settings.name)
+        if origin is not None:
+            settings = origin.agree(settings)
+            # no number that the former run's members know, in case this coordinator knows nothing of that run
+            self._next_job = max(self._next_job, origin.job + 1)
+        job = self._add(JobId(self._next_job), settings, now_ms)
+        record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
+        resumed = [] if origin is None else recovery.begin_with(job, origin)
+        return job, [record, *resumed, LogMessage(f"{job.title} was started by {by}")]
+
+    def forget_old(self) -> list[Effect]:
+        ended = [job for job in self if job.phase.ended]
+        forgotten = ended[: max(0, len(ended) - JOBS_ENDED_MAX)]
+        for job in forgotten:
+            del self._jobs[job.id]
+        return [
+            *(Persist("job_forgotten", {"job": job.id}) for job in forgotten),
+            *(DropJob(job.id, server) for job in forgotten for server in job.readers.release()),
+        ]
+
+    def _add(self, number: JobId, settings: JobSettings, now_ms: int) -> JobState:
+        self._jobs[number] = job = new_job(number, settings, now_ms, self._checkpoints)
+        self._next_job = max(self._next_job, number + 1)
+        return job
+
+    # ---- orders to restore
+
+    def order_restore(self, origin: RestorePoint, now_ms: int) -> list[Effect]:
+        """A running job goes back now; otherwise the next run of that name begins with the checkpoint."""
+        running = self.unfinished(origin.name)
+        if running is not None:
+            return [*recovery.go_back(running, origin, now_ms), Reply(RestorePlanned(running=True))]
+        self._origins[origin.name] = origin
+        told = f"the next run of job {origin.name!r} begins with {origin}, in {origin.url}"
+        return [Persist(*origin.entry), LogMessage(told), Reply(RestorePlanned(running=False))]
+
+    def cancel_restore(self, name: str) -> list[Effect]:
+        running = self.unfinished(name)
+        if running is not None and running.origin is not None:
+            raise errors.NotReady(f"job {name!r} begins with a checkpoint at this moment")
+        if self._origins.pop(name, None) is None:
+            raise errors.NotFound(f"nothing was ordered for the next run of job {name!r}", todo="")
+        return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
+
+    def forget_order(self, job: JobState, began_with: RestorePoint | None) -> list[Effect]:
+        """The order to begin with that checkpoint is forgotten if the job has begun and does not need it any more."""
+        if began_with is None or job.origin is not None:
+            return []
+        del self._origins[job.settings.name]
+        return [Persist("restore_forgotten", {"name": job.settings.name})]
+
+    # ---- records
+
+    def order_entries(self) -> list[Persist]:
+        return [Persist(*origin.entry) for origin in self._origins.values()]
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Takes a record of a job's start or end in this directory, or of an order. Raises DamagedRecord."""
+        match kind:
+            case "job_started":
+                number = JobId(body.number("job", least=1))
+                require(number not in self._jobs, f"job {number} is started twice")
+                self._add(number, _settings_of(body), now_ms).readers.forget(now_ms)
+            case "restore_ordered":
+                origin = restore_point.of_record(body)
+                self._origins[origin.name] = origin
+            case "restore_forgotten":
+                require(self._origins.pop(body.text("name"), None) is not None, "nothing was ordered")
+            case "job_resumed":
+                job = self.restored(body)
+                require(job.settings.name in self._origins, "a job resumes that was not told to")
+                job.origin = self._origins[job.settings.name]
+            case _:
+                del self._jobs[self.restored(body).id]
+
+    def restored(self, body: Body) -> JobState:
+        """The job that a record is about. Raises DamagedRecord."""
+        number = JobId(body.number("job"))
+        require(number in self._jobs, f"job {number} is unknown")
+        return self._jobs[number]
+
+
+def _settings_of(body: Body) -> JobSettings:
+    try:
+        return parse_job_settings(json.dumps(body.values("settings"), ensure_ascii=False, separators=(",", ":")))
+    except errors.ConfigurationError as error:
+        raise DamagedRecord(error.what) from error

@@ -1,0 +1,76 @@
+"""What workers and people are told of a job. Nothing here changes the job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardyard.domain.ids import Incarnation
+from shardyard.domain.push_names import RankLease, RankSource
+from shardyard_coordinator.core.effects import HeartbeatReply, Joined
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows import residuals
+from shardyard_coordinator.flows.work_verdicts import announce_until
+from shardyard_coordinator.placement.deployment import Stage
+from shardyard_coordinator.work.feeds import FeedCounts
+from shardyard_coordinator.work.step_ledger import StepLedger
+
+
+def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
+    return HeartbeatReply(
+        job_state=job.phase,
+        failure=job.failure,
+        generation=job.deployment.generation,
+        ranks=ranks_of(job, worker),
+        chief=job.roster.chief == worker,
+        workers=len(job.workers),
+        initializer=job.deployment.initializer == worker and job.deployment.stage is Stage.CREATED,
+        recovering=job.recovery.needed,
+        feedback=residuals.for_worker(job, worker),
+        gone_back=job.restored_residuals.generation,
+        stop=job.stopping.stop,
+        checkpoint=job.book.committed,
+        consistency=job.consistency,
+        halt=job.drain.halt,
+    )
+
+
+def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:
+    return Joined(
+        job=job.id,
+        settings=job.settings,
+        started=started,
+        ranks=ranks_of(job, worker),
+        logical_ranks=0 if job.ranks is None else len(job.ranks.all),
+        chief=job.roster.chief == worker,
+        stop=job.stopping.stop,
+        checkpoint=job.book.committed,
+        consistency=job.consistency,
+        halt=job.drain.halt,
+    )
+
+
+def ranks_of(job: JobState, worker: Incarnation) -> tuple[RankLease, ...]:
+    leases = () if job.ranks is None else job.ranks.of(worker)
+    return tuple(replace(lease, careful_below=announce_until(job, RankSource(lease.rank))) for lease in leases)
+
+
+def samples(job: JobState) -> int:
+    """Samples pushed in all. Workers report theirs with heartbeats; those of workers that died, the ledgers have."""
+    step = job.progress.step
+    counted = job.feeds.samples_done(step=step) if isinstance(job.feeds, StepLedger) else job.feeds.samples_done()
+    return max(job.progress.samples, counted)
+
+
+def feed_counts(job: JobState, last: int) -> tuple[FeedCounts, ...]:
+    """Of the `last` feeds opened."""
+    if isinstance(job.feeds, StepLedger):
+        return job.feeds.counts(last, step=job.progress.step)
+    return job.feeds.counts(last)
+
+
+def table_rows(job: JobState) -> tuple[int, ...]:
+    """How many rows each table has, as the servers with its partitions have reported last."""
+    layout = job.deployment.layout
+    owners = {server.incarnation for server in job.deployment.servers}
+    said = [rows for server, rows in sorted(job.rows_seen.items()) if server in owners]
+    return tuple([sum([rows[at] for rows in said]) for at in range(0 if layout is None else len(layout.tables))])
