@@ -43,8 +43,10 @@ from shardyard_ps_server.wal.records import Mark
 from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
 from shardyard_worker.consistency.hybrid import HybridStrategy
-from shardyard_worker.consistency.strategies import SyncStrategy
-from shardyard_worker.data import feeds
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.data import sync_feed
+from shardyard_worker.data.feed import Feed
+from shardyard_worker.data.sync_feed import SyncFeed
 from shardyard_worker.exchange.norm_sums import NormSums
 from shardyard_worker.training.nonfinite import NonFiniteCheck
 
@@ -146,7 +148,7 @@ def what_shall_not_count_is_not_named(patch: Patch) -> None:
     def drop(self: Any, why: str) -> None:
         self.work.taken = True
 
-    patch.setattr(feeds.Feed, "_drop", drop)
+    patch.setattr(Feed, "_drop", drop)
 
 
 @mutation("A4", "async-checkpoint-nan", 0, 1)
@@ -253,13 +255,13 @@ def ranks_are_alike(patch: Patch) -> None:
 @mutation("B1", "sync", 0, 1)
 def ranks_are_counted_by_their_worker(patch: Patch) -> None:
     """which samples a rank has depends on which ranks its worker has beside it"""
-    real = feeds.SyncFeed._samples
+    real = SyncFeed._samples
 
     def samples(self: Any, batch: Any) -> Any:
-        first = min(self._strategy._held, default=batch.rank)
+        first = min(self._strategy.ranks.held, default=batch.rank)
         return real(self, batch._replace(rank=Rank(batch.rank - first)))
 
-    patch.setattr(feeds.SyncFeed, "_samples", samples)
+    patch.setattr(SyncFeed, "_samples", samples)
 
 
 @mutation("B2", "sync", 7, 23)
@@ -294,7 +296,7 @@ def ranks_of_the_dead_are_nobodys(patch: Patch) -> None:
 @mutation("B5", "sync", 1, 2)
 def random_numbers_are_nobodys(patch: Patch) -> None:
     """random numbers are not those of the rank and the step"""
-    patch.setattr(feeds, "seed_everything", lambda *key: None)
+    patch.setattr(sync_feed, "seed_everything", lambda *key: None)
 
 
 @mutation("B6", "sync", 0, 2)

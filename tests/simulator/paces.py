@@ -8,8 +8,8 @@ from typing import Any
 
 from shardyard.domain.ids import Caller, Incarnation, JobId
 from shardyard_ps_server.hosting import orders
-from shardyard_worker.consistency.bounded import BoundedStrategy
-from shardyard_worker.data.feeds import AsyncFeed
+from shardyard_worker.consistency.asynchronous import AsyncStrategy
+from shardyard_worker.data.async_feed import AsyncFeed
 
 
 class Paces:
@@ -48,14 +48,14 @@ class Paces:
 
 def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     """Notes what workers do. Call what it returns to undo it."""
-    real_resume, real_rest = BoundedStrategy.resume, BoundedStrategy.rest
-    real_contribute, real_fence = BoundedStrategy.contribute, orders.fence
+    real_resume, real_rest = AsyncStrategy.resume, AsyncStrategy.rest
+    real_contribute, real_fence = AsyncStrategy.contribute, orders.fence
     real_lease, real_close = AsyncFeed._lease, AsyncFeed._close
 
     def note(strategy: Any) -> None:
-        if not strategy._resting and strategy._bound is not None:
-            number = strategy._consistency.number
-            paces_now().given(strategy._session.caller, strategy._clock, strategy._bound, number)
+        clock = strategy.clock
+        if not clock.resting and clock.bound is not None:
+            paces_now().given(strategy._session.caller, clock.steps, clock.bound, clock.consistency.number)
 
     def resume(self: Any) -> None:
         real_resume(self)
@@ -83,14 +83,14 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
             paces_now().goes(Incarnation(each))
         real_fence(store, incarnations)
 
-    BoundedStrategy.resume, BoundedStrategy.rest = resume, rest  # type: ignore[method-assign]
-    BoundedStrategy.contribute, orders.fence = contribute, fence  # type: ignore[method-assign]
+    AsyncStrategy.resume, AsyncStrategy.rest = resume, rest  # type: ignore[method-assign]
+    AsyncStrategy.contribute, orders.fence = contribute, fence  # type: ignore[method-assign]
     AsyncFeed._lease = lease  # type: ignore[method-assign]
     AsyncFeed._close = close  # type: ignore[method-assign]
 
     def undo() -> None:
-        BoundedStrategy.resume, BoundedStrategy.rest = real_resume, real_rest  # type: ignore[method-assign]
-        BoundedStrategy.contribute, orders.fence = real_contribute, real_fence  # type: ignore[method-assign]
+        AsyncStrategy.resume, AsyncStrategy.rest = real_resume, real_rest  # type: ignore[method-assign]
+        AsyncStrategy.contribute, orders.fence = real_contribute, real_fence  # type: ignore[method-assign]
         AsyncFeed._lease, AsyncFeed._close = real_lease, real_close  # type: ignore[method-assign]
 
     return undo

@@ -698,8 +698,8 @@ class Yard:
         feed, name = job._feed, job._feed.work.name
         if isinstance(name.key.source, DataShardSource):
             return chosen + self._place(feed._number, name.key.source.epoch)
-        planned = feed._make_up.batch(name.key.source.rank, name.first)
-        epoch, _, _ = feed._course.span(planned.step, planned.rank)
+        planned = feed._makeup.batch(name.key.source.rank, name.first)
+        epoch, _, _ = feed._plan.span(planned.step, planned.rank)
         return chosen + self._place(feed._number, epoch)
 
     def _push(self, job: Any, gradients: dict[str, torch.Tensor], rows: Rows | None, *, overflow: bool) -> None:

@@ -23,6 +23,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.job import job as worker
 from tests.support.yards import ROLE, Probes, RoleYard, finish, wait_for_any
 
@@ -141,8 +142,8 @@ class Counting:
 
     def goes_by(self, staleness: int | None) -> bool:
         strategy = self.job._strategy
-        assert isinstance(strategy, worker.BoundedStrategy)
-        return strategy._bound == staleness
+        assert isinstance(strategy, AsyncStrategy)
+        return strategy.clock.bound == staleness
 
 
 def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int) -> set[float]:

@@ -1,6 +1,6 @@
 """The worker: the library in a training process, and the agent that starts training processes.
 
-Rooms, from top to bottom. A room imports only rooms below it, but for two imports that pyproject.toml names.
+Rooms, from top to bottom. A room imports only rooms below it.
 
 - `job`: what `sy.connect()` returns. `reader`: what `sy.follow()` returns, for evaluation and serving.
 - `data`: `job.batches`. Which samples this worker computes next.
@@ -12,5 +12,5 @@ Rooms, from top to bottom. A room imports only rooms below it, but for two impor
 - `rows`: ids and rows on their way: each id once, coded, cached, read ahead.
 - `session`: membership, retries and interrupts. `agent`: a process of its own, without torch.
 
-Follow one step: `data/feeds.py`, `consistency/strategies.py`, `training/trainer.py`, `exchange/server_group.py`.
+Follow one step: `data/async_feed.py`, `consistency/asynchronous.py`, `training/trainer.py`, `exchange/server_group.py`.
 """

@@ -25,7 +25,7 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_coordinator.work.step_times import StepTimes
 from shardyard_launcher.commands import audit
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.consistency.decisions import Decisions
+from shardyard_worker.consistency.backup_workers import StepVerdicts
 from shardyard_worker.job import job as worker
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
@@ -275,15 +275,15 @@ def test_who_comes_late_in_the_midst_of_a_step_is_in_time_for_the_next(
     late, under_way = 2, 3
     begin, there, chosen = threading.Barrier(RANKS), threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(StepTimes, "left_ms", lambda *_: 0 if chosen.is_set() else left_ms)
-    real = Decisions.left_ms
+    real = StepVerdicts.left_ms
 
-    def asked(self: Decisions, step: int) -> int:
+    def asked(self: StepVerdicts, step: int) -> int:
         found = real(self, step)
         if found:
             chosen.set()
         return found
 
-    monkeypatch.setattr(Decisions, "left_ms", asked)
+    monkeypatch.setattr(StepVerdicts, "left_ms", asked)
 
     def work(job: sy.Job, number: int) -> list[int]:
         values, optimizer = counting(job, 60)

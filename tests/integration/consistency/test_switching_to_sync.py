@@ -112,7 +112,7 @@ def test_step_of_the_script_itself_waits_for_the_halt_and_does_not_count_where_t
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
         assert here.switch(SYNC).first
-        until(lambda: job._session.brake.drains)
+        until(lambda: job._session.step_barrier.drains)
         counting.step(torch.tensor([0]))
         assert job.mode is UpdateMode.SYNC
         for (chosen,) in job.batches(DATA, batch_size=1):

@@ -21,7 +21,7 @@ from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.row_overlay import RowDiff
-from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.requests import PullSpec
 from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.job import job as worker
@@ -323,7 +323,7 @@ def reach_one_server(job: sy.Job, at: int) -> None:
         assert rank is not None
         assert job._feed is not None
         weighted = replace(sending, weight=float(job._feed.require_work().samples))
-        shipment = training.pushes.build(strategy.name_of(rank), weighted)
+        shipment = training.pushes.build(strategy.ranks.name_of(rank), weighted)
         assert shipment.kind is PushKind.GRADIENT
         while True:
             missing = router.pull(PullSpec(strategy.step + 1, exactly=True, wait_ms=10)).missing

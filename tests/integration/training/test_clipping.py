@@ -21,7 +21,7 @@ from shardyard.domain.pushes import PushHeader, StepVerdict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.hosting.hosted_job import HostedJob
-from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.job import job as worker
@@ -192,7 +192,7 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         assert isinstance(strategy, SyncStrategy)
         router = training.router
         sending = StepInput([torch.ones(8)] * 4, 1.0, first._settings_now())
-        router.push(training.pushes.build(strategy.name_of(Rank(0)), sending))
+        router.push(training.pushes.build(strategy.ranks.name_of(Rank(0)), sending))
         assert len(router.pull(PullSpec(1, exactly=True)).missing) == 4
         verdict = router._verdict_for(PullSpec(1, exactly=True))
         assert verdict == StepVerdict(0, 32.0)
@@ -262,7 +262,7 @@ def test_promise_7_who_waits_for_a_verdict_says_whose_square_norms_are_missing(c
     router = training.router
     sending = StepInput([torch.ones(16)] * 4, 1.0, job._settings_now())
     for rank in range(2):  # the other server has heard of none
-        shipment = training.pushes.build(strategy.name_of(Rank(rank)), sending)
+        shipment = training.pushes.build(strategy.ranks.name_of(Rank(rank)), sending)
 
         def to_one(stream: ServerStream, shipment: PushRequest = shipment) -> Any:
             first = next(iter(router._streams.values()))

@@ -19,7 +19,7 @@ PACKAGES = {
     "coordinator": ROOT / "coordinator/shardyard_coordinator",
     "launcher": ROOT / "launcher/shardyard_launcher",
 }
-"""A page may leave these folders out, or write three points for them: `worker/.../data/feeds.py`."""
+"""A page may leave these folders out, or write three points for them: `worker/.../data/feed.py`."""
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")

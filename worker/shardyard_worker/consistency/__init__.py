@@ -4,8 +4,7 @@ A strategy decides what the next push is called, which version the model must ho
 when the step is over. In: the work at hand (a data shard's batch, or a logical rank's step). Out: calls of
 `training.trainer`.
 
-Read `strategies` first: asynchronous, synchronous, and synchronous with backup workers. `decisions` asks the
-coordinator who counts in a step with backup workers. Then the modes that build on these: `bounded` (no worker more
-than so many steps ahead), `hybrid` (variables synchronous, rows asynchronous)
-and `local_sgd` (several local steps for each push).
+Read `modes` first: which mode is which class. `strategy` is what all have in common. `asynchronous` serves the modes
+async and bounded, and `bounded` says why a bounded worker waits. `synchronous` serves sync, with `logical_ranks`, which
+it computes. On it build `backup_workers`, `hybrid`, and `local_sgd` (several local steps for each push).
 """

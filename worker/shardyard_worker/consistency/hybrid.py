@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import SourceKey
-from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 
 
 class HybridStrategy(SyncStrategy):
-    """As SyncStrategy, with rows that are updated as they come."""
+    """Mode `hybrid`."""
 
     def _keys(self, rank: Rank) -> list[SourceKey]:
         keys = super()._keys(rank)
@@ -30,6 +30,6 @@ class HybridStrategy(SyncStrategy):
 
     def _load(self, ahead: RowPrefetch | None = None) -> None:
         assert self._version is not None
-        if self._training.cache is not None:
-            self._training.cache.begin(self._version)
+        if self._trainer.cache is not None:
+            self._trainer.cache.begin(self._version)
         super()._load(ahead)

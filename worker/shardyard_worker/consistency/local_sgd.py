@@ -26,7 +26,7 @@ from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
 from shardyard.domain.ids import Rank
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.units import EpochPlan
-from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput, Variable
@@ -222,7 +222,7 @@ class LocalRounds:
         """As `enter`, where the script has data of its own: the rank whose turn it is."""
         round_ = self._strategy.step
         if self.taken == 0:
-            self._training.session.brake.may_begin(round_)  # if it may not, it does not count in the end
+            self._training.session.step_barrier.may_begin(round_)  # if it may not, it does not count in the end
         self.enter(self._strategy.due(), round_)
 
     def run(self, closure: Closure | None) -> float | None:

@@ -57,8 +57,8 @@ class MakeupSteps:
             self._ask(step)
         return None if self._batches is None else self._batches.get(rank)
 
-    def settle(self) -> None:
-        """The feed is through: where it has ended is known."""
+    def find_end(self) -> None:
+        """All steps are done: asks where the feed has ended, if that is not known."""
         if self._end is None:
             self._ask(self._planned_end)
 

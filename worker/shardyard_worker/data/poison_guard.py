@@ -21,10 +21,10 @@ PAUSE_MS_MAX = 1_000
 
 @dataclass(frozen=True)
 class Verdict:
-    """`careful_below`: sequences of the source before this one are announced from here on."""
+    """`announce_until`: sequences of the source before this one are announced from here on."""
 
     counts: bool
-    careful_below: int
+    announce_until: int
 
 
 def announce(training: Trainer, source: LeasedSource, token: Token, sequence: int, *, highest: int) -> Verdict:

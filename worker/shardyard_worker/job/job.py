@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -38,8 +39,6 @@ from shardyard.domain.variables import VariableKind
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard.transport.malloc import tune_malloc
-from shardyard_worker.consistency.bounded import BoundedStrategy
-from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.consistency.local_sgd import (
     InnerOptimizer,
     LocalOptimizer,
@@ -47,11 +46,15 @@ from shardyard_worker.consistency.local_sgd import (
     outer_optimizer,
     refuse_without_optimizer,
 )
-from shardyard_worker.consistency.strategies import LostWork, ModeChanged, Strategy, SyncStrategy
+from shardyard_worker.consistency.modes import strategy_for
+from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.dataset import Reader
-from shardyard_worker.data.feeds import Feed, FeedSettings, LocalFeed, open_feed
+from shardyard_worker.data.feed import Feed, FeedSettings
 from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
+from shardyard_worker.data.open_feed import open_feed
 from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.data.sync_feed import LocalFeed
 from shardyard_worker.embedding.table import Table, tables_of
 from shardyard_worker.exchange.tensor_types import spec_of
 from shardyard_worker.job.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
@@ -226,13 +229,13 @@ class Job:
         workers see it at the same step. A loop of the script's own asks this; job.batches ends by itself."""
         if self.mode is UpdateMode.ASYNC:
             return self.stopping is not None
-        end = self._session.brake.end
+        end = self._session.step_barrier.end
         return self.stopping is not None if self._strategy is None else end is not None and self._strategy.step >= end
 
     @property
     def stopping(self) -> Stop | None:
         """Who has told the job to stop, and why, as far as this worker has heard."""
-        return self._session.brake.stop
+        return self._session.step_barrier.stop
 
     def stop(self, reason: str = "") -> None:
         """Ends the job, for all its workers, before its data does: after the batch at hand (asynchronous), or before a
@@ -477,19 +480,13 @@ class Job:
         if epochs == 0:
             return iter(())
         settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
+        opened = partial(
+            open_feed, self._training, reader, number=self._feeds, settings=settings, look_ahead=look_ahead
+        )
         with self._session.interrupts:
-            feed = open_feed(
-                self._training,
-                self._follow_mode(),
-                reader,
-                number=self._feeds,
-                settings=settings,
-                look_ahead=look_ahead,
-                local=self._local,
-                end_round=self._end_round,
-            )
+            feed = opened(self._follow_mode(), local=self._local, end_round=self._end_round)
             self._feeds += 1
-        return self._iterate(feed)
+        return self._iterate(feed, opened)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
         """The same batches, a script's own, with `ids_of(batch)` as job.batches' `look_ahead`: they are read a step
@@ -511,7 +508,7 @@ class Job:
 
         def upcoming() -> Sequence[Announced]:
             strategy = self._strategy
-            return ahead.announced(len(strategy.ranks) if isinstance(strategy, SyncStrategy) else None)
+            return ahead.announced(len(strategy.ranks.held) if isinstance(strategy, SyncStrategy) else None)
 
         self._upcoming = upcoming
         try:
@@ -527,14 +524,14 @@ class Job:
         if self._feed is not None:
             raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
 
-    def _go_through(self, feed: Feed) -> Generator[Any, None, None]:
+    def _go_through(self, feed: Feed, opened: Callable[[Strategy], Feed]) -> Generator[Any, None, None]:
         """All batches, in whatever mode the job goes by."""
         while True:
             self._feed = feed
             try:
                 yield from feed.batches()
             except ModeChanged:
-                feed = feed.anew(self._follow_mode())
+                feed = opened(self._follow_mode())
             else:
                 return
 
@@ -544,19 +541,22 @@ class Job:
         while strategy is None or isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
             if strategy is not None:
                 strategy.close()
-            strategy = self._strategy = self._make_strategy(self._need_training())
+            training = self._need_training()
+            if self._scaler is not None:
+                self._scaler.follow(by_steps=self.mode is UpdateMode.SYNC)
+            strategy = self._strategy = strategy_for(training)
             # which may meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
                 strategy.begin()
         return strategy
 
-    def _iterate(self, feed: Feed) -> Iterator[Any]:
+    def _iterate(self, feed: Feed, opened: Callable[[Strategy], Feed]) -> Iterator[Any]:
         self._refuse_nesting()
         if self._upcoming is not None:
             raise _two_look_aheads()
         self._feed = feed
         try:
-            with contextlib.closing(self._go_through(feed)) as batches:
+            with contextlib.closing(self._go_through(feed, opened)) as batches:
                 while True:
                     with self._session.interrupts:
                         batch = next(batches, _END)
@@ -768,14 +768,6 @@ class Job:
     def _present_strategy(self) -> Strategy:
         assert self._strategy is not None
         return self._strategy
-
-    def _make_strategy(self, training: Trainer) -> Strategy:
-        if self._scaler is not None:
-            self._scaler.follow(by_steps=self._session.mode is UpdateMode.SYNC)
-        if self._session.mode is UpdateMode.SYNC:
-            hybrid = self._session.job_settings.consistency.rows_at_once
-            return HybridStrategy(training) if hybrid else SyncStrategy(training)
-        return BoundedStrategy(training)
 
     def _contribute(self, sending: StepInput) -> None:
         self._session.check()

@@ -91,7 +91,7 @@ class Session:
         self.chief = False
         self.generation = Generation(0)
         self.recovering = False
-        self.brake = StepBarrier()
+        self.step_barrier = StepBarrier()
         self.interrupts = Interrupts()
         self._goes_by: int | None = None
         self.checkpoint: CheckpointTaken | None = None
@@ -196,7 +196,7 @@ class Session:
         self.job_settings = settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
         self.logical_ranks = self.job_settings.logical_rank_count if self.mode is UpdateMode.SYNC else 0
 
-    def went_over(self, consistency: Consistency) -> None:
+    def acknowledge_mode(self, consistency: Consistency) -> None:
         """This worker goes by what its job was switched to, or started with. Returns when the coordinator knows: from
         then on servers that are new to the job expect this worker to say how far it is."""
         self._goes_by = consistency.number
@@ -309,17 +309,17 @@ class Session:
     def stop(self, reason: str) -> None:
         """Has the job end before its data does, unless somebody has done so before."""
         request = wire.StopJobRequest(caller=common_messages.caller_to_wire(self.caller), reason=reason)
-        self.brake.take(lease_messages.stop_from_wire(self.ask(methods.STOP_JOB, request).stop))
-        if self.brake.heard is not None:
+        self.step_barrier.take(lease_messages.stop_from_wire(self.ask(methods.STOP_JOB, request).stop))
+        if self.step_barrier.heard is not None:
             self.refresh()  # so that the others need not wait for a heartbeat of this worker
 
     def _hear_news(self, reply: wire.JoinJobReply | wire.HeartbeatReply) -> None:
         if reply.HasField("stop"):
-            self.brake.take(lease_messages.stop_from_wire(reply.stop))
+            self.step_barrier.take(lease_messages.stop_from_wire(reply.stop))
         if reply.HasField("consistency") and reply.consistency.number > self.consistency.number:
             self.consistency = lease_messages.consistency_from_wire(reply.consistency)
         # behind the number of the map, under which nobody is halted
-        self.brake.take_halt(lease_messages.halt_from_wire(reply.halt) if reply.HasField("halt") else None)
+        self.step_barrier.take_halt(lease_messages.halt_from_wire(reply.halt) if reply.HasField("halt") else None)
         if reply.HasField("checkpoint"):
             self.checkpoint = CheckpointTaken(reply.checkpoint.number, reply.checkpoint.step)
 
@@ -328,10 +328,10 @@ class Session:
         request.samples = self.progress.samples
         request.residual_norm = self.progress.residual_norm
         request.pushed = self.progress.pushed
-        reached = self.brake.heard
+        reached = self.step_barrier.heard
         if reached is not None:
             request.stop_heard.reached = reached
-        halted = self.brake.halted
+        halted = self.step_barrier.halted
         if halted is not None:
             request.halt_heard.number, request.halt_heard.reached = halted
         # a worker that computes nothing yet goes by what it will begin with

@@ -158,8 +158,8 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/reader/snapshots.py:Snapshots._everywhere:result": OUTSIDE,
     "worker/reader/snapshots.py:Snapshots._pull:receive": OUTSIDE,
     "worker/reader/snapshots.py:Snapshots.close:shutdown": "nobody reads a snapshot: its threads idle",
-    "worker/consistency/strategies.py:AsyncStrategy._await_flight:result": "the flight's own exchange is explained",
-    "worker/consistency/strategies.py:AsyncStrategy.close:shutdown": "the flight's own exchange is explained",
+    "worker/consistency/asynchronous.py:AsyncStrategy._answer_of:result": "the flight's own exchange is explained",
+    "worker/consistency/asynchronous.py:AsyncStrategy.close:shutdown": "the flight's own exchange is explained",
 }
 """`FILE:FUNCTION:CALL`, and why nobody can be left wondering there."""
 

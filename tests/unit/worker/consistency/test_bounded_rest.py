@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardyard.domain.consistency import Consistency, ConsistencyMode
-from shardyard_worker.consistency.bounded import BoundedStrategy
+from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import PullSpec
 
@@ -48,7 +48,7 @@ class Session:
         self.settings = SimpleNamespace(worker=SimpleNamespace(window=0))
         self.wait_registry = SimpleNamespace(over=lambda _: self)
 
-    def went_over(self, _: Consistency) -> None:
+    def acknowledge_mode(self, _: Consistency) -> None:
         """It was asked for by nobody."""
 
     def __enter__(self) -> None:
@@ -76,11 +76,11 @@ class Training:
                 self.maps.append(self.router)
 
 
-def strategy(bound: int | None = 3) -> tuple[BoundedStrategy, Training, Session]:
+def strategy(bound: int | None = 3) -> tuple[AsyncStrategy, Training, Session]:
     session = Session(bound)
     training = Training(session)
     given: Any = training
-    return BoundedStrategy(given), training, session
+    return AsyncStrategy(given), training, session
 
 
 @pytest.mark.parametrize("worked", [False, True])

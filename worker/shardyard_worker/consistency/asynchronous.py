@@ -1,0 +1,348 @@
+"""Asynchronous steps: each push is applied as it arrives; the next gradient is computed on what the servers have then.
+
+With a bound on staleness (mode `bounded`) values are waited for: `bounded` does that. The bound can change while the
+job runs, and between asynchronous and bounded there is no other difference, so one strategy serves both modes.
+
+Owns: the push under way, and the numbers of pushes without leased data. Invariants: at most one push is under way; a
+worker that has no work has said so to the servers of the newest map that it can know (docs/ledger.md, rule C3). Must
+not know: how a bound is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Token
+from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
+from shardyard_worker.consistency.bounded import NEWEST, SspClock, check_window
+from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
+from shardyard_worker.training.table_binding import Upcoming
+from shardyard_worker.training.trainer import SLICE_MS, Trainer
+from shardyard_worker.training.variables import StepInput
+
+log = logging.getLogger("shardyard.worker")
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A push under way in a thread of its own."""
+
+    name: PushName
+    sending: StepInput | None
+    request: PushRequest
+    answer: Future[ExchangeResult]
+
+
+class AsyncStrategy(Strategy):
+    """Modes `async` and `bounded`.
+
+    With worker.window 1, `contribute` returns while its push is under way: the next gradient is computed on what the
+    push before brought back, and what became of a push is known when the next one is contributed, or at `drain`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Raises ConfigurationError where the window is larger than the bound that the job was started with."""
+        check_window(trainer)
+        super().__init__(trainer)
+        self._step = 0
+        self._flight: _Flight | None = None
+        self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
+        self._pushes = 0
+        self._pull = NEWEST
+        """What is pulled with the push under way."""
+        self._uncertain: PushName | None = None
+        self._moved = False
+        """Whether the map has changed since sources were opened."""
+        self._leaves = False
+        self.clock = SspClock(trainer)
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    # ---- work, and no work
+
+    def begin(self) -> None:
+        with contextlib.suppress(LostWork):  # reported where the work was given up; here only its end matters
+            self.drain()
+        self._take_newest()
+
+    def resume(self) -> None:
+        self._change_bound()
+        if self.clock.is_known:
+            return
+        if self.clock.bound is not None:
+            self._trainer.values.complete()
+            self._join(anew=self.clock.resting)
+        self.clock.resting = False
+
+    def rest(self) -> None:
+        with contextlib.suppress(LostWork):
+            self._change_bound()
+        self._rest()
+
+    def _rest(self) -> None:
+        if self.clock.must_say_rest:
+            with contextlib.suppress(LostWork):
+                self.drain()
+        self.clock.rest()
+
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        self._rest()
+        self._leaves = True
+        self.drain()
+        residual = self._trainer.pushes.residual(groups)
+        if residual is not None:
+            log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
+            self.contribute(None, residual.sending)
+            self.drain()
+        self._session.progress.residual_norm = 0.0
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    # ---- a change of the mode
+
+    @property
+    def becomes_synchronous(self) -> bool:
+        """Whether the job is changing to synchronous steps; its partitions may be on their way."""
+        return self._session.consistency.mode.updates is UpdateMode.SYNC
+
+    def is_now_synchronous(self) -> bool:
+        """Whether the job has changed to synchronous steps; follows their map then. Only while no push is under way."""
+        if self.becomes_synchronous and self._trainer.is_behind:
+            self._trainer.follow_map()
+        return self._session.mode is UpdateMode.SYNC
+
+    def _await_mode_change(self) -> None:
+        barrier = self._session.step_barrier
+        with self._session.wait_registry.over(lambda: "the job to change to synchronous steps, or to stay as it is"):
+            while True:
+                if self.is_now_synchronous():
+                    log.warning("a step outside of job.batches does not count: the job takes synchronous steps now")
+                    raise ModeChanged
+                if not self.becomes_synchronous and barrier.begin_own():
+                    return
+                self._session.refresh()
+                self._trainer.router.pause(SLICE_MS)
+
+    def _change_bound(self) -> None:
+        """Goes by the bound that the job was switched to, if it was. Between two steps. Raises LostWork."""
+        latest = self._session.consistency
+        if latest.number == self.clock.consistency.number or self.becomes_synchronous:
+            return
+        self.drain()
+        self.clock.change(latest)
+        if self.clock.bound is not None and not self.clock.resting:
+            self._trainer.values.complete()
+            self._join(anew=True)
+
+    # ---- values
+
+    def _take_newest(self) -> None:
+        router = self._trainer.router
+        self._step = self._newest().version_max
+        self._moved = self._moved or router is not self._trainer.router
+        self._session.reached(self._step)
+
+    def _newest(self) -> ExchangeResult:
+        """Puts the newest values that the bound allows into the targets."""
+        if self.clock.resting or self.clock.bound is None:
+            return self._trainer.pull_newest()
+        self._trainer.router.abandon_pull()
+        return self._note_step(self.clock.await_values)
+
+    def _join(self, *, anew: bool) -> None:
+        self._note_step(partial(self.clock.join, anew=anew))
+
+    def _note_step(self, pull: Callable[[], ExchangeResult]) -> ExchangeResult:
+        router = self._trainer.router
+        try:
+            answer = pull()
+        finally:
+            self._moved = self._moved or router is not self._trainer.router
+        self._step = max(self._step, answer.version_max)
+        return answer
+
+    def reload(self) -> None:
+        self._await_flight()
+        self._take_newest()
+
+    def follow_map(self) -> None:
+        self._await_flight()
+        self._trainer.follow_map()
+        self._moved = True
+
+    def _await_flight(self) -> None:
+        """The servers are asked by one thread at a time."""
+        flight = self._flight
+        if flight is not None:
+            with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
+                wait([flight.answer])
+
+    # ---- a push
+
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
+        name = name or self._own_name()  # first: no other worker waits for one that waits for a change of the mode
+        if self.clock.bound is not None and self.clock.resting and not self._leaves:
+            self.resume()  # the script's own work, of which the servers could not know before
+        self._send(name, sending, upcoming)
+        if self.clock.waits_at_once:
+            self.drain()
+        if self._session.consistency.number != self.clock.consistency.number and not self._leaves:
+            self._change_bound()
+
+    def _own_name(self) -> PushName:
+        """Of this worker's next push without leased data, which it begins. Raises ModeChanged where the job takes
+        synchronous steps."""
+        if self._uncertain is not None:
+            raise errors.InvalidRequest(
+                f"a push after {self._uncertain}, which may have reached only some of the servers",
+                why="another gradient under the same name would be applied by some servers and skipped by others",
+                todo="let the error of that push end the script, and start it again",
+            )
+        if self.becomes_synchronous or not self._session.step_barrier.begin_own():
+            self.drain()
+            self._await_mode_change()
+        source = SourceKey(WorkerSource(self._session.caller.incarnation))
+        return PushName(source, Token(0), self._pushes, self._pushes)
+
+    def _send(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None) -> None:
+        self._trainer.values.complete()
+        self._reopen(name)
+        sending = self._judge(name, sending)
+        if self._trainer.pushes.feedback is not None:
+            self.drain()  # one push can be undone, so there is one at a time
+        request = self._trainer.pushes.build(name, sending, upcoming)
+        if self._pool is None:
+            self._pull = self._next_pull()
+            self._land(name, sending, partial(self._push, request))
+            return
+        self.drain()
+        self._reopen(name)  # landing may have met another map
+        self._pull = self._next_pull()
+        answer = self._pool.submit(self._trainer.router.push_pull, request, self._pull)
+        self._flight = _Flight(name, sending, request, answer)
+        self._trainer.pushes.release_gradients()
+        if isinstance(name.key.source, WorkerSource):
+            self._pushes += 1
+
+    def _next_pull(self) -> PullSpec:
+        return NEWEST if self._leaves else self.clock.next_pull()
+
+    def _judge(self, name: PushName, sending: StepInput | None) -> StepInput | None:
+        """None where it shall not count. Raises LostWork."""
+        try:
+            counts = sending is None or self._trainer.pushes.may_count(name, sending, self._step)
+        except (errors.StaleToken, errors.StraddlingRange) as error:
+            log.info("%s does not count: %s", name, error.what)
+            self.drain()
+            self._take_newest()
+            raise LostWork from error
+        return sending if counts else None
+
+    def drain(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight.name, flight.sending, partial(self._answer_of, flight))
+
+    def _push(self, request: PushRequest, gap: errors.SequenceGap | None = None) -> ExchangeResult:
+        """`gap`: what a try before this one met."""
+        in_vain = False
+        while True:
+            if gap is not None:  # not within the handlers below: a gap that cannot be mended leaves here
+                # the answer to a rebase that was carried out may have been lost; the next one has nothing to report
+                in_vain, gap = not self._rebase(request.name, gap, in_vain=in_vain), None
+            try:
+                return self._trainer.router.push_pull(request, self._pull)
+            except MapChanged:
+                self._follow_map_with(request.name)
+            except errors.SequenceGap as error:
+                gap = error
+
+    def _answer_of(self, flight: _Flight) -> ExchangeResult:
+        try:
+            return flight.answer.result()
+        except MapChanged:
+            # followed by this thread, which fills the buffers
+            self._follow_map_with(flight.name)
+            return self._push(flight.request)
+        except errors.SequenceGap as gap:
+            return self._push(flight.request, gap)
+
+    def _rebase(self, name: PushName, gap: errors.SequenceGap, *, in_vain: bool) -> bool:
+        """Partitions were restored to before pushes of this worker that cannot be computed again. They are lost, and
+        the coordinator has the partitions pass over them. Whether there were any. Raises the gap for leased work, and
+        where a rebase did not close it."""
+        if in_vain or not isinstance(name.key.source, WorkerSource):
+            raise gap
+        lost = self._trainer.rebase(name.first)
+        if lost:
+            log.warning("pushes of this worker are lost, since partitions were restored: %s", lost)
+        return bool(lost)
+
+    def _reopen(self, name: PushName) -> None:
+        """Opens the source again where the map has changed since the last push. Raises LostWork."""
+        moved, self._moved = self._moved, False
+        if not moved or isinstance(name.key.source, WorkerSource):
+            return
+        try:
+            self._open(name)
+        except errors.StaleToken as error:
+            self._give_up(name, error)
+
+    def _follow_map_with(self, name: PushName) -> None:
+        """Partitions that were restored do not know of leases that were opened since (rule A5). Raises StaleToken."""
+        self._trainer.follow_map()
+        if not isinstance(name.key.source, WorkerSource):
+            self._open(name)
+
+    def _open(self, name: PushName) -> None:
+        self._trainer.reach(lambda router: router.open_sources([(name.key, name.token)]))
+
+    def _land(self, name: PushName, sending: StepInput | None, answered: Callable[[], ExchangeResult]) -> None:
+        """Waits for the answer to a push, and puts what it brought into the targets."""
+        is_own = isinstance(name.key.source, WorkerSource)
+        try:
+            answer = answered()
+        except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:
+            if is_own:
+                # no other worker can have counted it: the servers were restored to before this worker's last pushes
+                raise
+            self._give_up(name, error)
+        except (errors.Unavailable, KeyboardInterrupt):
+            if is_own:
+                self._uncertain = name
+            raise
+        if is_own:
+            self._session.progress.pushed = name.last + 1
+            if self._pool is None:
+                self._pushes += 1
+        self._trainer.pushes.counted(answer)
+        if answer.missing:
+            self._note_step(partial(self.clock.await_values, answer))
+        else:
+            self.clock.note_known()
+            self._trainer.values.load(answer.ahead)
+        self._step = max(self._step, answer.version_max)
+        self._note(answer, sending)
+
+    def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
+        """Another worker has this work now, or it was counted in part (rule A12): its lease is gone through again from
+        there."""
+        self.clock.take_back()
+        log.info("%s does not count: %s", name, error.what)
+        self._trainer.pushes.not_counted()
+        self._take_newest()
+        raise LostWork from error

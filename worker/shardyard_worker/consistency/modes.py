@@ -1,0 +1,22 @@
+"""Where a job's mode becomes a class."""
+
+from __future__ import annotations
+
+from shardyard.domain.consistency import UpdateMode
+from shardyard_worker.consistency.asynchronous import AsyncStrategy
+from shardyard_worker.consistency.backup_workers import BackupWorkersStrategy
+from shardyard_worker.consistency.hybrid import HybridStrategy
+from shardyard_worker.consistency.strategy import Strategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.training.trainer import Trainer
+
+
+def strategy_for(trainer: Trainer) -> Strategy:
+    """Of the mode that the job's partitions go by now. Mode `local` is a synchronous job whose steps are rounds."""
+    session = trainer.session
+    if session.mode is UpdateMode.ASYNC:  # async, bounded
+        return AsyncStrategy(trainer)
+    consistency = session.job_settings.consistency
+    if consistency.rows_at_once:
+        return HybridStrategy(trainer)
+    return BackupWorkersStrategy(trainer) if consistency.backup_workers else SyncStrategy(trainer)

@@ -1,0 +1,100 @@
+"""What all consistency modes have in common: a strategy turns a worker's work into pushes with names.
+
+A strategy answers three questions: what is the next push called, which version must the model hold meanwhile, and when
+is a step over. Asynchronous: any version, over at once. Synchronous: exactly version t for step t, over when all
+logical ranks have contributed, or when this worker has another rank of the step to compute (docs/ledger.md, rules B1
+to B5).
+
+Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on, or will
+when they are used (ForwardPrefetch). Must not know: datasets, optimizers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from shardyard.domain import errors
+from shardyard.domain.push_names import PushName
+from shardyard.domain.pushes import Outcome
+from shardyard_worker.exchange.requests import ExchangeResult
+from shardyard_worker.training.table_binding import Upcoming
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput
+
+
+class LostWork(Exception):
+    """Another worker has this work now, or its partitions have moved. The model holds a current version."""
+
+
+class ModeChanged(LostWork):
+    """The job's updates are of another kind now. Work of logical ranks that was not counted as a step is leased as data
+    shards; the rest of open data shards becomes steps. The targets stay as they are until another strategy begins."""
+
+
+class Strategy(ABC):
+    """One worker's way through a job. Used by one thread."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._session = trainer.session
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """The job's step: updates applied, as far as this worker has seen."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Brings the targets to a version to compute on, if this worker has anything to compute."""
+
+    @abstractmethod
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
+        """Pushes work under its name, or under one of this worker's own; `sending` None: it shall not count.
+        `upcoming`: rows that come along with the values.
+
+        Raises LostWork where another worker has taken it over.
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """This worker has work; the targets hold a version to compute it on."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """This worker has no work, for now or for good."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for the push under way. Raises LostWork where its work belongs to another worker."""
+
+    @abstractmethod
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        """Before this worker leaves without an error: waits for the push under way, and handles what compression has
+        not sent. `groups`: the settings under which that is pushed. Raises LostWork."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads. Nothing is contributed from now on."""
+
+    # ---- the step at hand (training.trainer, StepContext)
+
+    @abstractmethod
+    def reload(self) -> None: ...
+
+    @abstractmethod
+    def follow_map(self) -> None: ...
+
+    def rows_version(self) -> int | None:
+        return None
+
+    def on_rows_version_passed(self, error: errors.NotFound) -> None:
+        raise error
+
+    # ---- for strategies
+
+    def _note(self, answer: ExchangeResult, sending: StepInput | None) -> None:
+        """Reports samples and the step with the next heartbeat."""
+        fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
+        if sending is not None and sending.coded and fresh:
+            self._session.progress.samples += round(sending.weight)
+        self._session.reached(self.step)

@@ -1,0 +1,201 @@
+"""Batches of asynchronous jobs: data shards are leased from the coordinator (docs/ledger.md, rules A5, A6, A12).
+
+A worker opens a leased data shard on all servers, goes through it from the lowest watermark over all partitions, and
+closes the lease. Example: a data shard of 5 batches whose partitions expect #2, #3 and #2 begins at #2; the partition
+that has #2 skips it.
+
+Owns: the data shard at hand. Must not know: how a push travels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardyard.domain.errors import ShardyardError, StaleToken
+from shardyard.domain.orders import Indices
+from shardyard.domain.push_names import DataLease, DataShardSource, PushName, SourceKey
+from shardyard.wire import common_messages, lease_messages, methods
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.asynchronous import AsyncStrategy
+from shardyard_worker.consistency.strategy import LostWork, ModeChanged
+from shardyard_worker.data.feed import EarlyBatch, Feed, Work
+from shardyard_worker.data.look_ahead import Depth, announced
+from shardyard_worker.data.poison_guard import announce
+from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.training.table_binding import Announced
+
+log = logging.getLogger("shardyard.worker")
+
+
+@dataclass
+class _Shard:
+    """The data shard at hand: its batches, the one being computed, and the first that may be read before its turn."""
+
+    source: DataShardSource
+    samples: Indices
+    batches: int
+    announce_until: int
+    sequence: int = 0
+    early: dict[int, EarlyBatch] = field(default_factory=dict)
+
+
+class AsyncFeed(Feed):
+    _strategy: AsyncStrategy
+    _shard: _Shard | None = None
+
+    def batches(self) -> Generator[Any, None, None]:
+        try:
+            while not self._ends and (lease := self._lease()) is not None:
+                yield from self._go_through(lease)
+        finally:
+            self._rest()
+        self._session.learn()  # a server that was given up may answer a worker that has an old map
+        self._rest()  # also to servers that were told to expect it before its work was closed
+        self._strategy.begin()
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the job is told to stop where it is; one that changes to steps stops before one of them."""
+        return self._is_told_to_stop and not self._strategy.becomes_synchronous
+
+    def _rest(self) -> None:
+        """Other workers do not wait for this one until it has work again."""
+        try:
+            self._strategy.rest()
+        except ShardyardError as error:  # the script's next call raises what ends the job
+            log.debug("the servers were not told that this worker rests: %s", error)
+
+    # ---- leases
+
+    def _lease(self) -> DataLease | None:
+        """A data shard to work on; None when all are done, or the job is told to stop."""
+        request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
+        reply = self._session.ask(methods.LEASE_DATA, request)
+        with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
+            while reply.WhichOneof("answer") == "wait":
+                self._strategy.rest()
+                if self._strategy.is_now_synchronous():
+                    raise ModeChanged
+                self._trainer.router.pause(min(reply.wait.retry_ms, 1_000))
+                self._session.check()
+                if self._ends:
+                    return None
+                reply = self._session.ask(methods.LEASE_DATA, request)
+        return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
+
+    def _give_back(self, lease: DataLease) -> None:
+        """The script has left its loop: the unread batches of the data shard go to other workers."""
+        try:
+            self._close(lease)
+        except ShardyardError as error:
+            log.debug("%s was not given back: %s", lease.source, error)
+
+    def _close(self, lease: DataLease) -> None:
+        try:
+            self._strategy.drain()
+        except LostWork:
+            return
+        source = lease.source
+        name = common.DataShardName(feed=source.feed, epoch=source.epoch, index=source.index)
+        caller = common_messages.caller_to_wire(self._session.caller)
+        request = wire.CloseLeaseRequest(caller=caller, data_shard=name, feed=self._number, token=lease.token)
+        try:
+            self._session.ask(methods.CLOSE_LEASE, request)
+        except StaleToken as error:
+            log.info("%s is another worker's now: %s", source, error.what)
+
+    # ---- a data shard
+
+    def _go_through(self, lease: DataLease) -> Iterator[Any]:
+        key = SourceKey(lease.source)
+        try:
+            marks = self._trainer.reach(lambda router: router.open_sources([(key, lease.token)]))[key]
+        except StaleToken:
+            return
+        self._strategy.resume()
+        size = self._settings.batch_size
+        samples = self._orders.of(lease.source.epoch)[lease.begin : lease.end]
+        nexts = [mark.next for mark in marks]
+        pending: Work | None = None
+        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.careful_below)
+        for sequence in range(min(nexts), shard.batches):
+            if self._is_told_to_stop:
+                if pending is not None:
+                    self._drop("no optimizer.step() after a batch when the job is told to stop")
+                self._give_back(lease)
+                return
+            chosen = self._chosen(samples, sequence)
+            first = sequence if pending is None else pending.name.first
+            before = 0 if pending is None else pending.samples
+            due = (sequence + 1) % self._settings.accumulate == 0 or (sequence + 1) * size >= len(samples)
+            named = PushName(key, lease.token, first, sequence)
+            self.work = Work(named, before + len(chosen), due, highest=max(nexts))
+            self._trainer.accumulates = not due
+            if sequence < shard.announce_until:
+                try:
+                    counts = self._announce(shard, lease, sequence, highest=max(*nexts, sequence))
+                except (LostWork, StaleToken):
+                    return
+                if not counts:
+                    self.work = Work(self.work.name, before)
+                    if pending is None:
+                        self._contribute(self.work, None)
+                    else:
+                        pending = self.work  # the push of the batches before names it too
+                    if self.work.lost:
+                        return
+                    continue
+            shard.sequence = sequence
+            try:
+                yield self._fetch(shard, sequence)
+            except (GeneratorExit, KeyboardInterrupt):
+                self._give_back(lease)
+                raise
+            pending = None if self.work.taken else self.work
+            if self.work.lost:
+                return
+        if pending is not None:
+            self._drop("no optimizer.step() after the last batch of a data shard")
+            if pending.lost:
+                return
+        self.work = None
+        self._close(lease)
+
+    def _announce(self, shard: _Shard, lease: DataLease, sequence: int, *, highest: int) -> bool:
+        """Whether the batch counts, at which workers may have died (rule A13). Raises LostWork, StaleToken."""
+        self._strategy.drain()  # what kills this worker now is this batch, not one before
+        verdict = announce(self._trainer, lease.source, lease.token, sequence, highest=highest)
+        shard.announce_until = verdict.announce_until
+        return verdict.counts
+
+    def _fetch(self, shard: _Shard, sequence: int) -> Any:
+        """The batch at hand; the generators stand where reading it has left them."""
+        seed_everything(*self._seed(shard.source, sequence))
+        early = shard.early.pop(sequence, None)
+        return self._reader.fetch(self._chosen(shard.samples, sequence)) if early is None else early.take()
+
+    def _announced(self) -> Sequence[Announced]:
+        """Of batches of the same data shard."""
+        shard = self._shard
+        if shard is None or self._look_ahead is None or self._is_told_to_stop:
+            return ()
+        depth = Depth(self._session.settings.worker.window, self._settings.accumulate)
+        due = range(shard.sequence + 1 + depth.begin, min(shard.sequence + 1 + depth.end, shard.batches))
+        if not due or due[0] < shard.announce_until:
+            return ()
+        for sequence in due:
+            seed = self._seed(shard.source, sequence)
+            shard.early[sequence] = self._read_early(seed, self._chosen(shard.samples, sequence))
+        read = [shard.early[sequence] for sequence in due]
+        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
+
+    def _seed(self, source: DataShardSource, sequence: int) -> tuple[int, ...]:
+        return self._session.seed, 1, source.feed, source.epoch, source.index, sequence
+
+    def _chosen(self, samples: Indices, sequence: int) -> Indices:
+        size = self._settings.batch_size
+        return samples[sequence * size : (sequence + 1) * size]

@@ -1,0 +1,179 @@
+"""`job.batches`: which samples this worker computes next, so that each counts once an epoch.
+
+A feed is one call of `job.batches` under one kind of update: `async_feed`, or `sync_feed`. Where the job changes its
+mode, another feed goes on with what is left.
+
+Owns: the work that a batch stands for, until `optimizer.step()` takes it. Invariant: every batch that was yielded is
+pushed under its name, alone, with others of its data shard, or as a named empty push. Must not know: tensors' contents.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.orders import Indices, order
+from shardyard.domain.push_names import PushName
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.strategy import LostWork, Strategy
+from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.look_ahead import LookAhead
+from shardyard_worker.data.seeding import GeneratorStates, restore, seed_everything, states, undisturbed
+from shardyard_worker.training.table_binding import Announced, Upcoming
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput
+
+log = logging.getLogger("shardyard.worker")
+
+
+@dataclass
+class Work:
+    """What the batch that is being computed stands for. `samples` grows as batches are accumulated into one push.
+    `due`: whether optimizer.step() is due after the batch at hand; `stepped`: it was called; `left`: batches that
+    belong to it, and come later; `taken`: it was pushed; `lost`: another worker has it."""
+
+    name: PushName
+    samples: int
+    due: bool = True
+    left: int = 0
+    stepped: bool = False
+    taken: bool = False
+    lost: bool = False
+    highest: int = 0
+    """As StepInput has it."""
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    batch_size: int
+    epochs: int
+    shuffle: bool
+    drop_last: bool
+    accumulate: int = 1
+
+
+@dataclass
+class Orders:
+    """Permutations of the epochs in use. Two are kept, since workers move between neighbouring epochs."""
+
+    seed: int
+    feed: int
+    samples: int
+    shuffle: bool
+    _kept: dict[int, Indices] = field(default_factory=dict)
+
+    def of(self, epoch: int) -> Indices:
+        if epoch not in self._kept:
+            while len(self._kept) >= 2:
+                del self._kept[min(self._kept)]
+            self._kept[epoch] = order(
+                seed=self.seed, feed=self.feed, epoch=epoch, samples=self.samples, shuffle=self.shuffle
+            )
+        return self._kept[epoch]
+
+
+@dataclass(frozen=True)
+class EarlyBatch:
+    """A batch that was read before its turn, or what that raised, and where the generators stood after it."""
+
+    batch: Any
+    error: Exception | None
+    states: GeneratorStates
+
+    def take(self) -> Any:
+        restore(self.states)
+        if self.error is not None:
+            raise self.error
+        return self.batch
+
+
+class Feed(ABC):
+    """One call of `job.batches`. `work` is what the batch yielded last stands for."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        strategy: Strategy,
+        reader: Reader,
+        *,
+        number: int,
+        settings: FeedSettings,
+        opened: wire.OpenFeedReply,
+        look_ahead: LookAhead | None,
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._session = trainer.session
+        self._reader = reader
+        self._number = number
+        self._settings = settings
+        self._opened = opened
+        self._orders = Orders(self._session.seed, number, reader.samples, settings.shuffle)
+        self._warned = False
+        self._look_ahead = look_ahead
+        self.upcoming: Upcoming | None = None if look_ahead is None else self._announced
+        self.work: Work | None = None
+
+    @property
+    def _is_told_to_stop(self) -> bool:
+        return self._session.step_barrier.stop is not None
+
+    @abstractmethod
+    def batches(self) -> Generator[Any, None, None]:
+        """Yields batches until all samples of all epochs are counted, by this worker or others. Raises ModeChanged
+        where the job goes on in another mode: another feed of the same number goes on with what is left."""
+
+    @abstractmethod
+    def _announced(self) -> Sequence[Announced]:
+        """The ids of the batches that will be computed on what the next exchange brings, as far as none of them may end
+        this process."""
+
+    def push(self, sending: StepInput | None) -> None:
+        """Pushes what was computed on the batch (or batches) since the last push. None: it shall not count."""
+        work = self.require_work()
+        if sending is not None:
+            sending = replace(sending, weight=float(work.samples), highest=work.highest)
+        self._contribute(work, sending)
+
+    def require_work(self) -> Work:
+        """That for which a step is taken now. Raises InvalidRequest."""
+        work = self.work
+        if work is None or work.taken or work.stepped:
+            raise InvalidRequest(
+                "optimizer.step() twice for one batch",
+                why="a batch is one piece of work, and counts once",
+                todo="call optimizer.step() once for each batch of job.batches",
+            )
+        return work
+
+    def _contribute(self, work: Work, sending: StepInput | None) -> None:
+        """`sending` None: a named empty push."""
+        work.taken = True
+        try:
+            self._strategy.contribute(work.name, sending, self.upcoming)
+        except LostWork:
+            work.lost = True
+
+    def _drop(self, why: str) -> None:
+        """Pushes the current work as a named empty push: it does not count, and nothing waits for it."""
+        work = self.work
+        assert work is not None
+        if not self._warned:
+            log.warning("%s: %s is counted as an empty push", why, work.name)
+            self._warned = True
+        self._contribute(work, None)
+
+    def _read_early(self, seed: tuple[int, ...], chosen: Indices) -> EarlyBatch:
+        """A batch, before its turn: random numbers are what they will be then, and those of others are as they were."""
+        with undisturbed():
+            seed_everything(*seed, devices=False)
+            batch, error = None, None
+            try:
+                batch = self._reader.fetch(chosen)
+            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
+                error = raised
+            return EarlyBatch(batch, error, states())

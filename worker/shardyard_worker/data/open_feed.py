@@ -1,0 +1,52 @@
+"""Opens a data set for this worker, under the kind of updates that the job takes now. Must not know: batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardyard.domain.consistency import UpdateMode
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.local_sgd import LocalRounds
+from shardyard_worker.consistency.strategy import Strategy
+from shardyard_worker.data.async_feed import AsyncFeed
+from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.feed import Feed, FeedSettings
+from shardyard_worker.data.look_ahead import LookAhead
+from shardyard_worker.data.sync_feed import LocalFeed, SyncFeed
+from shardyard_worker.training.trainer import Trainer
+
+
+def open_feed(
+    trainer: Trainer,
+    reader: Reader,
+    strategy: Strategy,
+    *,
+    number: int,
+    settings: FeedSettings,
+    look_ahead: LookAhead | None = None,
+    local: LocalRounds | None = None,
+    end_round: Callable[[], object] | None = None,
+) -> Feed:
+    """Agrees with the coordinator, and so with all workers, on what is read and how. `number`: this call of job.batches
+    is so many calls behind the job's first. `end_round` pushes what `local` has come to. Raises FeedConflict."""
+    session = trainer.session
+    request = wire.OpenFeedRequest(
+        caller=common_messages.caller_to_wire(session.caller),
+        feed=number,
+        samples=reader.samples,
+        fingerprint=reader.fingerprint(),
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        shuffle=settings.shuffle,
+        drop_last=settings.drop_last,
+        accumulate=settings.accumulate,
+    )
+    opened = session.ask(methods.OPEN_FEED, request)
+    given: dict[str, Any] = {"number": number, "settings": settings, "opened": opened, "look_ahead": look_ahead}
+    if session.mode is UpdateMode.ASYNC:
+        return AsyncFeed(trainer, strategy, reader, **given)
+    if local is None or end_round is None:
+        return SyncFeed(trainer, strategy, reader, **given)
+    return LocalFeed(trainer, strategy, reader, local=local, end_round=end_round, **given)

@@ -1,0 +1,263 @@
+"""Batches of synchronous jobs: the samples of (logical rank, step), whichever worker computes them.
+
+A step follows from the data set's settings alone (docs/ledger.md, rules B1, B4, B5): `StepPlan` says which samples of
+which epoch logical rank r has at step t. So a rank that changes its worker has the same samples and random numbers.
+
+Owns: the steps of one data set. Must not know: how a step is completed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, StaleToken
+from shardyard.domain.ids import Rank
+from shardyard.domain.orders import Indices
+from shardyard.domain.push_names import RankSource
+from shardyard.domain.units import EpochPlan, StepPlan
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.local_sgd import LocalRounds
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.data.feed import EarlyBatch, Feed, Work
+from shardyard_worker.data.look_ahead import announced
+from shardyard_worker.data.makeup_steps import MakeupSteps, MissedBatch
+from shardyard_worker.data.poison_guard import announce
+from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.training.table_binding import Announced
+
+log = logging.getLogger("shardyard.worker")
+
+
+class SyncFeed(Feed):
+    _strategy: SyncStrategy
+    _is_long = False
+    """Whether a step of the job is a round of steps."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        settings, opened, session = self._settings, self._opened, self._session
+        consistency = session.job_settings.consistency
+        begun = opened.begun_epochs, opened.begun_samples
+        samples = self._reader.samples
+        if begun[0] > settings.epochs or begun[1] >= samples or (begun[1] and begun[0] == settings.epochs):
+            raise MalformedPayload(f"feed {self._number} of {settings.epochs} epochs, of which {begun} were begun")
+        self._units = EpochPlan(
+            samples,
+            settings.batch_size,
+            session.logical_ranks,
+            settings.drop_last,
+            settings.accumulate,
+            local_steps=consistency.local_steps or 1,
+        )
+        self._plan = StepPlan(self._units, opened.units_per_epoch, settings.epochs, opened.first_step, *begun)
+        makes_up = bool(consistency.backup_workers)
+        self._makeup = MakeupSteps(session, self._number, self._plan.end, makes_up=makes_up)
+        if makes_up:
+            self.upcoming = None  # a step brings no values
+        self._early: dict[tuple[Rank, int, int], EarlyBatch] = {}
+        """By rank, step, and the batch's number in the step."""
+
+    @property
+    def _end(self) -> int:
+        """The step after the last one that is known: that of the data, or, before it, where the job is told to stop."""
+        stop = self._session.step_barrier.end
+        return self._makeup.end if stop is None else min(self._makeup.end, stop)
+
+    def _has(self, step: int) -> bool:
+        """Whether the data set has that step, and the job goes so far."""
+        stop = self._session.step_barrier.end
+        return (stop is None or step < stop) and self._makeup.has(step)
+
+    def batches(self) -> Generator[Any, None, None]:
+        self._warn_of_short_steps()
+        while not self._opened.done:
+            self._strategy.check_mode()
+            if self._strategy.on_standby:
+                if self._is_done_on_standby():
+                    break
+                continue
+            self._strategy.prepare_work()
+            rank = self._strategy.due()
+            if not self._has(self._strategy.step):
+                if self._await_done():
+                    break
+                continue
+            if rank is not None and self._strategy.may_compute(is_long=self._is_long):
+                yield from self._compute(rank)
+        if not self._is_told_to_stop:
+            self._makeup.find_end()
+        if self._strategy.on_standby or self._strategy.step < self._end:
+            # a rank may have been given, with the news of the end, to a worker that computed none
+            self._strategy.catch_up(self._end)
+
+    # ---- a rank's part of a step
+
+    def require_work(self) -> Work:
+        work = super().require_work()
+        if work.left:
+            raise InvalidRequest(
+                f"optimizer.step() {work.left} batches before the last one of {work.name}",
+                why="in a synchronous job the batches of a step are one piece of work, which counts once",
+                todo=f"call it after {self._settings.accumulate} batches (accumulate), or where job.step_due says so",
+            )
+        return work
+
+    def _compute(self, rank: Rank) -> Iterator[Any]:
+        ranks = self._strategy.ranks
+        name = ranks.name_of(rank)
+        step = name.first
+        if step < self._opened.first_step:
+            raise InvalidRequest(
+                f"step {step} before the first step of this data set, {self._opened.first_step}",
+                why="in a synchronous job the steps of one data set follow those of the other",
+                todo="go through each job.batches to its end, and call it for the same data sets, in the same order,"
+                " on all workers",
+            )
+        missed = self._makeup.batch(rank, step)
+        if missed is None:  # others make up for what was dropped
+            self.work = Work(name, 0)
+            self._contribute(self.work, None)
+            return
+        chosen = self._samples(missed)
+        is_hybrid = self._session.job_settings.consistency.rows_at_once
+        self.work = work = Work(name, len(chosen), highest=ranks.highest(rank) if is_hybrid else 0)
+        self._early = {key: each for key, each in self._early.items() if key[1] >= step}
+        if len(chosen) == 0:
+            self._warned = True  # the last step of an epoch may have less work than ranks
+            self._drop("no samples")
+            return
+        if step < ranks.announce_until(rank):
+            try:
+                verdict = announce(self._trainer, RankSource(rank), name.token, step, highest=ranks.highest(rank))
+            except StaleToken as error:
+                log.info("%s is another worker's now: %s", name, error.what)
+                self._session.refresh()
+                return
+            if not verdict.counts:
+                self._contribute(work, None)
+                return
+        batches = list(self._units.batches(len(chosen)))
+        for number, batch in enumerate(batches):
+            work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
+            self._trainer.accumulates = not batch.due
+            yield self._fetch(missed, number, chosen[batch.begin : batch.end])
+        if not work.taken:
+            self._end_without_step()
+
+    def _end_without_step(self) -> None:
+        """All batches of the work at hand were computed, and nothing was pushed."""
+        self._drop("no optimizer.step() after a batch")
+
+    def _samples(self, batch: MissedBatch) -> Indices:
+        epoch, begin, end = self._plan.span(batch.step, batch.rank)
+        return self._orders.of(epoch)[begin:end]
+
+    def _fetch(self, of: MissedBatch, number: int, chosen: Indices) -> Any:
+        """The batch at hand; the generators stand where reading it has left them."""
+        seed_everything(*self._seed(of, number))
+        early = self._early.pop((of.rank, of.step, number), None)
+        return self._reader.fetch(chosen) if early is None else early.take()
+
+    def _seed(self, of: MissedBatch, number: int) -> tuple[int, ...]:
+        """A step's only batch is seeded by its name alone."""
+        return self._session.seed, 0, of.rank, of.step, *((number,) if number else ())
+
+    def _announced(self) -> Sequence[Announced]:
+        """Of the batches of the next step that this worker's ranks will compute."""
+        if self._look_ahead is None or self._is_told_to_stop:
+            return ()
+        step = self._strategy.step + 1
+        if step < self._opened.first_step or not self._has(step):
+            return ()
+        read: list[EarlyBatch] = []
+        for rank in sorted(self._strategy.ranks.held):
+            if step >= self._strategy.ranks.announce_until(rank):
+                read += self._read_step(MissedBatch(rank, step))
+        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
+
+    def _read_step(self, of: MissedBatch) -> list[EarlyBatch]:
+        chosen = self._samples(of)
+        found: list[EarlyBatch] = []
+        for number, batch in enumerate(self._units.batches(len(chosen)) if len(chosen) else ()):
+            key = (of.rank, of.step, number)
+            if key not in self._early:
+                self._early[key] = self._read_early(self._seed(of, number), chosen[batch.begin : batch.end])
+            found.append(self._early[key])
+        return found
+
+    # ---- the end
+
+    def _close(self) -> bool:
+        caller = common_messages.caller_to_wire(self._session.caller)
+        request = wire.CloseLeaseRequest(caller=caller, feed=self._number)
+        return self._session.ask(methods.CLOSE_LEASE, request).done
+
+    def _is_done_on_standby(self) -> bool:
+        """Waits for a rank, or for the others to be done with all of it: True then."""
+        with self._session.wait_registry.over(lambda: "a logical rank to compute; other workers have them all"):
+            while self._strategy.on_standby:
+                if self._close():
+                    return True
+                if self._strategy.has_moved():
+                    return False
+                self._trainer.router.pause(200)
+                self._session.refresh()
+        return False
+
+    def _await_done(self) -> bool:
+        """Until a checkpoint has all steps. False where the job has gone back meanwhile, and steps are to be computed
+        again (rule A11)."""
+        with self._session.wait_registry.over(lambda: f"a checkpoint that has step {self._end - 1}"):
+            while not self._close():
+                self._session.check()
+                if self._strategy.has_moved():
+                    return False
+                self._trainer.router.pause(50)
+        return True
+
+    def _warn_of_short_steps(self) -> None:
+        """A script that counts batches, and does not ask job.step_due, misses the end of a step that has fewer."""
+        accumulate, units = self._settings.accumulate, self._units
+        share = self._settings.batch_size * accumulate
+        last = units.samples_per_epoch % units.samples_per_step % share
+        if 0 < last < accumulate:
+            log.warning(
+                "the last step of an epoch has %d samples for one of the ranks, and so fewer than %d batches: call"
+                " optimizer.step() where job.step_due says so, or give drop_last=True",
+                last,
+                accumulate,
+            )
+
+
+class LocalFeed(SyncFeed):
+    """Of a job in local mode: the batches of a round are one piece of work, whatever steps are taken on them."""
+
+    _is_long = True
+
+    def __init__(self, *given: Any, local: LocalRounds, end_round: Callable[[], object], **named: Any) -> None:
+        """`local` takes the steps, `end_round` pushes what they have come to."""
+        super().__init__(*given, **named)
+        self._local, self._end_round = local, end_round
+        local.rounds.add(self._opened.first_step, self._units, self._settings.epochs)
+
+    def enter(self) -> bool:
+        """A step is taken after the batch at hand. Whether that is the round's last. Raises InvalidRequest."""
+        work = Feed.require_work(self)
+        work.stepped = True
+        assert isinstance(work.name.key.source, RankSource)
+        self._local.enter(work.name.key.source.rank, work.name.first)
+        return not work.left
+
+    def require_work(self) -> Work:
+        """That of the round that has ended."""
+        assert self.work is not None
+        return self.work
+
+    def _end_without_step(self) -> None:
+        if self._local.taken:
+            self._end_round()
+        else:
+            self._drop("no optimizer.step() in a round")
