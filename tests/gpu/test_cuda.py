@@ -252,9 +252,9 @@ def sent(buckets: FlatBuffers) -> torch.Tensor:
 
 def test_taking_and_bringing_wait_for_nothing(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
-    np.frombuffer(buckets.landing(SERVER), np.float32)[:1_000_000] = 5.0
-    buckets.has_landed(SERVER)
-    buckets.flip()
+    np.frombuffer(buckets.values.landing(SERVER), np.float32)[:1_000_000] = 5.0
+    buckets.values.has_landed(SERVER)
+    buckets.values.flip()
     gradient, target = torch.zeros(1_000, 1_000, device=cuda), torch.zeros(1_000, 1_000, device=cuda)
     for cycles in (1, LONG_CYCLES):  # a kernel's first call loads it, and may wait for the device
         torch.cuda.synchronize()
@@ -262,7 +262,7 @@ def test_taking_and_bringing_wait_for_nothing(copies: DeviceCopies, cuda: torch.
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         gradient.fill_(3.0)
         begun = buckets.take(0, gradient)
-        buckets.load({0: target})
+        buckets.values.load({0: target})
         doubled = target * 2
         launched_s = time.perf_counter() - start
         assert begun is not None

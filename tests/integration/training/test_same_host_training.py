@@ -23,7 +23,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.values import shm_regions
-from shardyard_worker.exchange import flat_buffers
+from shardyard_worker.exchange import buffer_layout
 from shardyard_worker.job import job as worker
 from tests.support.alone import SYNC, Connect
 from tests.support.yards import Probes, finish, running_yard
@@ -289,7 +289,7 @@ def test_one_side_that_cannot_share_makes_both_use_streams(
             self._fd = -1
             raise NotShareable("a container forbids it")
 
-    monkeypatch.setattr(shm_regions if which == "server" else flat_buffers, "SharedMemory", Forbidden)
+    monkeypatch.setattr(shm_regions if which == "server" else buffer_layout, "SharedMemory", Forbidden)
     job, model, optimizer = prepared(connect, **WAYS["views"])
     for number in range(3):
         step(model, optimizer, number)

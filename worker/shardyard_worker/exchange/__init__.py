@@ -6,7 +6,8 @@ once.
 
 Read in the order of a step: `requests` (what training asks), `server_group` (all servers under one map),
 `request_builder` (the part of one server), `fan_out` (calls and retries), `server_stream` (the stream to one server).
-`flat_buffers` holds payloads as they lie on the wire, `tensor_types` says which tensors fit, `device_copies` copies
+`flat_buffers` holds gradients as they lie on the wire, `pulled_values` the values that come back, both over
+`buffer_layout` and `tensor_copy`. `tensor_types` says which tensors fit, `device_copies` copies
 from and to a GPU. `row_reads` looks table rows up, `shm_rows` is their shared memory. `overlap` sends gradients during
 backward, `partial_reply` gives values out while they arrive, `norm_sums` sums the norm of a synchronous step.
 """

@@ -277,7 +277,7 @@ class ServerGroup:
         ahead = None
         if not missing:
             self._landed.clear()
-            self._buffers.flip()
+            self._buffers.values.flip()
             self.current = tuple(self._incoming.values())
             ahead, self._ahead = self._ahead, None
         return ExchangeResult(

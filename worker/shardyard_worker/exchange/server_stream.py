@@ -24,7 +24,8 @@ from shardyard.transport.shared_memory import AttachedMemory
 from shardyard.wire import frames, methods, push_messages
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
-from shardyard_worker.exchange.flat_buffers import Bytes, FlatBuffers, Key
+from shardyard_worker.exchange.buffer_layout import Bytes, Key
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.partial_reply import PartialReply
 from shardyard_worker.exchange.shm_rows import ShmRows
 
@@ -82,7 +83,7 @@ class ServerStream:
         self._headers = HeaderWriter()
         self.shared = False
         self._regions.clear()
-        self._buffers.forget(self.server)
+        self._buffers.values.forget(self.server)
         self._shm_rows = None
         if self._shareable or self._rows_shareable:
             self._attach(header)
@@ -121,7 +122,7 @@ class ServerStream:
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
-        self._buffers.settle()
+        self._buffers.values.settle()
         self._rows = rows
         written = self._headers.write(header)
         if header.rest is None:
@@ -192,7 +193,7 @@ class ServerStream:
         if answer.attached:
             try:
                 for ticket in answer.regions:
-                    self._regions[ticket.region] = self._buffers.attach(self.server, ticket)
+                    self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket)
                 self.shared = True
                 log.debug("server %s: payloads lie in shared memory", self.server)
                 return
@@ -232,7 +233,7 @@ class ServerStream:
         result = push_messages.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             if self.shared:
-                self._regions[ticket.region] = self._buffers.attach(self.server, ticket)
+                self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket)
         if pull is None or result.missing:
             return result
         if header.wanted_at is not None:
@@ -242,18 +243,18 @@ class ServerStream:
         if pull.shared:
             places = list(self._places(result))
             self._assemble(stream, first, deadline_ms)
-            self._buffers.has_come(self.server, places)
+            self._buffers.values.has_come(self.server, places)
             return result
         if pull.order:
             self._begin_arrival(stream, first, deadline_ms)
             return result
         if not pull.coding:
-            self._assemble(stream, first, deadline_ms, self._buffers.landing(self.server))
-            self._buffers.has_landed(self.server)
+            self._assemble(stream, first, deadline_ms, self._buffers.values.landing(self.server))
+            self._buffers.values.has_landed(self.server)
             return result
         codes = np.empty(self._coded_bytes(result), np.uint8)
         self._assemble(stream, first, deadline_ms, codes.data)
-        self._buffers.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in pull.coding)
+        self._buffers.values.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in pull.coding)
         return result
 
     def _assemble(self, stream: Stream, first: Frame, deadline_ms: int, *into: memoryview) -> None:
@@ -268,15 +269,15 @@ class ServerStream:
         assembler.finish()
 
     def _begin_arrival(self, stream: Stream, first: Frame, deadline_ms: int) -> None:
-        arrival = PartialReply(self.server, self._buffers.landing(self.server))
+        arrival = PartialReply(self.server, self._buffers.values.landing(self.server))
         arrival.add(first)
         if arrival.complete:
-            self._buffers.has_landed(self.server)
+            self._buffers.values.has_landed(self.server)
             return
         assert self._settings.receive_later is not None
         self._settings.receive_later(partial(self._receive, stream, arrival, deadline_ms))
         self._arrival = arrival
-        self._buffers.has_landed(self.server, arrival)
+        self._buffers.values.has_landed(self.server, arrival)
 
     def _receive(self, stream: Stream, arrival: PartialReply, deadline_ms: int) -> None:
         """Receives the rest of an answer, in another thread."""
@@ -301,7 +302,7 @@ class ServerStream:
 
     def _coded_bytes(self, result: ExchangeReply) -> int:
         """The length of all codes, checked before memory is allocated for them."""
-        sizes, blocks = result.code_bytes, self._buffers.blocks(self.server)
+        sizes, blocks = result.code_bytes, self._buffers.values.blocks(self.server)
         if len(sizes) != blocks:
             raise errors.MalformedPayload(f"server {self.server} answered with {len(sizes)} codes for {blocks} blocks")
         total = sum(sizes)

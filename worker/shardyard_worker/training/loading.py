@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from shardyard.domain import errors
-from shardyard_worker.exchange.flat_buffers import Late, Version
+from shardyard_worker.exchange.buffer_layout import Late, Version
 from shardyard_worker.exchange.requests import Bases
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.session.session import Session
@@ -79,14 +79,14 @@ class ValueLoader:
         if self._prefetch is None:
             for variable in link.variables:
                 variable.put_back()
-            link.buffers.load(self.targets, view=self._view)
+            link.buffers.values.load(self.targets, view=self._view)
             return
         # when reloading, the forward is under way, and what it has used must stay
         wanted: Iterable[int] = self._prefetch.awaited if self._reloading else self.targets
-        late = {index: found for index in wanted if (found := link.buffers.late(index))}
+        late = {index: found for index in wanted if (found := link.buffers.values.late(index))}
         for index in wanted:
             link.variables[index].put_back()
-        self._version, self._stranded = link.buffers.version, False
+        self._version, self._stranded = link.buffers.values.version, False
         self._put([index for index in wanted if index not in late])
         self._late = late
         self._prefetch.expect(late)
@@ -123,7 +123,7 @@ class ValueLoader:
     def _put(self, indices: Sequence[int]) -> None:
         targets = {index: self.targets[index] for index in indices}
         with torch._C.DisableTorchFunctionSubclass():
-            self._link.buffers.load(targets, view=self._view, version=self._version)
+            self._link.buffers.values.load(targets, view=self._view, version=self._version)
 
     def moved(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
         """The current version's value minus the target, for each of these. Where possible the result lies in the
@@ -133,7 +133,7 @@ class ValueLoader:
             target, view = self.targets[index], buffers.view(index)
             fits = view is not None and (view.device, view.dtype) == (target.device, target.dtype)
             found[index] = view if view is not None and fits else torch.empty_like(target)
-        buffers.load(found)
+        buffers.values.load(found)
         with torch.no_grad():
             for index, values in found.items():
                 values.sub_(self.targets[index])

@@ -371,9 +371,9 @@ def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: DeviceCopies) -> 
 
 
 def landed(buckets: FlatBuffers, value: int) -> None:
-    np.frombuffer(buckets.landing(SERVER), np.uint8)[:] = value
-    buckets.has_landed(SERVER)
-    buckets.flip()
+    np.frombuffer(buckets.values.landing(SERVER), np.uint8)[:] = value
+    buckets.values.has_landed(SERVER)
+    buckets.values.flip()
 
 
 def targets() -> dict[int, torch.Tensor]:
@@ -387,7 +387,7 @@ def bytes_of(tensor: torch.Tensor) -> set[int]:
 def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
-    buckets.load(held)
+    buckets.values.load(held)
     assert engine.back.follows == 1
     assert engine.back.waiting
     (event,) = engine.back.led
@@ -401,19 +401,19 @@ def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: Dev
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
     memory = buckets._homes[SERVER].landings[0]
-    buckets.load(held)
-    buckets.settle()
+    buckets.values.load(held)
+    buckets.values.settle()
     memory[:] = 77
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
-    buckets.settle()
+    buckets.values.settle()
 
 
 def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
     before = [tensor.data_ptr() for tensor in held.values()]
-    buckets.load(held, view=True)
-    buckets.settle()
+    buckets.values.load(held, view=True)
+    buckets.values.settle()
     assert [tensor.data_ptr() for tensor in held.values()] == before
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
 
@@ -430,7 +430,7 @@ def test_buffers_are_pinned_and_given_back(engine: FakeEngine, copies: DeviceCop
         assert engine.pinned.keys() == pinned
         assert {read_only for _, read_only in engine.pinned.values()} == {False}
         assert all(address % 4_096 == 0 for address in pinned)
-        buckets.load(targets())
+        buckets.values.load(targets())
         buckets.close()
         assert not engine.pinned
         assert not engine.back.waiting
@@ -457,13 +457,13 @@ def test_server_memory_is_shared_and_pinned_to_be_read(engine: FakeEngine, copie
     """A private mapping would get pages of its own by being pinned, and never see another version."""
     buckets = made_buckets(copies)
     with contextlib.closing(SharedMemory(10_000, read_only=True)) as theirs:
-        found = buckets.attach(SERVER, theirs.ticket())
+        found = buckets.values.attach(SERVER, theirs.ticket())
         assert not found.private
         assert engine.pinned[found.bytes.ctypes.data] == (10_000, True)
         theirs.bytes[:] = 5
         into = torch.zeros(10_000, dtype=torch.uint8)
         copies.bring([(into, tensor_of(found.bytes))])
-        buckets.forget(SERVER)  # waits, since the memory may go
+        buckets.values.forget(SERVER)  # waits, since the memory may go
         assert bytes_of(into) == {5}
         assert found.bytes.ctypes.data not in engine.pinned
         theirs.bytes[:] = 6
@@ -477,7 +477,7 @@ def test_where_some_parameters_are_on_the_cpu_server_memory_stays_private(engine
     assert not copies.alone
     buckets = made_buckets(copies)
     with contextlib.closing(SharedMemory(100, read_only=True)) as theirs:
-        assert buckets.attach(SERVER, theirs.ticket()).private
+        assert buckets.values.attach(SERVER, theirs.ticket()).private
 
 
 def test_tensor_of_memory_that_cannot_be_written(recwarn: pytest.WarningsRecorder) -> None:

@@ -20,7 +20,8 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import frames
 from shardyard_coordinator.placement.placement import Server, assign, plan
-from shardyard_worker.exchange.flat_buffers import TORCH_DTYPES, FlatBuffers
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
 
 torch.set_num_threads(1)
 
@@ -144,17 +145,17 @@ def test_values_come_back_as_they_were_sent(case: Case) -> None:
     sent = tensors_of(case, first=1)
     buckets.fill(sent)
     for server in buckets.servers:
-        buckets.landing(server)[:] = bytes(buckets.nbytes(server))
-        buckets.has_landed(server)
-    buckets.flip()
+        buckets.values.landing(server)[:] = bytes(buckets.nbytes(server))
+        buckets.values.has_landed(server)
+    buckets.values.flip()
     for server in buckets.servers:
-        buckets.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.has_landed(server)
+        buckets.values.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.values.has_landed(server)
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
-    buckets.load(targets)
+    buckets.values.load(targets)
     assert not any(target.any() for target in targets.values()), "what lands is not current before the flip"
-    buckets.flip()
-    buckets.load(targets)
+    buckets.values.flip()
+    buckets.values.load(targets)
     for index, tensor in enumerate(sent):
         assert targets[index].stride() == torch.zeros_like(tensor).stride()
         assert torch.equal(targets[index], tensor)
@@ -165,14 +166,14 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
     buckets = FlatBuffers(case.layout, case.map)
     buckets.fill(tensors_of(case, first=1))
     for server in buckets.servers:
-        buckets.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.has_landed(server)
-    buckets.flip()
+        buckets.values.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.values.has_landed(server)
+    buckets.values.flip()
     for server in buckets.servers[:1]:
-        landing = buckets.landing(server)
+        landing = buckets.values.landing(server)
         landing[:] = bytes(len(landing))
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
-    buckets.load(targets)
+    buckets.values.load(targets)
     for index, tensor in enumerate(tensors_of(case, first=1)):
         assert torch.equal(targets[index], tensor)
 

@@ -1,0 +1,175 @@
+"""The values of the current version, and of the next one while it comes from the servers.
+
+Invariant: the next version is put together beside the current one, and becomes current as a whole, over all servers.
+So the values of the current version can be put back into the model at any time (rule B5), once those that are still
+arriving have come. Must not know: servers' addresses, names of pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardyard.codecs import apply
+from shardyard.domain.ids import Incarnation
+from shardyard.domain.layout.layouts import Block, JobLayout
+from shardyard.domain.pulls import ShmHandle
+from shardyard.domain.variables import VariableKind
+from shardyard.transport.shared_memory import AttachedMemory, attach
+from shardyard_worker.exchange.buffer_layout import Bytes, Key, Late, ServerBuffers, Version, Where, free_landing, zeros
+from shardyard_worker.exchange.device_copies import DeviceCopies
+from shardyard_worker.exchange.partial_reply import PartialReply
+from shardyard_worker.exchange.tensor_copy import TensorCopier
+from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+
+
+class PulledValues:
+    """Over the buffers of all servers under one map."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        homes: Mapping[Incarnation, ServerBuffers],
+        where: Sequence[Sequence[Where]],
+        copies: DeviceCopies | None,
+        copier: TensorCopier,
+    ) -> None:
+        self._layout = layout
+        self._homes = homes
+        self._where = where
+        self._copies = copies
+        self._copier = copier
+
+    def landing(self, server: Incarnation) -> memoryview:
+        """The memory for the next version of a server's values, where it comes over a stream."""
+        home = self._homes[server]
+        if not home.landings:
+            home.landings = [zeros(home.nbytes, self._copies) for _ in range(2)]
+        return home.landings[free_landing(home)].data
+
+    def land_codes(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
+        """Decodes the next version of a server's values: one code a block, each of so many bytes. `to_shadow`: a code
+        may be of the difference to the values before. Raises MalformedPayload, TooLarge."""
+        home = self._homes[server]
+        landing = np.frombuffer(self.landing(server), np.uint8)
+        if to_shadow and home.shadow is None:
+            home.shadow = np.zeros(home.nbytes, np.uint8)
+        into = landing if not to_shadow or home.shadow is None else home.shadow
+        left = iter(sizes)
+        at = 0
+        for index in range(len(home.partitions)):
+            for (_, values), nbytes in zip(self._blocks(home, index, 0, into), left, strict=False):
+                apply(codes[at : at + nbytes].data, values)
+                at += nbytes
+        if to_shadow:
+            landing[:] = into
+        self.has_landed(server)
+
+    def blocks(self, server: Incarnation) -> int:
+        """The number of blocks in a server's payload."""
+        return sum(len(self._layout.partitions[p].blocks) for p in self._homes[server].partitions)
+
+    def has_landed(self, server: Incarnation, arrival: PartialReply | None = None) -> None:
+        """`landing` is full, or will be when `arrival` is complete."""
+        home = self._homes[server]
+        home.arriving = arrival
+        number = free_landing(home)
+        payload = home.landings[number]
+        home.incoming = [
+            home.values(index, (-1 - number, 0), payload[begin:]) for index, begin in enumerate(home.begins)
+        ]
+
+    def has_come(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
+        """The next version of a server's values lies in these payloads in shared memory, one for each partition."""
+        home = self._homes[server]
+        home.arriving = None
+        home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
+
+    def forget(self, server: Incarnation) -> None:
+        """The server's memory is not the same any more. The current values stay as they are."""
+        home = self._homes[server]
+        home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
+        if self._copies is not None and home.attached:
+            self._copies.settle()
+            for memory in home.attached:
+                self._copies.unpin(memory.bytes)
+            home.attached = []
+
+    def attach(self, server: Incarnation, ticket: ShmHandle) -> AttachedMemory:
+        """Opens a server's memory, so that values are read where they lie. Raises NotShareable."""
+        if self._copies is None or not self._copies.alone:
+            return attach(ticket, private=True)
+        memory = self._copies.attach(ticket)
+        self._homes[server].attached.append(memory)
+        return memory
+
+    def settle(self) -> None:
+        """Waits until no copy to a GPU reads current values. Before a server's next exchange."""
+        if self._copies is not None:
+            self._copies.settle()
+
+    def flip(self) -> None:
+        """Makes what has come from all servers the current version."""
+        for home in self._homes.values():
+            if home.incoming:
+                home.current, home.incoming = home.incoming, []
+                home.arrival, home.arriving = home.arriving, None
+
+    @property
+    def version(self) -> Version:
+        """The current values, for a later `load`."""
+        return {server: home.current for server, home in self._homes.items()}
+
+    def late(self, index: int) -> list[Late]:
+        """The parts of a variable's current value that have not arrived."""
+        found = []
+        for where in self._where[index]:
+            begin = where.home.begins[where.part]
+            arrival, begin, end = where.home.arrival, begin + where.piece.start, begin + where.piece.stop
+            if arrival is not None and not arrival.has(begin, end):
+                found.append(Late(arrival, begin, end))
+        return found
+
+    def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False, version: Version | None = None) -> None:
+        """Copies the current values, or those of a version, into tensors, by index of the variable. `view`:
+        parameters that lie in one piece become views on them instead, until the next call."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, target in targets.items():
+            if version is None:
+                pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
+            else:
+                pieces = [(w, version[w.home.server][w.part].tensors[w.number]) for w in self._where[index]]
+            if view and len(pieces) == 1 and self._may_view(index, target):
+                target.data = pieces[0][1].view(target.shape)
+                continue
+            contiguous = target.is_contiguous()
+            if contiguous and len(pieces) == 1:
+                pairs.append((target.detach().view(-1), pieces[0][1]))
+                continue
+            flat = target.detach().view(-1) if contiguous else torch.empty(target.numel(), dtype=target.dtype)
+            mine = [(flat[w.piece.offset : w.piece.offset + w.piece.length], values) for w, values in pieces]
+            if contiguous:
+                pairs += mine
+            else:
+                self._copier.copy(mine)
+                with torch.no_grad():
+                    target.copy_(flat.view(target.shape))
+        self._copier.copy(pairs)
+
+    def _may_view(self, index: int, target: torch.Tensor) -> bool:
+        spec = self._layout.variables[index]
+        fits = spec.kind is VariableKind.PARAMETER and target.dtype is TORCH_DTYPES[spec.dtype]
+        return fits and target.device.type == "cpu" and not (self._copies is not None and self._copies.carries(target))
+
+    def _blocks(
+        self, home: ServerBuffers, index: int, begin: int, memory: Bytes
+    ) -> Iterator[tuple[Block, npt.NDArray[np.generic]]]:
+        """The blocks of a partition, and their elements in memory that begins with a payload for the server."""
+        begin += home.begins[index]
+        for block in self._layout.partitions[home.partitions[index]].blocks:
+            dtype = self._layout.variables[block.variable].dtype
+            start = begin + block.position
+            yield block, memory[start : start + block.length * dtype.item_bytes].view(dtype.value)
