@@ -35,15 +35,19 @@ def _print_version(context: click.Context, parameter: click.Parameter, wanted: b
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show it.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+)
 def shardyard() -> None:
     """A parameter server for PyTorch: train on machines that come and go."""
 
 
 @shardyard.command()
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @settings_options
 def status(coordinator: str | None, state: str | None, as_json: bool, config: str | None, sets: tuple[str, ...]) -> int:
     """Show members, jobs, partitions and data of a running yard."""
@@ -68,13 +72,13 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
 
 @shardyard.group()
 def config() -> None:
-    """Look at settings."""
+    """Show settings."""
 
 
 @config.command()
 @settings_options
 def explain(config: str | None, sets: tuple[str, ...]) -> int:
-    """Show each setting, its value and where it came from."""
+    """Show each setting, its value, and where the value comes from."""
     from shardyard.config.configuration import render_explanation
 
     click.echo(render_explanation(load_given(config, sets).loaded), nl=False)

@@ -51,8 +51,16 @@ _IDS: Final = ("worker", "incarnation", "agent")
 @click.command()
 @click.argument("job")
 @click.option("--format", "form", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: standard output.")
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write to this file (default: standard output).",
+)
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of a yard or a coordinator (default: yard.state).")
 @settings_options
 def audit(
@@ -64,8 +72,11 @@ def audit(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Write who did what in JOB, a name (its latest run) or an id: leases, closings, quarantine, ranks, losses,
-    restores. From the coordinator; where none runs, from its journal in the state folder."""
+    """Write the history of a job: which worker did which work, and what was lost or restored.
+
+    JOB is a name (its latest run) or an id. The history comes from the coordinator, or, if none runs, from its journal
+    in the state folder.
+    """
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     entries = read(settings, job)
     with _opened(output) as file:

@@ -1,32 +1,29 @@
-"""`shardyard checkpoint`: take one, and list, verify, export and prune what training has left behind.
+"""`shardyard checkpoint`: take, list, verify, export, restore and prune checkpoints.
 
-Owns: what the commands print, and the files of `export`. The JSON of `list` is a promise to scripts: names stay, new
-ones may come. Invariants: an exported file is there whole or not at all; nothing of a checkpoint is changed but by
-`prune`. Must not know: how checkpoints are laid out.
+Owns: what the commands print. The JSON of `list` is a promise to scripts: names stay, new ones may come. Invariants:
+only `prune` changes a checkpoint. Must not know: how checkpoints are laid out, how models are written
+(checkpoint_export).
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
+from shardyard_launcher.commands import checkpoint_export
 from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
 
 if TYPE_CHECKING:
     from shardyard.checkpoints.library import CheckpointLibrary, Listed
-    from shardyard.checkpoints.manifest import Manifest
-    from shardyard.storage.storage import Buffer
-    from shardyard.storage.tensors import Array
     from shardyard.transport.interfaces import Peer
 
 DEFAULT_URL: Final = ".shardyard/checkpoints"
@@ -37,10 +34,14 @@ RESTORE_TIMEOUT_MS: Final = 600_000
 """So long that every byte of a large checkpoint can be checked."""
 F = TypeVar("F", bound=Callable[..., Any])
 
-_coordinator = click.option("--coordinator", metavar=ADDRESS, help="The yard's (default: that of the state folder).")
+_coordinator = click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of --state)."
+)
 _state = click.option("--state", metavar="DIR", help="The state folder of `shardyard up` (default: yard.state).")
-_job = click.option("--job", metavar="NAME", help="The job; needed where there are checkpoints of several.")
-_number = click.option("--number", type=click.IntRange(1), metavar="N", help="Of one checkpoint (see `list`).")
+_job = click.option("--job", metavar="NAME", help="The job's name. Needed if there are checkpoints of several jobs.")
+_number = click.option(
+    "--number", type=click.IntRange(1), metavar="N", help="The checkpoint's number, as `list` shows it."
+)
 
 
 def _where(command: F) -> F:
@@ -57,23 +58,23 @@ def _where(command: F) -> F:
     option = click.option(
         "--url",
         metavar="URL",
-        help="Where the checkpoints are: a folder, file:, s3: or what else fsspec knows (default: job.checkpoint.url,"
-        " or the state folder's).",
+        help="Folder or URL of the checkpoints, such as s3://bucket/path (default: job.checkpoint.url, or a folder in"
+        " the state folder).",
     )
     return cast(F, option(_state(settings_options(called))))
 
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints, check them, take models out of them."""
+    """List, verify, export, take, restore and delete checkpoints."""
 
 
 @checkpoint.command("list")
 @_where
-@click.option("--job", metavar="NAME", help="Of one job.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--job", metavar="NAME", help="List this job's checkpoints only.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_command(url: str, job: str | None, as_json: bool) -> int:
-    """Show the checkpoints of all jobs, the oldest first."""
+    """List the checkpoints of all jobs, the oldest first."""
     library = _library(url)
     jobs = library.jobs() if job is None else (job,)
     found = [(name, listed) for name in jobs for listed in library.list_checkpoints(name)]
@@ -96,7 +97,10 @@ def list_command(url: str, job: str | None, as_json: bool) -> int:
 @_job
 @_number
 def verify(url: str, job: str | None, number: int | None) -> int:
-    """Read every byte of every file, and say what is damaged. Exit status 1 if something is."""
+    """Read all files of a job's checkpoints, and name the damaged ones.
+
+    The exit status is 1 if a file is damaged.
+    """
     library = _library(url)
     name = _the_job(library, job)
     numbers = library.numbers(name)
@@ -125,14 +129,21 @@ def verify(url: str, job: str | None, number: int | None) -> int:
     show_default=True,
     help="torch: a state_dict for torch.load(weights_only=True) and model.load_state_dict.",
 )
-@click.option("--best", "best", is_flag=True, help="The version that an evaluator has kept, instead of a checkpoint.")
-@click.option("--table", metavar="NAME", help="One table's ids and rows alone; OUT ends with .parquet or .safetensors.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option(
+    "--best", "best", is_flag=True, help="Write the best version that an evaluator has kept, instead of a checkpoint."
+)
+@click.option(
+    "--table", metavar="NAME", help="Write only this table's ids and rows. OUT must end with .parquet or .safetensors."
+)
+@click.option("--force", is_flag=True, help="Overwrite OUT if it exists.")
 @click.argument("out", type=click.Path(path_type=Path))
 def export(
     url: str, job: str | None, number: int | None, form: str, best: bool, table: str | None, force: bool, out: Path
 ) -> int:
-    """Write the model of a checkpoint (default: the newest), parameters, buffers and tables, to the file OUT."""
+    """Write the model of a checkpoint to the file OUT.
+
+    The model is parameters, buffers and tables. The default is the newest checkpoint.
+    """
     from shardyard.domain.errors import InvalidRequest
 
     library = _library(url)
@@ -148,9 +159,13 @@ def export(
     if out.exists() and not force:
         raise InvalidRequest(f"{out} exists already", why="", todo="give another name, or --force")
     if table is not None:
-        what = _export_table(library, name, number, table, out)
+        what = checkpoint_export.export_table(library, name, number, table, out)
     else:
-        what = _export_best(library, name, form, out) if best else _export(library, name, number, form, out)
+        what = (
+            checkpoint_export.export_best(library, name, form, out)
+            if best
+            else checkpoint_export.export_model(library, name, number, form, out)
+        )
     click.echo(f"{out}: {what}")
     return 0
 
@@ -161,7 +176,10 @@ def export(
 @_state
 @settings_options
 def take(job: str, coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
-    """Have a job that runs (default: the only one) written down now; wait until that is committed."""
+    """Take a checkpoint of a running job now, and wait until it is committed.
+
+    Without JOB: of the only job that runs.
+    """
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.transport.error_codes import from_detail
     from shardyard.wire import methods
@@ -185,8 +203,10 @@ def take(job: str, coordinator: str | None, state: str | None, config: str | Non
 @checkpoint.command()
 @click.argument("job")
 @_number
-@click.option("--url", metavar="URL", help="Where the checkpoint is (default: where the job's are).")
-@click.option("--cancel", is_flag=True, help="Take back what was ordered for the next run.")
+@click.option(
+    "--url", metavar="URL", help="Folder or URL of the checkpoint (default: where the job writes its checkpoints)."
+)
+@click.option("--cancel", is_flag=True, help="Cancel an earlier `restore` for the next run.")
 @_coordinator
 @_state
 @settings_options
@@ -200,9 +220,10 @@ def restore(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Let a job go on from a checkpoint (default: the newest that is whole).
+    """Return a job to a checkpoint.
 
-    A job that runs goes back as a whole, now; else the next run of that name begins with the checkpoint.
+    A running job returns to it now. If the job does not run, its next run starts from the checkpoint. The default is
+    the newest checkpoint that is whole.
     """
     from shardyard.domain.errors import NotReady
     from shardyard.runtime.waits import ExplainedWait
@@ -234,9 +255,14 @@ def restore(
 @checkpoint.command()
 @_where
 @_job
-@click.option("--keep", type=click.IntRange(2), required=True, help="How many of the newest stay; at least 2.")
+@click.option(
+    "--keep", type=click.IntRange(2), required=True, help="How many of the newest checkpoints to keep; at least 2."
+)
 def prune(url: str, job: str | None, keep: int) -> int:
-    """Delete old checkpoints, and what was begun and never finished. What the kept ones need stays."""
+    """Delete old and unfinished checkpoints.
+
+    Files that the kept checkpoints need stay.
+    """
     library = _library(url)
     name = _the_job(library, job)
     pruned = library.prune(name, keep)
@@ -384,129 +410,3 @@ def _show(found: list[tuple[str, Listed]]) -> None:
 
 def _say_tables(entry: dict[str, Any]) -> str:
     return ", ".join(f"{table['name']} {table['rows']:,}" for table in entry["tables"]) or "-"
-
-
-# ---- export
-
-
-def _export(library: CheckpointLibrary, job: str, number: int | None, form: str, out: Path) -> str:
-    manifest = library.load(job, number)
-    if form == "torch":
-        _write_torch(library.export_state(manifest), out)
-    else:
-        _export_safetensors(library, manifest, out)
-    variables, tables = len(manifest.layout.variables), len(manifest.layout.tables)
-    what = f"{variables} variables" + (f" and {tables} tables" if tables else "")
-    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
-
-
-def _export_table(library: CheckpointLibrary, job: str, number: int | None, name: str, out: Path) -> str:
-    """Raises InvalidRequest for a table that the job does not have and for another ending, ConfigurationError."""
-    from shardyard.checkpoints import row_exports
-    from shardyard.domain.errors import InvalidRequest
-    from shardyard.storage.storage import write_file
-
-    manifest = library.load(job, number)
-    names = [table.name for table in manifest.layout.tables]
-    if name not in names:
-        had = f"it has {', '.join(names[:20])}" if names else "it has none"
-        raise InvalidRequest(f"job {job!r} has no table {name!r}", why=had, todo="give the name of a table")
-    if out.suffix not in (row_exports.PARQUET, row_exports.SAFETENSORS):
-        raise InvalidRequest(
-            f"cannot write rows to {str(out)!r}", why="", todo="use a name that ends with .parquet or .safetensors"
-        )
-    index = names.index(name)
-    states = library.tables(manifest, index)
-    rows, dim = sum(state.entry.rows for state in states), manifest.layout.tables[index].dim
-    chunks = row_exports.chunks_of(states)
-    if out.suffix == row_exports.PARQUET:
-        row_exports.pyarrow()
-        write_file(out, row_exports.parquet_pieces(dim, chunks))
-    else:
-        write_file(out, row_exports.safetensors_pieces(rows, dim, chunks))
-    what = f"{rows:,} rows of {dim} values of table {name}"
-    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
-
-
-def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> str:
-    """Raises CheckpointNotFound, CheckpointDamaged."""
-    from shardyard.checkpoints.best import BestFolder
-    from shardyard.domain.errors import CheckpointNotFound
-    from shardyard.storage import tensors
-    from shardyard.storage.storage import write_file
-
-    folder = BestFolder(library.storage, job)
-    found = folder.load()
-    if found is None:
-        raise CheckpointNotFound(
-            f"no best version is kept in {folder.url}",
-            todo="keep one with run.keep_best (docs/guides/evaluation.md), or name its place with --url",
-        )
-    contents = folder.check(found)
-    if form == "torch":
-        _write_torch(folder.stream(found, contents), out)
-    else:
-        write_file(out, tensors.pieces({"format": "pt"}, folder.sources(found, contents)))
-    what = f"{len(contents.tensors)} variables of the best of job {job}"
-    return f"{what}, step {found.step}: {found.metric} {found.value:.6g}"
-
-
-def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
-    from shardyard.domain.errors import ConfigurationError, StorageUnavailable
-
-    try:
-        import torch
-    except ImportError as error:
-        raise ConfigurationError(
-            "torch is not installed here",
-            why="the file is written by torch.save",
-            todo="pip install 'shardyard[worker]', or export with --format safetensors",
-        ) from error
-    state = {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in values}
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-    except (OSError, RuntimeError) as error:
-        raise StorageUnavailable(
-            f"cannot write {out}: {error}", todo="make room there, or give another place"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
-    from shardyard.checkpoints.library import Variables, has_seed
-    from shardyard.domain.variables import DType
-    from shardyard.storage import tensors
-    from shardyard.storage.storage import write_file
-
-    variables = Variables(library.storage, manifest)
-    held: dict[int, dict[str, Array]] = {}
-
-    def fetch_rows(index: int, name: str) -> Buffer:
-        if index not in held:
-            held.clear()  # one table at a time
-            held[index] = library.export_table(manifest, index)
-        return tensors.bytes_of(held[index][name])
-
-    def fetch(index: int) -> Buffer:
-        return tensors.bytes_of(variables.read(index))
-
-    sources = [
-        tensors.TensorSource(spec.name, spec.dtype, spec.shape, partial(fetch, index))
-        for index, spec in enumerate(manifest.layout.variables)
-    ]
-    for index, table in enumerate(manifest.layout.tables):
-        rows = sum(entry.tables[index].rows for entry in manifest.partitions)
-        arrays: list[tuple[str, DType, tuple[int, ...]]]
-        arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim))]
-        if has_seed(table):
-            arrays.append(("seed", DType.INT64, ()))
-        for kind, dtype, shape in arrays:
-            name = f"{table.name}.{kind}"
-            sources.append(tensors.TensorSource(name, dtype, shape, partial(fetch_rows, index, name)))
-    write_file(out, tensors.pieces({"format": "pt"}, sources))

@@ -33,11 +33,15 @@ WINDOW_MS: Final = 600_000
 
 
 @click.command("eval", context_settings={"allow_interspersed_args": False})
-@click.option("--follow", is_flag=True, help="Evaluate a job while it is trained, until it has ended.")
+@click.option("--follow", is_flag=True, help="Evaluate again and again until the job has ended.")
 @click.option("--job", metavar="NAME", help="The job (default: the only one that runs).")
-@click.option("--every", type=click.IntRange(0), metavar="SECONDS", help="From one version to the next, at least.")
-@click.option("--into", metavar="URL", help="Where the best version is kept (default: beside the job's checkpoints).")
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--every", type=click.IntRange(0), metavar="SECONDS", help="Evaluate at most once in this time.")
+@click.option(
+    "--into", metavar="URL", help="Folder or URL for the best version (default: beside the job's checkpoints)."
+)
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @settings_options
 @log_option
@@ -54,8 +58,11 @@ def evaluate(
     log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Run a script that evaluates a job (docs/guides/evaluation.md). The script reads the job's values with
-    `sy.follow()`; training does not wait for it. The command waits for the job to begin."""
+    """Run a script that evaluates a job while it trains.
+
+    The command waits for the job to begin. The script reads the job's values with `sy.follow()`; training does not wait
+    for it. See docs/guides/evaluation.md.
+    """
     from shardyard.config.assignments import Layer
     from shardyard.config.configuration import Flag
     from shardyard.domain import errors

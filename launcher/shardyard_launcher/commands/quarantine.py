@@ -25,9 +25,11 @@ INDICES_SHOWN_MAX: Final = 16
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
-@click.option("--json", "as_json", is_flag=True, help="For programs; all indices.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the indices of all samples.")
 @settings_options
 def quarantined(
     job: str | None,
@@ -37,8 +39,11 @@ def quarantined(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Show the batches that do not count, since they have killed workers, or their gradients were not finite: of JOB, a
-    name or an id, or of all jobs."""
+    """Show the batches that were taken out of training.
+
+    A batch is quarantined if it has killed workers, or if its gradients were not finite. JOB is a name or an id.
+    Without it: of all jobs.
+    """
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.yard.state_file import coordinator_of
 

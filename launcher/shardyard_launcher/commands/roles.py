@@ -26,12 +26,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 _coordinator = click.option("--coordinator", metavar=ADDRESS, help="The coordinator's address.")
-_bind = click.option("--bind", metavar=ADDRESS, help="Where to listen; port 0 takes a free one.")
+_bind = click.option("--bind", metavar=ADDRESS, help="The address to listen on. Port 0 takes a free port.")
 _advertise = click.option(
     "--advertise",
     metavar=ADDRESS,
-    help="The address at which others reach this process, if not where it listens. Default where it listens on all "
-    "of the machine's addresses: the machine's name.",
+    help="The address at which other processes reach this one (default: that of --bind; the machine's name if it "
+    "listens on all addresses).",
 )
 
 
@@ -45,7 +45,7 @@ def launcher_options(command: F) -> F:
 @click.option("--coordinator", "own", metavar=ADDRESS, help="The same as --advertise.")
 @_bind
 @_advertise
-@click.option("--state", metavar="DIR", help="Folder of its journal. Without one, nothing is kept.")
+@click.option("--state", metavar="DIR", help="Folder of its journal. Without it the coordinator cannot be restarted.")
 @settings_options
 @log_option
 @launcher_options
@@ -60,7 +60,7 @@ def coordinator(
     ends_with: int | None,
     awaits_go: bool,
 ) -> int:
-    """Run the one process that decides: members, partitions, data."""
+    """Run a yard's coordinator: it assigns partitions to servers and data to workers."""
     tie(ends_with, awaits_go)
     given = load_given(config, sets, {"log.format": log_format})
     settings = given.loaded.settings
@@ -97,7 +97,7 @@ def server(
     ends_with: int | None,
     awaits_go: bool,
 ) -> int:
-    """Run a server: it holds partitions of variables."""
+    """Run a server: it holds parameters and updates them."""
     tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
@@ -121,11 +121,13 @@ def server(
 @_coordinator
 @_bind
 @_advertise
-@click.option("--workers", type=click.IntRange(min=1), help="Training processes of a launch (default: yard.workers).")
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="How many training processes a launch starts (default: yard.workers)."
+)
 @click.option(
     "--allow-remote-launch",
     is_flag=True,
-    help="Start programs for callers on other machines too. Whoever reaches the port can then run anything here.",
+    help="Start programs for callers on other machines too. Anybody who reaches the port can then run programs here.",
 )
 @settings_options
 @log_option
@@ -146,7 +148,7 @@ def agent(
 ) -> int:
     """Run an agent: it starts and watches training processes.
 
-    With a script, the agent launches it, and ends with it and with its exit code.
+    With a script, the agent launches it, and ends when the script ends, with its exit code.
     """
     tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)

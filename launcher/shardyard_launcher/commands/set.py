@@ -25,8 +25,10 @@ MODE, STALENESS = "consistency.mode", "consistency.staleness"
 
 @click.command("set")
 @click.argument("what", nargs=-1, required=True, metavar="[JOB] NAME=VALUE...")
-@click.option("--wait", is_flag=True, help="Until all servers and workers of the job go by it.")
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--wait", is_flag=True, help="Wait until all servers and workers of the job use the new settings.")
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @settings_options
 def set_(
@@ -37,8 +39,11 @@ def set_(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Have JOB (a name; without one, the job that runs) go on under other settings: consistency.mode (async or bounded;
-    sync takes back what has not gone over yet), consistency.staleness."""
+    """Change the consistency of a running job.
+
+    JOB is a name. Without it: of the only job that runs. The settings are consistency.mode (async or bounded; sync
+    cancels a change that has not taken effect yet) and consistency.staleness.
+    """
     from shardyard.domain import errors
     from shardyard.runtime.waits import WaitRegistry
     from shardyard.transport.grpc_client import GrpcNetwork

@@ -22,9 +22,13 @@ ASK_AGAIN_S: Final = 0.1
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--reason", default="", metavar="TEXT", help="Shown by `shardyard status`, and told to the scripts.")
-@click.option("--wait", is_flag=True, help="Until the job has ended, with its last checkpoint.")
-@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option(
+    "--reason", default="", metavar="TEXT", help="Why. `shardyard status` shows it, and the scripts can read it."
+)
+@click.option("--wait", is_flag=True, help="Wait until the job has ended and its last checkpoint is written.")
+@click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
+)
 @click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @settings_options
 def stop(
@@ -36,8 +40,11 @@ def stop(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Have JOB (a name; without one, the job that runs) end in good order: workers finish what they compute at the
-    moment, and a last checkpoint is written."""
+    """Stop a job in good order.
+
+    Its workers finish the step that they compute, and a last checkpoint is written. JOB is a name. Without it: the only
+    job that runs.
+    """
     from shardyard.domain import errors
     from shardyard.runtime.waits import WaitRegistry
     from shardyard.transport.grpc_client import GrpcNetwork

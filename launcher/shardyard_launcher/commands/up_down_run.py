@@ -45,9 +45,10 @@ def up(
     log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Start a yard that stays up; run a script on it.
+    """Start a yard that stays up, and run a script on it.
 
-    A yard that is up already is used as it is. Without a script, nothing is run.
+    A yard is a coordinator, servers and an agent on this machine. If it is up already, it is used. Without a script the
+    command starts the yard only.
     """
     from shardyard_launcher.commands.supervisor import StartFailed
     from shardyard_launcher.yard.local_cluster import Interrupted
@@ -83,7 +84,7 @@ def up(
 
 @click.command()
 @_state
-@click.option("--purge", is_flag=True, help="Delete the folder's logs and journal too.")
+@click.option("--purge", is_flag=True, help="Delete logs and journal as well.")
 @settings_options
 def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
     """Stop the yard that `shardyard up` started."""
@@ -111,7 +112,7 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
 
 
 @click.command(context_settings=_PASSES_ARGUMENTS)
-@click.option("--coordinator", metavar=ADDRESS, help="Run it on this yard, through its agent, and start nothing.")
+@click.option("--coordinator", metavar=ADDRESS, help="Run the script on the yard of this coordinator. Start nothing.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
 @settings_options
 @log_option
@@ -124,9 +125,9 @@ def run(
     log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Start everything around a script, and stop it all at its end.
+    """Run a script on a yard that is started for it and stopped at its end.
 
-    On free ports, with a temporary state folder. With --coordinator the script runs on that yard instead.
+    The yard takes free ports and a temporary state folder. With --coordinator the script runs on that yard instead.
     """
     own: dict[str, object] = {"coordinator": coordinator, "yard.workers": workers, "log.format": log_format}
     given = load_given(config, sets, own)

@@ -27,7 +27,11 @@ ADDRESS = "HOST:PORT"
 def settings_options(command: F) -> F:
     """Adds -c and --set, which every command that needs settings takes."""
     command = click.option(
-        "--set", "sets", multiple=True, metavar="NAME=VALUE", help="A setting, such as job.seed=3. Wins over the file."
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A setting, such as job.seed=3. It overrides the file.",
     )(command)
     return click.option(
         "-c", "--config", "config", metavar="FILE", help="A YAML file of settings (default: $SHARDYARD_CONFIG)."
@@ -35,9 +39,9 @@ def settings_options(command: F) -> F:
 
 
 def log_option(command: F) -> F:
-    return click.option(
-        "--log-format", type=click.Choice(["auto", "human", "json"]), help="How log lines are written."
-    )(command)
+    return click.option("--log-format", type=click.Choice(["auto", "human", "json"]), help="The format of log lines.")(
+        command
+    )
 
 
 @dataclass(frozen=True)
