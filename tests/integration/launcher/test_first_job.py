@@ -80,7 +80,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def test_a_job_compiles_its_own_loops_and_a_later_job_with_another_optimizer_those(machine: Machine) -> None:
     said = machine.shardyard("up", *machine.yard, str(machine.script), "SGD")
     assert "8 steps" in said
-    assert "first training step after" in said or "finished" in said
     assert machine.compiled() == {"sgd"}
     assert "8 steps" in machine.shardyard("up", *machine.yard, str(machine.script), "Adagrad")
     assert machine.compiled() == {"sgd", "adagrad"}
