@@ -1,4 +1,6 @@
-"""Checkpoints: what is written, where it lies, and how it is found whole again. docs/checkpoints.md has the format.
+"""Checkpoints: what is written, where it is, and how a whole one is found again.
+
+docs/reference/checkpoint-files.md has the format.
 
 In: partitions, tables and residuals, as arrays. Out: files below a URL, and a manifest that is written last. Nothing
 is given out of a file whose digest was not checked.

@@ -1,4 +1,4 @@
-"""Gradient and value compression: from a block's elements to a code, and back. docs/compression.md has the form.
+"""Gradient and value compression: from a block's elements to a code, and back. docs/reference/codes.md has the form.
 
 In: a contiguous array of shape (n,), float32 or float64, or the ids and rows of tables. Out: bytes that describe
 themselves, so that a receiver needs no settings. Numpy and numba only; what a worker keeps between pushes is in
