@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.domain.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
+from shardyard.domain.errors import NotReady, TableError
 from shardyard.domain.limits import FREQUENCY_MAX
 from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.row_admission import draws_key, share_of
@@ -29,47 +28,35 @@ from shardyard.domain.tables.row_values import row_key
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.batches import Batches, batch_in
 from shardyard_ps_server.tables.bloom_filter import BloomFilter
+from shardyard_ps_server.tables.checks import check_array, check_ids
+from shardyard_ps_server.tables.cut_chain import ChainState, CutChain
 from shardyard_ps_server.tables.cuts import Chunk, CutEnd, CutMoment, TableCut
 from shardyard_ps_server.tables.disk_tier import DiskTier
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry, Sweep
 from shardyard_ps_server.tables.loops import push_loops, row_rules
 from shardyard_ps_server.tables.memory import heap
-from shardyard_ps_server.tables.memory.address_space import Pages, reserve
+from shardyard_ps_server.tables.memory.address_space import Pages
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
 from shardyard_ps_server.tables.memory.layout import (
     ADMITTED,
     COLD_ROWS,
-    FIELDS,
-    LIMIT,
     LOGGED,
     MARK,
     NEXT_ROW,
-    SHARED_WORDS,
     SIDE,
-    SLOTS,
     Floats,
     Numbers,
-    TableMemory,
 )
 from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
+from shardyard_ps_server.tables.new_memory import fresh_state, new_memory, with_log, without_log
+from shardyard_ps_server.tables.row_quota import RowQuota
 from shardyard_ps_server.tables.stripes import Stripes
 
-BATCH_IDS_MAX: Final = 1 << 24
 STEP_MAX: Final = (1 << 47) - 1
 COLD_ROWS_MAX: Final = (1 << 29) - (1 << 14)
 """Rows of a table of which some may lie in a file."""
-_HOT_ALIGN: Final = 1 << 14
-"""So many rows end at a page, whatever the size of either."""
-_NOBODY: Final[Numbers] = np.empty(0, np.int64)
-
-
-class _Chain(NamedTuple):
-    """What is known of changes after a cut: since which generation, whether at all, and which ids were removed."""
-
-    generation: int
-    known: bool
-    removed: list[Numbers]
+_NONE: Final[Numbers] = np.empty(0, np.int64)
 
 
 class Table:
@@ -80,8 +67,9 @@ class Table:
         self.settings = settings
         self.slots = row_optimizers.slots_of(settings.optimizer, settings.group)
         self._state = sum(slot.width(settings.dim) for slot in self.slots)
-        self._rows_max = settings.rows_max if budget is None else min(settings.rows_max, COLD_ROWS_MAX)
-        self._memory = self._reserve(tiered=budget is not None)
+        rows_max = settings.rows_max if budget is None else min(settings.rows_max, COLD_ROWS_MAX)
+        self._quota = RowQuota(settings.name, rows_max)
+        self._memory = new_memory(settings, self.slots, rows_max, self._key, tiered=budget is not None)
         self._pages = Pages(self._memory.slab)
         self._retirement = EpochReclaim()
         self._stripes = Stripes(self._memory, self._retirement, compact=budget is not None)
@@ -92,18 +80,13 @@ class Table:
         if budget is not None:
             called = f"table {settings.name!r}"
             self._tier = DiskTier(self._memory, self._stripes, self._retirement, self._gate, budget, called)
-        self._counting = threading.Lock()
-        """Of what is below: short, and never around a loop."""
-        self._promised = 0
+        self._time_lock = threading.Lock()
+        """Guards the two below. Never held around a loop."""
         self._updates = 0
         self._now_ms = 0
         self._expired = 0
         self._group = settings.group
-        self._generations = secrets.randbits(48)
-        """No two tables have the same: who remembers one of a table that is no more finds it at none."""
-        self._generation = 0
-        self._chained = False
-        self._removed: list[Numbers] = []
+        self._chain = CutChain()
         self._cut: TableCut | None = None
         self._expiry = Expiry(settings.expiry, settings.dim)
         self._expiring = threading.Lock()
@@ -117,8 +100,8 @@ class Table:
 
     @property
     def rows_max(self) -> int:
-        """So many rows are kept, by its settings and for want of row numbers."""
-        return self._rows_max
+        """The most rows that it keeps, by its settings and because row numbers end."""
+        return self._quota.rows_max
 
     @property
     def rows(self) -> int:
@@ -182,18 +165,18 @@ class Table:
     @property
     def generation(self) -> int:
         """Of the last cut for a checkpoint."""
-        return self._generation
+        return self._chain.generation
 
     @property
     def known_since(self) -> int | None:
         """The generation after which it is known what has changed, if there is one."""
-        return self._generation if self._chained else None
+        return self._chain.known_since
 
     def look_up(self, ids: Ids, out: Floats) -> None:
         """out[i] becomes the values of the row of ids[i], an id without a row its initial values (or zeros, as the
         admission settings say). `ids`: int64 (n,), repeated or not; `out`: float32 (n, dim). Changes nothing."""
-        self._check_ids(ids)
-        self._check_array("out", out, (ids.size, self.settings.dim), np.float32)
+        check_ids(self.settings.name, ids)
+        check_array(self.settings.name, "out", out, (ids.size, self.settings.dim), np.float32)
         if not (out.flags.writeable and out.flags.c_contiguous and out.flags.aligned):
             raise TableError("look-up into an array that is read-only, or does not lie in one piece")
         with self._retirement.reading():
@@ -218,29 +201,28 @@ class Table:
         said. `finite`: gradients that are not are refused. `now_ms`: by the table's clock, which never goes back, where
         ages are told in time. Raises TableError, ShapeMismatch, DTypeMismatch, InvalidRequest; nothing has changed
         then."""
-        self._check_ids(ids)
-        self._check_array("gradients", gradients, (ids.size, self.settings.dim), np.float32)
+        check_ids(self.settings.name, ids)
+        check_array(self.settings.name, "gradients", gradients, (ids.size, self.settings.dim), np.float32)
         if finite and not np.isfinite(gradients).all():
             raise TableError(f"gradients for {ids.size} rows of table {self.settings.name!r} that are not all finite")
         self._push(ids, gradients, step, self._checked(group), counts, now_ms)
 
     def count(self, ids: Ids, counts: Numbers | None, step: int, now_ms: int = 0) -> None:
         """A push without gradients: makes the rows of ids that are admitted by it, and counts all."""
-        self._check_ids(ids)
+        check_ids(self.settings.name, ids)
         self._push(ids, None, step, self._group, counts, now_ms)
 
     def check_room(self, ids: Ids) -> None:
         """Raises TableFull where the rows of those that have none would be too many; for a caller beside whom nobody
         makes rows until it has pushed or loaded these."""
-        self._check_ids(ids)
-        if self.rows + ids.size > self._rows_max:
-            with self._gate.together():
-                with self._room_for(ids):
-                    """There is room, and nobody else takes it."""
+        check_ids(self.settings.name, ids)
+        if self.rows + ids.size > self._quota.rows_max:
+            with self._gate.together(), self._room_for(ids):
+                pass
 
     def remove(self, ids: Ids) -> Ids:
         """Takes them out, rows and counts; those that were there."""
-        self._check_ids(ids)
+        check_ids(self.settings.name, ids)
         gone = np.zeros(ids.size, np.bool_)
         if self._tier is not None:
             self._tier.bring(ids)
@@ -248,7 +230,7 @@ class Table:
             memory = self._memory
             push_loops.remove(memory, self._batches.arrange(memory, ids, self._stripes.count), gone, self._turn())
             taken = ids[gone]
-            self._tell_removed(taken)
+            self._chain.note_removed(taken)
         return taken
 
     def load(
@@ -263,18 +245,18 @@ class Table:
         (n,) from 1 to 65,535, and int64 (n,). Without `state` it begins as that of new rows, without `frequencies` they
         are 1, without `steps` 0. Where ages are told in time so are `steps`, and without them it is now. `values` and
         `state` of the first m ids alone: the others are counted and have no row."""
-        self._check_ids(ids)
+        check_ids(self.settings.name, ids)
         n, settings = ids.size, self.settings
         m = values.shape[0] if values.ndim == 2 and values.shape[0] <= n else n
-        self._check_array("values", values, (m, settings.dim), np.float32)
+        check_array(self.settings.name, "values", values, (m, settings.dim), np.float32)
         if state is None:
-            state = self._fresh_state(values)
-        self._check_array("state", state, (m, self._state), np.float32)
+            state = fresh_state(settings, self._memory, values)
+        check_array(self.settings.name, "state", state, (m, self._state), np.float32)
         frequencies = np.ones(n, np.int64) if frequencies is None else frequencies
         if steps is None:
             steps = np.full(n, settings.expiry.time(0, self._now_ms))
-        self._check_array("frequencies", frequencies, (n,), np.int64)
-        self._check_array("steps", steps, (n,), np.int64)
+        check_array(self.settings.name, "frequencies", frequencies, (n,), np.int64)
+        check_array(self.settings.name, "steps", steps, (n,), np.int64)
         if n and not (frequencies.min() >= 1 and frequencies.max() <= FREQUENCY_MAX):
             raise TableError(f"frequencies from {frequencies.min()} to {frequencies.max()}; expected 1 to 65,535")
         if n and not (steps.min() >= 0 and steps.max() <= STEP_MAX):
@@ -338,7 +320,7 @@ class Table:
 
     def having_row(self, ids: Ids) -> Ids:
         """Those that have one; for a caller beside whom nobody pushes."""
-        self._check_ids(ids)
+        check_ids(self.settings.name, ids)
         with self._gate.together():
             return ids[~self._without_row(ids)]
 
@@ -357,12 +339,7 @@ class Table:
         """The table as it is now, for a checkpoint; remember its `generation`. `since`: only what has changed
         after the cut of that generation, which must be the last one, and have been read to its end. Raises NotReady
         while another cut is taken, TableError for another generation."""
-        if since is not None and not (self._chained and since == self._generation):
-            raise TableError(
-                f"what has changed since generation {since}; changes are known since "
-                + (f"generation {self._generation}" if self._chained else "no generation"),
-                todo="take a cut of all",
-            )
+        self._chain.check_since(since)
         return self._cut_now(in_chain=True, only_changed=since is not None)
 
     def _cut_now(self, *, in_chain: bool, only_changed: bool) -> TableCut:
@@ -372,23 +349,14 @@ class Table:
             # what may be refused comes before anything has changed
             cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             shared, entries = self._memory.shared, self.entries
-            stride = self._memory.slab.shape[1]
-            self._memory = self._memory._replace(
-                log_words=reserve(24 * max(entries, 1), np.uint64),
-                log_rows=reserve(4 * stride * max(entries, 1), np.float32).reshape(-1, stride),
-            )
+            self._memory = with_log(self._memory, entries)
             shared[SIDE] ^= int(MARK)
             shared[LOGGED] = 0
-            before = _Chain(self._generation, self._chained, self._removed)
-            generation = 0
-            if in_chain:
-                self._generations += 1
-                generation = self._generation = self._generations
-                self._chained, self._removed = True, []
+            before = self._chain.begin() if in_chain else None
             moment = CutMoment(
-                generation,
+                0 if before is None else self._chain.generation,
                 only_changed,
-                before.removed if only_changed else (),
+                before.removed if only_changed and before is not None else (),
                 cells,
                 self._updates,
                 self._now_ms,
@@ -399,23 +367,19 @@ class Table:
                 self.settings.dim,
             )
 
-            def let_go() -> None:
+            def release_cells() -> None:
                 if cells is not None and self._estimates is not None:
                     self._estimates.end(cells)
 
-            self._cut = TableCut(self._memory, moment, lambda ending: self._end_cut(generation, ending, before), let_go)
+            self._cut = TableCut(self._memory, moment, lambda ending: self._end_cut(ending, before), release_cells)
             return self._cut
 
-    def _end_cut(self, generation: int, ending: CutEnd, before: _Chain) -> None:
+    def _end_cut(self, ending: CutEnd, before: ChainState | None) -> None:
         with self._gate.alone():
             self._cut = None
-            self._memory = self._memory._replace(**_no_log(self._memory.slab.shape[1]))
-            if not generation or ending is CutEnd.ALL:
-                return
-            since, self._removed = self._removed, []
-            self._generation, self._chained = before.generation, before.known and ending is CutEnd.NOTHING
-            if self._chained:
-                self._removed = [*before.removed, *since]
+            self._memory = without_log(self._memory)
+            if before is not None:
+                self._chain.end(ending, before)
 
     # ---- inside
 
@@ -431,30 +395,6 @@ class Table:
         """Where a loop begins: threads that come at the same time begin at different stripes."""
         return next(self._turns) % self._stripes.count
 
-    def _reserve(self, *, tiered: bool) -> TableMemory:
-        settings, stride = self.settings, self.settings.dim + self._state
-        hot = -(-self._rows_max // _HOT_ALIGN) * _HOT_ALIGN if tiered else self._rows_max
-        cold = self._rows_max if tiered else 0
-        slab = reserve(4 * stride * (hot + cold), np.float32).reshape(-1, stride)
-        shared = np.zeros(SHARED_WORDS, np.int64)
-        shared[LIMIT] = hot
-        fresh = [np.full(slot.width(settings.dim), slot.initial, np.float32) for slot in self.slots]
-        return TableMemory(
-            seeds=np.frombuffer(bytearray(os.urandom(16)), np.uint64),
-            directory=np.zeros(SLOTS, np.int16),
-            stripes=reserve(8 * SLOTS * FIELDS, np.int64),
-            shared=shared,
-            slab=slab,
-            links=slab.view(np.int32),
-            cold=hot,
-            slots=reserve(4 * cold, np.int32) if tiered else np.zeros(1, np.int32),
-            fresh=np.concatenate([np.empty(0, np.float32), *fresh]),
-            initial_kind=settings.initial.kind.value,
-            initial_scale=np.float64(settings.initial.scale),
-            initial_key=np.uint64(self._key),
-            **_no_log(stride),
-        )
-
     def _push(
         self,
         ids: Ids,
@@ -469,7 +409,7 @@ class Table:
         if not 0 <= now_ms <= STEP_MAX:
             raise TableError(f"an update at {now_ms} ms; expected 0 to 2**47 - 1")
         if counts is not None:
-            self._check_array("counts", counts, (ids.size,), np.int64)
+            check_array(self.settings.name, "counts", counts, (ids.size,), np.int64)
             if ids.size and counts.min() < 1:
                 raise TableError(f"an id that occurred {counts.min()} times; expected at least once")
             counts = np.minimum(counts, FREQUENCY_MAX)
@@ -491,7 +431,7 @@ class Table:
                 0 if gradients is None else gradients.ctypes.data,
                 0 if counts is None else counts.ctypes.data,
                 settings.expiry.time(step, self._now_ms) // self._age_unit,
-                _NOBODY if self._estimates is None else self._estimates.count(ids, counts),
+                _NONE if self._estimates is None else self._estimates.count(ids, counts),
             )
             self._push_all(writable(ids), pushed, self._entrance(step))
 
@@ -513,38 +453,14 @@ class Table:
         return self._entered._replace(key=draws_key(self._key, step))
 
     def _advance(self, step: int, now_ms: int) -> None:
-        with self._counting:
+        with self._time_lock:
             self._updates = max(self._updates, step)
             if self.settings.expiry.by_time:
                 self._now_ms = max(self._now_ms, now_ms)
 
-    def _tell_removed(self, ids: Numbers) -> None:
-        with self._counting:
-            if self._chained and ids.size:
-                self._removed.append(ids)
-
-    @contextmanager
-    def _room_for(self, ids: Ids) -> Iterator[None]:
-        """So many rows as the ids may need are nobody else's meanwhile. Raises TableFull."""
-        n, most = ids.size, self._rows_max
-        with self._counting:
-            close = self.rows + self._promised + n > most
-            if not close:
-                self._promised += n
-        if close:
-            # nobody makes rows while they are counted
-            n = self._missing(ids)
-            with self._counting:
-                if self.rows + self._promised + n > most:
-                    raise TableFull(
-                        f"{n} more rows in table {self.settings.name!r}, which has {self.rows}; at most {most} are kept"
-                    )
-                self._promised += n
-        try:
-            yield
-        finally:
-            with self._counting:
-                self._promised -= n
+    def _room_for(self, ids: Ids) -> AbstractContextManager[None]:
+        """Inside, no other push takes the rows that these ids may need. Raises TableFull."""
+        return self._quota.room_for(ids.size, lambda: self.rows, lambda: self._missing(ids))
 
     def _missing(self, ids: Ids) -> int:
         """How many of the ids have no row."""
@@ -555,14 +471,6 @@ class Table:
         push_loops.find_missing(self._memory, self._batches.arrange(self._memory, ids, self._stripes.count), missing)
         return missing
 
-    def _fresh_state(self, values: Floats) -> Floats:
-        """The state of new rows that begin with these values."""
-        rule = row_rules.rule_of(self.settings.optimizer, self.settings.group, 1)
-        records = np.hstack([values, np.tile(self._memory.fresh, (values.shape[0], 1))])
-        for row in records:
-            row_rules.begin(rule.code, rule.scalars, row, self.settings.dim)
-        return records[:, self.settings.dim :].copy()
-
     def _checked(self, group: Sequence[float] | None) -> tuple[float, ...]:
         given = self.settings.group if group is None else tuple(group)
         if given != self._group:
@@ -570,38 +478,10 @@ class Table:
             self._group = given
         return given
 
-    def _check_ids(self, ids: Ids) -> None:
-        if ids.dtype != np.int64:
-            raise DTypeMismatch(f"ids of {ids.dtype} for table {self.settings.name!r}", why="ids are int64", todo="")
-        if ids.ndim != 1:
-            raise ShapeMismatch(
-                f"ids of shape {ids.shape} for table {self.settings.name!r}", why="ids are one-dimensional", todo=""
-            )
-        if ids.size > BATCH_IDS_MAX:
-            raise TooLarge(f"{ids.size} ids in one call; at most {BATCH_IDS_MAX}", todo="cut them into several")
-
-    def _check_array(self, what: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type) -> None:
-        if array.dtype != dtype:
-            raise DTypeMismatch(
-                f"{what} of {array.dtype} for table {self.settings.name!r}; expected {np.dtype(dtype)}",
-                why="rows are float32, and numbers int64",
-                todo="",
-            )
-        if array.shape != shape:
-            raise ShapeMismatch(
-                f"{what} of shape {array.shape} for table {self.settings.name!r}; expected {shape}",
-                why="there is one row for each id, as long as the table's",
-                todo="",
-            )
-
 
 def _distinct(ids: Sequence[Ids]) -> Ids:
     """Ascending."""
-    return np.unique(np.concatenate(ids)) if ids else _NOBODY
-
-
-def _no_log(stride: int) -> dict[str, Any]:
-    return {"log_words": np.zeros(3, np.uint64), "log_rows": np.zeros((1, stride), np.float32)}
+    return np.unique(np.concatenate(ids)) if ids else _NONE
 
 
 def warm() -> None:

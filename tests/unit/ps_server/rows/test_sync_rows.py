@@ -50,7 +50,7 @@ from shardyard_ps_server.rows import partition_tables, row_sums
 from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowDiff
-from shardyard_ps_server.tables import expiry, table
+from shardyard_ps_server.tables import checks, expiry
 from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, WORKER, closed, made
 from tests.support.rows_in_steps import (
     EMPTY,
@@ -639,7 +639,7 @@ def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.Monke
     partition = partition_of(1, expiring(age_steps=5))
     push(partition, 0, 0, work(dict.fromkeys(range(7), 1.0)))
     monkeypatch.setattr(partition_tables, "ROWS_PER_PART_MAX", 2)
-    monkeypatch.setattr(table, "BATCH_IDS_MAX", 2)
+    monkeypatch.setattr(checks, "BATCH_IDS_MAX", 2)
     for step in range(1, 7):
         push(partition, 0, step, work({7: 1.0}))
     assert partition.tables["wide"].rows == 1

@@ -29,7 +29,7 @@ from shardyard.domain.tables.row_optimizers import make_group
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.rows.partition_tables import PartitionTables, warm
-from shardyard_ps_server.tables import cold_file, disk_tier, stripes
+from shardyard_ps_server.tables import cold_file, disk_tier, new_memory, stripes
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.loops import moves, walks
 from shardyard_ps_server.tables.memory import budget as budgets
@@ -102,7 +102,7 @@ def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
     """Rows leave before the index needs their room, and its stripes, all of a size, do not grow with the same push:
     not by luck, whatever the seed by which ids are hashed."""
     seeds = np.random.default_rng(seed)
-    monkeypatch.setattr(table_module.os, "urandom", seeds.bytes)
+    monkeypatch.setattr(new_memory.os, "urandom", seeds.bytes)
     monkeypatch.setattr(stripes, "PARALLEL_STRIPES", 4)
     bound, piece, ids = 32 << 20, 1 << 14, np.random.default_rng(0).permutation(1 << 20)
     table = make(budget_in(tmp_path, bound))

@@ -13,7 +13,7 @@ from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_optimizers import make_group
 from shardyard.domain.tables.row_values import initial_rows, row_key
 from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import table as table_module
+from shardyard_ps_server.tables import checks
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.memory.layout import WINDOW_UNITS
 from shardyard_ps_server.tables.table import Table
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name: str, monkeypatch
     table = make()
     table.push(IDS, ones(5), 1)
     before, nbytes = contents(table), table.nbytes
-    monkeypatch.setattr(table_module, "BATCH_IDS_MAX", 5)
+    monkeypatch.setattr(checks, "BATCH_IDS_MAX", 5)
     kind, match, call = bad_calls()[name]
     with pytest.raises(kind, match=match) as caught:
         call(table)

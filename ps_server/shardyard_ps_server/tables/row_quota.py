@@ -1,0 +1,43 @@
+"""How many rows a table may still get, while several pushes make rows at the same time.
+
+Invariant: rows that are here, and rows that pushes under way may make, are together never more than `rows_max`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardyard.domain.errors import TableFull
+
+
+class RowQuota:
+    def __init__(self, table: str, rows_max: int) -> None:
+        self.rows_max = rows_max
+        self._table = table
+        self._lock = threading.Lock()
+        self._promised = 0
+
+    @contextmanager
+    def room_for(self, ids: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> Iterator[None]:
+        """Keeps room for the rows of so many ids. Close to the limit it asks `count_missing` how many have no row.
+        Raises TableFull."""
+        n = ids
+        with self._lock:
+            close = rows() + self._promised + n > self.rows_max
+            if not close:
+                self._promised += n
+        if close:
+            n = count_missing()
+            with self._lock:
+                if rows() + self._promised + n > self.rows_max:
+                    raise TableFull(
+                        f"{n} more rows in table {self._table!r}, which has {rows()}; at most {self.rows_max} are kept"
+                    )
+                self._promised += n
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._promised -= n
