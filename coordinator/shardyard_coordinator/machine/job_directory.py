@@ -13,11 +13,11 @@ from typing import Final
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors, limits
-from shardyard.domain.ids import JobId, Term
+from shardyard.domain.ids import Incarnation, JobId, Term
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import DropJob, Effect, LogMessage, Persist, Reply, RestorePlanned
 from shardyard_coordinator.core.job_state import JobState, new_job
-from shardyard_coordinator.flows import recovery
+from shardyard_coordinator.flows import checkpointing, recovery
 from shardyard_coordinator.members.membership import TERM_BITS
 from shardyard_coordinator.records import Body, DamagedRecord, require
 from shardyard_coordinator.storage import restore_point
@@ -73,6 +73,30 @@ class JobDirectory:
         if job is None:
             raise errors.NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status`")
         return job
+
+    # ---- servers
+
+    def note_server(self, event: events.HeartbeatReceived) -> None:
+        """How large a server's logs have grown, and how many rows it has of each table."""
+        for number, nbytes in event.logs:
+            writing = self.get(number)
+            if writing is not None:
+                checkpointing.note_log_bytes(writing, nbytes)
+        for number, rows in event.rows:
+            having = self.get(number)
+            layout = None if having is None else having.deployment.layout
+            if having is not None and layout is not None and len(rows) == len(layout.tables):
+                having.rows_seen[event.incarnation] = rows
+
+    def fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
+        """Workers that the server must refuse, of all its jobs. They are named again with each heartbeat, since a Fence
+        may not have reached the server."""
+        return tuple(
+            worker
+            for job in self
+            if not job.phase.ended and any(each.incarnation == server for each in job.deployment.servers)
+            for worker in job.roster.fenced
+        )
 
     # ---- started and forgotten
 

@@ -190,8 +190,8 @@ class Machine:
         self._members.renew(member.incarnation, now_ms)
         member.waiting_for = report.waiting_for
         if member.role is MemberRole.SERVER:
-            self._note_server(event)
-            return [Reply(HeartbeatReply(fenced=self._fenced_on(member.incarnation)))]
+            self._jobs.note_server(event)
+            return [Reply(HeartbeatReply(fenced=self._jobs.fenced_on(member.incarnation)))]
         job, worker = self._jobs.get(member.job), member.incarnation
         if job is None:
             return [Reply(HeartbeatReply())]
@@ -201,18 +201,6 @@ class Machine:
             effects += step_barrier.on_reached(job, worker, report)
             effects += job.records(job.mode.acknowledge(worker, report.switches))
         return [*effects, Reply(job_views.heartbeat_reply(job, worker))]
-
-    def _note_server(self, event: events.HeartbeatReceived) -> None:
-        """How large a server's logs have grown, and how many rows it has of each table."""
-        for number, nbytes in event.logs:
-            writing = self._jobs.get(number)
-            if writing is not None:
-                checkpointing.note_log_bytes(writing, nbytes)
-        for number, rows in event.rows:
-            having = self._jobs.get(number)
-            layout = None if having is None else having.deployment.layout
-            if having is not None and layout is not None and len(rows) == len(layout.tables):
-                having.rows_seen[event.incarnation] = rows
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
@@ -282,16 +270,6 @@ class Machine:
 
     def _servers(self) -> list[Server]:
         return [_server(member) for member in self._members.servers()]
-
-    def _fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
-        """Workers that the server must refuse, of all its jobs. They are named again with each heartbeat, since a Fence
-        may not have reached the server."""
-        return tuple(
-            worker
-            for job in self._jobs
-            if not job.phase.ended and any(each.incarnation == server for each in job.deployment.servers)
-            for worker in job.roster.fenced
-        )
 
     # ---- jobs
 

@@ -8,10 +8,7 @@ servers, members, time.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -20,6 +17,7 @@ from shardyard.domain.errors import InvalidRequest, NotFound, StaleToken
 from shardyard.domain.ids import Incarnation, Token
 from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShards, LeasedSource
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, checked_items, checked_number, require
+from shardyard_coordinator.work.data_shards import HOLDERS_NAMED_MAX, DataShards
 from shardyard_coordinator.work.feeds import (
     FeedCounts,
     FeedDone,
@@ -38,119 +36,6 @@ DATA_SHARDS_PER_WORKER_MIN: Final = 4
 """Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
 not spent waiting for one worker."""
 BATCHES_PER_DATA_SHARD_AUTO_MAX: Final = 64
-HOLDERS_NAMED_MAX: Final = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """`first`: the batch at which the lease began, the lowest watermark then; None where that was not read."""
-
-    worker: Incarnation
-    token: Token
-    first: int | None
-
-
-@dataclass(slots=True)
-class _DataShards:
-    """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
-    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned,
-    where it is known."""
-
-    feed: int
-    spec: FeedSpec
-    batches_per_data_shard: int
-    per_epoch: int
-    begun: int = 0
-    returned: list[int] = field(default_factory=list)
-    held: dict[int, _Held] = field(default_factory=dict)
-    reached: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return self.per_epoch * self.spec.epochs
-
-    @property
-    def done(self) -> int:
-        return self.begun - len(self.returned) - len(self.held)
-
-    @property
-    def samples_done(self) -> int:
-        """Samples of the data shards that are done, over all epochs."""
-        whole, rest = divmod(self.begun, self.per_epoch)
-        begun = whole * self.span(self.source(self.per_epoch - 1))[1]
-        begun += self.span(self.source(rest - 1))[1] if rest else 0
-        undone = (self.span(self.source(number)) for number in (*self.returned, *self.held))
-        return begun - sum(end - begin for begin, end in undone)
-
-    def source(self, number: int) -> DataShardSource:
-        return DataShardSource(self.feed, number // self.per_epoch, number % self.per_epoch)
-
-    def number(self, source: DataShardSource) -> int:
-        if source.epoch >= self.spec.epochs or source.index >= self.per_epoch:
-            raise NotFound(
-                f"{source} does not exist; feed {self.feed} has {self.spec.epochs} epochs of {self.per_epoch}"
-            )
-        return source.epoch * self.per_epoch + source.index
-
-    def span(self, source: DataShardSource) -> tuple[int, int]:
-        """[begin, end) of the epoch's permutation."""
-        length = self.batches_per_data_shard * self.spec.batch_size
-        begin = source.index * length
-        return begin, min(begin + length, self.spec.samples_by_batches)
-
-    def batches(self, source: DataShardSource) -> int:
-        begin, end = self.span(source)
-        return -(-(end - begin) // self.spec.batch_size)
-
-    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
-        begin, end = self.span(source)
-        begin += batch * self.spec.batch_size
-        return begin, min(begin + self.spec.batch_size, end)
-
-    def is_done(self, source: DataShardSource) -> bool:
-        number = self.number(source)
-        return number < self.begun and number not in self.held and number not in self.returned
-
-    def lease(self, number: int) -> DataLease:
-        source = self.source(number)
-        begin, end = self.span(source)
-        return DataLease(source, self.held[number].token, begin, end)
-
-    def held_by(self, worker: Incarnation) -> int | None:
-        return next((number for number, held in self.held.items() if held.worker == worker), None)
-
-    def take(self, *, fresh: bool) -> int | None:
-        """The next free data shard: a returned one, else a fresh one, if those are given."""
-        if self.returned:
-            return self.returned.pop(0)
-        if self.begun == self.total or not fresh:
-            return None
-        self.begun += 1
-        return self.begun - 1
-
-    def hold(self, number: int, worker: Incarnation, token: Token, *, fresh: bool) -> None:
-        """`fresh`: it was never leased before."""
-        self.held[number] = _Held(worker, token, 0 if fresh else self.reached.pop(number, None))
-
-    def give_back(self, number: int, reached: int | None) -> None:
-        del self.held[number]
-        bisect.insort(self.returned, number)
-        if reached is not None:
-            self.reached = dict(sorted({**self.reached, number: reached}.items()))
-
-    def forget_reached(self) -> None:
-        """Partitions went back: where leases begin is not known any more."""
-        self.reached.clear()
-        self.held = {number: dataclasses.replace(held, first=None) for number, held in self.held.items()}
-
-    def take_again(self, number: int) -> bool:
-        """As `take` once did; whether it was fresh. Raises DamagedRecord."""
-        if number in self.returned:
-            self.returned.remove(number)
-            return False
-        require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
-        self.begun += 1
-        return True
 
 
 class DataLedger:
@@ -162,7 +47,7 @@ class DataLedger:
         self._batches = batches_per_data_shard
         self._workers_expected = workers_expected
         self._next_token = next_token
-        self._feeds: list[_DataShards] = []
+        self._feeds: list[DataShards] = []
         self.quarantine = Quarantine()
         self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
 
@@ -186,7 +71,7 @@ class DataLedger:
             if number is None and shards.done == shards.total:
                 return FeedDone()
             if number is None:
-                return LeaseWait(_holders(shards) if shards.held else "data shards that nobody has begun")
+                return LeaseWait(shards.holders if shards.held else "data shards that no worker has begun")
             shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
         return shards.lease(number)
 
@@ -209,7 +94,7 @@ class DataLedger:
     def holders(self) -> str:
         """The data shards that were begun and are not done, the first ones with their workers; for people."""
         free = [str(shards.source(number)) for shards in self._feeds for number in shards.returned]
-        held = [_holders(shards) for shards in self._feeds if shards.held]
+        held = [shards.holders for shards in self._feeds if shards.held]
         return ", ".join([*held, *(f"{source} (nobody)" for source in free[:HOLDERS_NAMED_MAX])])
 
     def place(self, feed: int) -> tuple[int, int, int]:
@@ -296,22 +181,22 @@ class DataLedger:
     def counts(self, last: int) -> tuple[FeedCounts, ...]:
         """Of the `last` feeds opened."""
         return tuple(
-            FeedCounts(
-                each.feed,
-                each.spec.samples,
-                each.spec.epochs,
-                free=each.total - each.begun + len(each.returned),
-                leased=len(each.held),
-                done=each.done,
-                finished=each.done == each.total,
-                quarantined=self._quarantined_in(each.feed),
+            each.counts(
+                sum(
+                    isinstance(left.source, DataShardSource) and left.source.feed == each.feed
+                    for left in self.quarantine
+                )
             )
             for each in self._feeds[-last:]
         )
 
     def samples_done(self) -> int:
         """Samples counted so far, by the servers' word: those of the data shards that are done."""
-        left_out = sum(each.end - each.begin for each in self.quarantined() if self._is_done(each.condemned.source))
+        left_out = 0
+        for each in self.quarantined():
+            source = each.condemned.source
+            assert isinstance(source, DataShardSource)
+            left_out += each.end - each.begin if self._feeds[source.feed].is_done(source) else 0
         return sum(each.samples_done for each in self._feeds) - left_out
 
     def quarantined(self) -> Iterator[QuarantinedBatch]:
@@ -340,10 +225,7 @@ class DataLedger:
             opening = FeedOpening(shards.batches_per_data_shard, shards.per_epoch, 0, done=False)
             opened.append(feed_opened(shards.feed, shards.spec, opening))
             if shards.begun:
-                free = sorted([*shards.returned, *(number for number, _, _ in ended), *shards.held])
-                reached = [list(each) for each in sorted(shards.reached.items())]
-                progress = {"feed": shards.feed, "begun": shards.begun, "free": free, "reached": reached}
-                opened.append(("feed_progress", progress))
+                opened.append(shards.progress([number for number, _, _ in ended]))
             for number, worker, token in ended:
                 source, end = shards.source(number), shards.batches(shards.source(number))
                 leases.append(data_leased(source, worker, token, first=None))
@@ -374,12 +256,7 @@ class DataLedger:
         reopened: list[DataShardSource] = []
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
-            begun = 0 if before is None else before.begun
-            undone = {*range(begun, shards.begun), *(() if before is None else (*before.returned, *before.held))}
-            again = sorted(undone - set(shards.returned) - set(shards.held))
-            shards.returned = sorted([*shards.returned, *again])
-            shards.forget_reached()
-            sources = {shards.source(number): None for number in again}
+            sources = {shards.source(number): None for number in shards.reopen(before)}
             reopened += sources
             self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
         return reopened
@@ -430,7 +307,7 @@ class DataLedger:
         if kind == "feed_opened":
             feed, spec = feed_of(body, len(self._feeds))
             per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
-            self._feeds.append(_DataShards(feed, spec, per_shard, per_epoch))
+            self._feeds.append(DataShards(feed, spec, per_shard, per_epoch))
             return
         if kind == "batch_quarantined":
             condemned = self.quarantine.restore(body)
@@ -440,49 +317,28 @@ class DataLedger:
             raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
         shards = self._feeds[body.number("feed", most=len(self._feeds) - 1)]
         if kind == "feed_progress":
-            require(not shards.begun, f"feed {shards.feed} begins twice")
-            shards.begun = body.number("begun", most=shards.total)
-            shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
-            require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
-            for each in body.items("reached"):
-                number, reached = checked_items(each, "a data shard and its watermark", count=2)
-                known = checked_number(number, "a data shard", most=shards.begun - 1)
-                require(known in shards.returned, f"reached: data shard {known} is not free")
-                shards.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
-            return
-        epoch, index = (
-            body.number("epoch", most=shards.spec.epochs - 1),
-            body.number("index", most=shards.per_epoch - 1),
-        )
-        source = DataShardSource(shards.feed, epoch, index)
-        worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
-        number = shards.number(source)
-        if kind == "data_leased":
-            shards.hold(number, worker, token, fresh=shards.take_again(number))
-            first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
-            shards.held[number] = _Held(worker, token, first)
-            return
-        held = shards.held.get(number)
-        require(
-            held is not None and (held.worker, held.token) == (worker, token), f"{source} was closed and is not held"
-        )
-        if body.flag("done"):
-            self._end(shards, number, worker, token)
+            shards.restore_progress(body)
+        elif kind == "data_leased":
+            shards.restore_lease(body)
         else:
-            shards.give_back(number, body.number("next", most=limits.SEQUENCE_MAX))
+            number, worker, token = shards.restore_end(body)
+            if body.flag("done"):
+                self._end(shards, number, worker, token)
+            else:
+                shards.give_back(number, body.number("next", most=limits.SEQUENCE_MAX))
 
     # ---- within
 
-    def _add(self, feed: int, spec: FeedSpec, per_shard: int | None = None) -> _DataShards:
+    def _add(self, feed: int, spec: FeedSpec, per_shard: int | None = None) -> DataShards:
         """`per_shard`: batches of a data shard; None: that is chosen."""
         batches = spec.units(spec.batch_size, "batch")
         # gradients are accumulated within a data shard
         chosen = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
-        made = _DataShards(feed, spec, per_shard or chosen, -(-batches // (per_shard or chosen)))
+        made = DataShards(feed, spec, per_shard or chosen, -(-batches // (per_shard or chosen)))
         self._feeds.append(made)
         return made
 
-    def _end(self, shards: _DataShards, number: int, worker: Incarnation, token: Token) -> None:
+    def _end(self, shards: DataShards, number: int, worker: Incarnation, token: Token) -> None:
         del shards.held[number]
         self._closed[worker] = (shards.source(number), token)
 
@@ -490,22 +346,13 @@ class DataLedger:
         source = condemned.source
         if not isinstance(source, DataShardSource) or source.feed >= len(self._feeds):
             return False
-        shards = self._feeds[source.feed]
-        known = source.epoch < shards.spec.epochs and source.index < shards.per_epoch
-        return known and condemned.sequence < shards.batches(source)
-
-    def _is_done(self, source: LeasedSource) -> bool:
-        assert isinstance(source, DataShardSource)
-        return self._feeds[source.feed].is_done(source)
-
-    def _quarantined_in(self, feed: int) -> int:
-        return sum(isinstance(each.source, DataShardSource) and each.source.feed == feed for each in self.quarantine)
+        return self._feeds[source.feed].has(source, condemned.sequence)
 
     def _choose(self, batches: int) -> int:
         wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
         return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
 
-    def _require(self, feed: int) -> _DataShards:
+    def _require(self, feed: int) -> DataShards:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
@@ -556,10 +403,3 @@ def data_closed(
 
 def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
     return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}
-
-
-def _holders(shards: _DataShards) -> str:
-    held = sorted(shards.held.items())
-    named = [f"{shards.source(number)} (worker {each.worker})" for number, each in held[:HOLDERS_NAMED_MAX]]
-    more = len(held) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")

@@ -9,7 +9,6 @@ but with that of dropped batches until they are made up for. Must not know: serv
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from shardyard.domain import limits
 from shardyard.domain.errors import FeedConflict, InvalidRequest, NotFound, NotReady
@@ -28,54 +27,8 @@ from shardyard_coordinator.work.feeds import (
     feed_opened,
 )
 from shardyard_coordinator.work.quarantine import Quarantine, QuarantinedWork
+from shardyard_coordinator.work.step_range import StepRange
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan, MissedBatch, StepVerdicts
-
-
-@dataclass(slots=True)
-class _StepRange:
-    """A feed as steps of the job; in local mode these are rounds. `batches_per_data_shard`: of one that was dealt by
-    data shards before; they have names, and are cut in the same way should it be so again. 0: it never was."""
-
-    spec: FeedSpec
-    course: StepPlan
-    make_up: MakeupPlan
-    batches_per_data_shard: int = 0
-    done: bool = False
-
-    @property
-    def first_step(self) -> int:
-        return self.course.first
-
-    @property
-    def planned_end(self) -> int:
-        return self.make_up.planned_end
-
-    def opening(self, *, done: bool) -> FeedOpening:
-        begun = self.course.begun_epochs, self.course.begun
-        return FeedOpening(self.batches_per_data_shard, self.course.per_epoch, self.first_step, done, begun)
-
-    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
-        """Of a batch that was one of a data shard."""
-        begin = (source.index * self.batches_per_data_shard + batch) * self.spec.batch_size
-        return begin, min(begin + self.spec.batch_size, self.spec.samples_by_batches)
-
-    def has_batch(self, source: DataShardSource, batch: int) -> bool:
-        known = source.epoch < self.spec.epochs and batch < self.batches_per_data_shard
-        begin, end = self.batch_span(source, batch)
-        return known and begin < end
-
-    def has(self, step: int) -> bool:
-        """Of a step that may be reached already."""
-        return self.first_step <= step < self.make_up.reached
-
-    def span(self, rank: int, step: int) -> tuple[int, int, int]:
-        """Of a planned step: an epoch, and [begin, end) of its permutation."""
-        return self.course.span(step, rank)
-
-    def samples_before(self, step: int) -> int:
-        """Samples of this feed in the steps before `step`."""
-        taken = self.course.samples_before(self.planned_end if self.done else step)
-        return taken - (0 if self.done else self.make_up.lacking(step))
 
 
 class StepLedger:
@@ -87,7 +40,7 @@ class StepLedger:
         self._logical_ranks = logical_ranks
         self._local_steps = local_steps
         self._backup_workers = backup_workers
-        self._feeds: list[_StepRange] = []
+        self._feeds: list[StepRange] = []
         self.quarantine = Quarantine()
         self.verdicts = StepVerdicts(logical_ranks, backup_workers)
 
@@ -142,16 +95,11 @@ class StepLedger:
 
     def counts(self, last: int, *, step: int) -> tuple[FeedCounts, ...]:
         """Of the `last` feeds opened, in steps, when the job is at `step`."""
-        counts = []
-        for feed in range(max(0, len(self._feeds) - last), len(self._feeds)):
-            each = self._feeds[feed]
-            total = each.make_up.reached - each.first_step
-            done = total if each.done else max(0, min(step - each.first_step, total))
-            left_out = sum(self._is_in(feed, condemned) for condemned in self.quarantine)
-            counts.append(
-                FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
-            )
-        return tuple(counts)
+        first = max(0, len(self._feeds) - last)
+        return tuple(
+            each.counts(feed, step, sum(self._is_in(feed, left) for left in self.quarantine))
+            for feed, each in enumerate(self._feeds[first:], first)
+        )
 
     def place(self, feed: int, step: int) -> tuple[int, int]:
         """What has counted of a feed when the job stands before `step`: so many epochs, and so many samples of the next
@@ -399,12 +347,12 @@ class StepLedger:
 
     def _add(
         self, spec: FeedSpec, first: int, steps: int, begun: tuple[int, int] = (0, 0), per_shard: int = 0
-    ) -> _StepRange:
+    ) -> StepRange:
         units = spec.cut(self._logical_ranks, self._local_steps)
         course = StepPlan(units, steps, spec.epochs, first, *begun)
         make_up = MakeupPlan(self._logical_ranks, course.end, None if self._backup_workers else course.end)
         feed = len(self._feeds)
-        self._feeds.append(_StepRange(spec, course, make_up, per_shard))
+        self._feeds.append(StepRange(spec, course, make_up, per_shard))
         # a run that began with a checkpoint may know more than when the feeds were copied
         for step in range(max(first, self.verdicts.known_from), self.verdicts.decided):
             make_up.reach(step)
@@ -438,7 +386,7 @@ class StepLedger:
         _, begin, end = found.span(batch.rank, batch.step)
         return end - begin
 
-    def _require(self, feed: int) -> _StepRange:
+    def _require(self, feed: int) -> StepRange:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
