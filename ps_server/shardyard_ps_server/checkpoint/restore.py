@@ -1,7 +1,7 @@
-"""What partitions are to begin with, where that is a checkpoint.
+"""The state that partitions begin with when they come from a checkpoint.
 
-Owns: what becomes of a partition's state, as a checkpoint has it, before it is the job's. Invariants: incarnations of
-workers mean nothing in another job; where a job has gone over to another mode, what has counted has its names in that.
+Owns: how the state in a checkpoint is adapted to the job. Invariants: ledger entries of workers are dropped in another
+job, where the incarnations mean nothing; after a change of mode, work that has counted has its names in the new mode.
 Must not know: files, which partitions are here.
 """
 
@@ -22,29 +22,29 @@ from shardyard_ps_server.rows.table_states import Tables
 
 @dataclass(frozen=True)
 class Restore:
-    """What partitions are to begin with: entries of manifest `number`, and the URL of the job's checkpoints. `logs`:
-    the servers, gone, whose logs say what came after, the first owner first."""
+    """What to restore: entries of manifest `number`, and the URL of the job's checkpoints. `logs`: for each partition
+    the dead servers whose logs continue the checkpoint, the first owner first."""
 
     url: str
     entries: tuple[PartitionEntry, ...]
     number: int = 0
     logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
     job: JobId = JobId(0)
-    """Who wrote the checkpoint: incarnations of workers mean nothing in another job."""
+    """The job that wrote the checkpoint."""
     begun: tuple[tuple[DataShardSource, int], ...] = ()
-    """Data shards of which all partitions have counted the batches before that number, as steps of a job that was
-    synchronous when the checkpoint was written."""
+    """Of a checkpoint of a synchronous job for an asynchronous one: data shards, and how many of their batches all
+    partitions have counted, as steps."""
     step: int = 0
-    """Before which all of so many logical `ranks` stand, of a job that was asynchronous when it was written; else 0."""
+    """Of a checkpoint of an asynchronous job for a synchronous one: the next step of all `ranks` ranks; else 0."""
     ranks: int = 0
 
     def segment_of(self, job: JobId) -> int:
-        """The first of a log that follows. Another job's checkpoint has a number that may be above those to come, which
-        must begin segments too."""
+        """The number of a new log's first segment. Another job's checkpoint may have a higher number than the next
+        checkpoints of this job, which begin segments too."""
         return self.number if self.job == job else 0
 
     def check(self, job: JobId, rules: UpdateRules) -> None:
-        """Raises InvalidRequest for a step at which no partition of such a job can stand."""
+        """Raises InvalidRequest for a step that no partition of such a job can be at."""
         newest = max((entry.version.number for entry in self.entries), default=0)
         if self.step and (rules.mode is not UpdateMode.SYNC or newest > self.step):
             raise InvalidRequest(
@@ -53,7 +53,7 @@ class Restore:
             )
 
     def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
-        """As `job` begins with it."""
+        """The state that `job` begins with."""
         marks = state.marks
         if self.job != job:
             marks = tuple([mark for mark in marks if not isinstance(mark.key.source, WorkerSource)])
@@ -64,7 +64,7 @@ class Restore:
         for rank in range(self.ranks if self.step else 0):
             key = SourceKey(RankSource(Rank(rank)))
             known[key] = known.get(key, SourceMark(key, Token(0), 0))._replace(next=self.step)
-        # those of an asynchronous job differ, and are one from its first step on
+        # partitions of an asynchronous job have different versions; steps of a synchronous one need the same
         version = replace(state.version, number=max(state.version.number, self.step))
         return replace(state, version=version, marks=tuple(known.values()))
 
@@ -74,7 +74,7 @@ NO_RESTORE = Restore("", ())
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a partition is to begin with, read and checked, with its tables filled."""
+    """A partition's state that was read and checked, with its tables filled."""
 
     state: PartitionState
     tables: Tables

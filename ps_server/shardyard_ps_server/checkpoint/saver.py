@@ -1,7 +1,7 @@
-"""Partitions into the files of a checkpoint.
+"""Writes partitions into the files of a checkpoint: cut, copy, write, release.
 
-Owns: the order of things: cut, copy, write, let go. Invariants: partitions are pushed and pulled meanwhile; a cut is
-let go however the writing ends. Must not know: when a checkpoint is due, manifests, the way back.
+Invariants: pushes and pulls go on meanwhile; a cut is released however the writing ends. Must not know: when a
+checkpoint is due, manifests, how a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from shardyard_ps_server.rows.table_states import Since
 log = logging.getLogger("shardyard.server")
 
 REMEMBERED = 3
-"""Of so many checkpoints a partition knows which blocks have changed since."""
+"""For how many checkpoints it is known which blocks of a partition have changed since."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """`step`: the version of a synchronous job that is saved; None: what is there. `base`: the number of a committed
-    checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step. With a log,
-    `oldest` is the oldest checkpoint that may still be restored, and `logs` are the gone servers whose logs that needs.
-    `attempt`: how many steps were named for this number before.
+    """`step`: the version of a synchronous job to save; None: the present one. `base`: the number of a committed
+    checkpoint; blocks that have not changed since are left out; 0: none. `wait_ms`: how long to wait for the step. With
+    a log, `oldest` is the oldest checkpoint that may still be restored, and `logs` are the dead servers whose logs it
+    needs. `attempt`: how many steps were named for this checkpoint before.
     """
 
     number: int
@@ -63,14 +63,14 @@ class SaveRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """In the order of what was asked for."""
+        """Requests have this order."""
         return self.number, self.attempt
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A partition's file, with the blocks that are in it. `token`: the highest one that its ledger has. `tables`: all
-    files of each table."""
+    """A partition's file, with the blocks that are in it. `token`: the highest token in its ledger. `tables`: all files
+    of each table."""
 
     partition: PartitionId
     version: Version
@@ -81,15 +81,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a partition was like when it was written into a checkpoint."""
+    """What a checkpoint has of a partition: its life, and the update count of each block."""
 
     life: int
     counts: npt.NDArray[np.int64]
 
 
 class Saver:
-    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. An order that
-    comes again, however late, writes nothing: a manifest may name its files by then."""
+    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. A request that
+    is repeated, however late, writes nothing: a manifest may name its files by then."""
 
     def __init__(self, server: Incarnation, wait_registry: WaitRegistry, layout: JobLayout) -> None:
         self._server = server
@@ -103,7 +103,7 @@ class Saver:
     def save(
         self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, *, between: bool = False
     ) -> list[Saved]:
-        """`between`: of a synchronous job, only what lies between two steps, as `name_cut` has it. Raises
+        """`between`: cut a synchronous job only between two steps (see `name_cut`). Raises
         InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
         checkpoint is being written, StorageUnavailable, TooLarge."""
         if not self._saving.acquire(blocking=False):

@@ -1,18 +1,18 @@
-"""A table's cut into files of a checkpoint, and which files together are the table.
+"""Writes a table's cut into files of a checkpoint, and says which files together are the table.
 
     base          all of the table at one cut
     increments    what has changed from cut to cut after that
 
-Owns: chains of such files, and when one ends. Invariants: a chain goes on only where the checkpoint that is asked for
-follows one that has the chain's files, and the table knows what has changed since its last cut; else the table is
-written whole. No more than a file's rows are in memory beside the cut. Must not know: blocks, ledgers, manifests.
+Owns: chains of such files, and when one ends. Invariants: a chain continues only where the new checkpoint follows one
+that has the chain's files, and the table knows what has changed since its last cut; otherwise the table is written
+whole. No more than one file's rows are in memory beside the cut. Must not know: blocks, ledgers, manifests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -27,20 +27,22 @@ from shardyard_ps_server.tables.cuts import Chunk, TableCut
 from shardyard_ps_server.tables.memory.layout import Numbers
 from shardyard_ps_server.tables.table import Table
 
+T = TypeVar("T")
+
 FILE_BYTES: Final = 64 * MIB
-"""Of rows in a file, about."""
+"""Approximate size of the rows in a file."""
 CHAIN_SHARE: Final = 0.5
-"""A chain ends when its increments have more than so much of its base's bytes: so a restore reads one and a half times
-the table at most (benchmarks/table_checkpoints.py)."""
+"""A chain ends when its increments have more than this share of its base's bytes, so that a restore reads one and a
+half times the table at most (benchmarks/table_checkpoints.py)."""
 CHAIN_CUTS_MAX: Final = 64
 UNCOMMITTED_MAX: Final = 3
-"""Cuts in a row that no checkpoint was told to follow: after more, what is wrong may be in their files."""
+"""A chain ends after this many cuts in a row that no checkpoint followed: their files may be the reason."""
 
 
 @dataclass
 class _Chain:
     """`numbers`: of the checkpoints for which its cuts were written, the base's first. `cells`: the files of the newest
-    filter; those before are in no list any more."""
+    filter; files of earlier filters are in no list."""
 
     generation: int
     numbers: list[int]
@@ -49,7 +51,7 @@ class _Chain:
     cells: list[FileRef] = field(default_factory=list)
 
     def follows(self, table: Table, number: int) -> bool:
-        """Whether an increment after checkpoint `number` would do."""
+        """Whether an increment after checkpoint `number` is enough."""
         return (
             self.generation == table.known_since
             and number in self.numbers
@@ -59,7 +61,7 @@ class _Chain:
         )
 
     def drop_cells(self) -> None:
-        """They are about to be written anew."""
+        """The filter is about to be written again."""
         gone = frozenset(self.cells)
         self.base = [file for file in self.base if file not in gone]
         self.increments = [file for file in self.increments if file not in gone]
@@ -67,7 +69,7 @@ class _Chain:
 
 
 class TableSaver:
-    """Of one job on one server; in one thread at a time."""
+    """The tables of one job on one server. Used by one thread at a time."""
 
     def __init__(self, server: Incarnation) -> None:
         self._server = server
@@ -75,8 +77,8 @@ class TableSaver:
         self._cuts = 0
 
     def since(self, partition: PartitionId, name: str, table: Table, base: int) -> int | None:
-        """The generation after which what has changed is enough for a checkpoint that follows checkpoint `base`; None:
-        it must be all."""
+        """The generation since which changes are enough for a checkpoint that follows checkpoint `base`; None: all of
+        the table must be written."""
         chain = self._chains.get((partition, name))
         return chain.generation if chain is not None and chain.follows(table, base) else None
 
@@ -89,7 +91,7 @@ class TableSaver:
         number: int,
         storage: Storage,
     ) -> TableEntry:
-        """Writes a cut of the layout's table `index` into checkpoint `number`; all files that the table is then. Raises
+        """Writes a cut of the layout's table `index` into checkpoint `number`. Returns all files of the table. Raises
         StorageUnavailable, TooLarge."""
         name = layout.tables[index].name
         place = RowsFileKey(layout, partition, index, base=not cut.only_changed)
@@ -124,36 +126,29 @@ def _bytes(files: list[FileRef]) -> int:
 
 
 def parts(cut: TableCut, place: RowsFileKey) -> Iterator[Part]:
-    """What the files of a cut have, in their order: what was removed, the filter, and entries, each of about FILE_BYTES
-    at most."""
+    """The contents of a cut's files, in their order: removed ids, the filter, and entries, each of about FILE_BYTES at
+    most."""
     removed, most = cut.removed, FILE_BYTES // 8
     for begin in range(0, removed.size, most):
         yield Removed(removed[begin : begin + most])
-    yield from _filter(cut)
-    most = max(1, FILE_BYTES // place.entry_bytes)
-    gathered: list[Chunk] = []
+    for cells in _batches(cut.cell_pieces(), lambda piece: piece[1].size, FILE_BYTES):
+        yield Cells(cells[0][0], np.concatenate([piece for _, piece in cells]))
+    for chunks in _batches(cut, lambda chunk: chunk.ids.size, max(1, FILE_BYTES // place.entry_bytes)):
+        yield _entries(chunks)
+
+
+def _batches(pieces: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Pieces in a row whose sizes together reach `most`."""
+    batch: list[T] = []
     n = 0
-    for chunk in cut:
-        gathered.append(chunk)
-        n += chunk.ids.size
+    for piece in pieces:
+        batch.append(piece)
+        n += size(piece)
         if n >= most:
-            yield _entries(gathered)
-            gathered, n = [], 0
-    if gathered:
-        yield _entries(gathered)
-
-
-def _filter(cut: TableCut) -> Iterator[Cells]:
-    gathered = []
-    first = n = 0
-    for begin, piece in cut.cell_pieces():
-        gathered.append(piece)
-        n += piece.size
-        if n >= FILE_BYTES:
-            yield Cells(first, np.concatenate(gathered))
-            gathered, first, n = [], begin + piece.size, 0
-    if gathered:
-        yield Cells(first, np.concatenate(gathered))
+            yield batch
+            batch, n = [], 0
+    if batch:
+        yield batch
 
 
 def _entries(chunks: list[Chunk]) -> Entries:

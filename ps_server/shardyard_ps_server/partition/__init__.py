@@ -1,10 +1,12 @@
-"""One partition: blocks of variables, their versions and the ledger of pushes. The unit of ownership and locking.
+"""One partition: blocks of variables, tables, their versions, and the ledger of pushes. Ownership and locks are by
+partition.
 
 In: a push's part for this partition, with its name. Out: a new version, or a refusal that changed nothing. In a
-synchronous job the push is recorded until its step is complete; in an asynchronous job it is a step by itself.
+synchronous job the push is recorded until its step is complete; in an asynchronous job it is an update by itself.
 
-Read `ledger` first: a watermark for each source tells new pushes from duplicates and gaps. `step_gate` says when a
-synchronous step is applied. `partition` leads a push through both. `dense_state` applies it to the blocks, by the
-rules of `update_rules`; `staleness` corrects gradients that are late. `cuts` copies a partition for a checkpoint
-while pushes go on.
+Reading order: `partition` has the state and its two locks. `push` leads a push through it: `ledger` tells new pushes
+from duplicates and gaps, `contribution` checks and unpacks payloads, `step_gate` and `sync_step` gather and take a
+synchronous step, `staleness` corrects late gradients. `next_version` makes an update visible, with the arithmetic of
+`dense_state`. `reads` gives values and rows by version. `checkpoint_cuts` and `cuts` copy a partition for a checkpoint
+while pushes go on. `update_rules` are the job's rules for all of this.
 """

@@ -1,4 +1,4 @@
-"""Cutting a partition for a checkpoint, now or at a version that is named ahead (docs/ledger.md, rules A9 and B7).
+"""Cutting a partition for a checkpoint, now or at a version that is named ahead (ledger.md, rules A9 and B7).
 
 An asynchronous job's partition is cut at once. A synchronous job's checkpoint is of one step in all partitions: the
 step is named ahead, and the update that makes that version cuts it, before anything follows. A cut copies nothing;

@@ -1,9 +1,18 @@
-"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5, A7, A11).
+"""The push ledger of one partition: which work it has counted (docs/internals/ledger.md, rules A1 to A5, A7, A11).
+
+Example: the next sequence of a source is 5. A push #5, or a range #5 to #7, is the next; #4 is a duplicate; #6 is a
+gap; a range #3 to #6 straddles the watermark.
+
+    is_duplicate    rules A2 and A12: duplicate, next, gap, or straddling; rule A5: tokens that are too low
+    advance         counts a push that was the next
+    open            rule A5: the token of a new lease
+    pass_over       rule A11: sequences that are lost
+    forget          rule A7: sources that are closed
 
 Owns: one watermark and one token per key (source, lane), and the floor below which no token is taken. Invariants: a
 watermark only grows, by the next sequence, by a range that begins with it, or past what the coordinator has declared
-lost; a token only grows. Pure: no clock, lock or I/O; the partition calls it under its lock.
-Must not know: gradients, versions, who sends.
+lost; a token only grows. Pure: no clock, lock or I/O; called under the partition's lock. Must not know: gradients,
+versions, workers.
 """
 
 from __future__ import annotations
@@ -35,9 +44,9 @@ class Ledger:
         self._partition = partition
         self._floor = Token(0)
         self._entries: dict[SourceKey, _Entry] = {}
-        # a push is judged, counted and answered under one key, whose hash takes longer than all of that
+        # a push is checked, counted and answered under one key; hashing it takes longer than all of that
         self._latest: tuple[SourceKey, _Entry] | None = None
-        # the push that was judged to be the next, until anything changes: a server asks twice
+        # the push that was found to be the next, until anything changes: a server asks twice
         self._next_push: PushName | None = None
 
     def __len__(self) -> int:
@@ -48,7 +57,7 @@ class Ledger:
         return 0 if entry is None else entry.next
 
     def check_open(self, key: SourceKey, token: Token) -> None:
-        """Raises what `open` would: StaleToken for a lower token than one seen, TooLarge."""
+        """Raises what `open` raises: StaleToken for a lower token than one seen, TooLarge."""
         entry = self._entries.get(key)
         if token < self._floor:
             raise self._below_floor(key, token)
@@ -58,7 +67,7 @@ class Ledger:
             raise self._stale(key, token, entry)
 
     def open(self, key: SourceKey, token: Token) -> int:
-        """Rule A5: takes the token of a new lease and gives the next sequence."""
+        """Rule A5: takes the token of a new lease. Returns the next sequence."""
         self.check_open(key, token)
         entry = self._entries.setdefault(key, _Entry())
         self._next_push = None
@@ -103,17 +112,17 @@ class Ledger:
         self._next_push = None
 
     def counts_rows(self, name: PushName) -> bool:
-        """Whether the rows of work that is the next are to be counted: not where they were already, of a job that
-        updates them before their step is taken, and has gone back in the midst of one."""
+        """Whether the rows of the next work must be counted. In a hybrid job rows count before their step is taken, so
+        after a restore they may have counted already."""
         entry = self._entries.get(name.key.of_rows)
         return entry is None or name.first >= entry.next
 
     def advance_rows(self, name: PushName) -> None:
-        """The rows of the work are counted, or it has none."""
+        """Counts the rows of the work, if it has any."""
         self.pass_over(name.key.of_rows, name.last + 1)
 
     def pass_over(self, key: SourceKey, next_sequence: int) -> None:
-        """Rule A11: what was lost before `next_sequence` is not waited for any more. A higher watermark stays."""
+        """Rule A11: sequences below `next_sequence` are lost, and not expected any more. A higher watermark stays."""
         entry = self._entries.setdefault(key, _Entry())
         entry.next = max(entry.next, next_sequence)
         self._next_push = None
@@ -130,14 +139,15 @@ class Ledger:
         return tuple([SourceMark(key, Token(entry.token), entry.next) for key, entry in self._entries.items()])
 
     def restore(self, marks: Iterable[SourceMark], floor: Token) -> None:
-        """Takes over what `marks` gave, and the floor that stood then."""
+        """Takes over what `marks` returned, and the floor of that time."""
         self._entries = {mark.key: _Entry(mark.next, mark.token) for mark in marks}
         self._latest = self._next_push = None
         self._floor = floor
 
     def forget(self, done: Iterable[DoneDataShards], workers: Iterable[Incarnation], floor: Token) -> None:
-        """Rule A7: data shards that are closed and contained in a committed checkpoint, as far as no token of theirs is
-        at the floor or above, which are refused from now on; and sources of workers that are gone."""
+        """Rule A7: drops data shards that are closed and contained in a committed checkpoint, unless a token of theirs
+        is at the floor or above; and sources of workers that are gone. Tokens below the floor are refused from now
+        on."""
         closed = {each.feed: each for each in done}
         gone = [SourceKey(WorkerSource(worker)) for worker in workers]
         for key, entry in self._entries.items():

@@ -8,7 +8,7 @@ Two locks guard a partition:
 
 So pulls, look-ups and checkpoints that copy wait for nobody's arithmetic.
 
-Invariants: work is counted once, by its name (docs/ledger.md, rule A2; `push.py`); a push is applied whole or not at
+Invariants: work is counted once, by its name (ledger.md, rule A2; `push.py`); a push is applied whole or not at
 all, so memory is asked for before anything changes; the generation is checked within the turn (rule A3), and whatever
 raises the generation takes the turn afterwards; first values are written only before the partition is opened; a
 partition whose tables are torn, because memory was refused in the middle of a push, takes and gives nothing any more.

@@ -1,6 +1,6 @@
 """The way of a push into a partition: is it new, and what becomes of it.
 
-    1. `check_push`    a server asks all partitions of a push before any applies it (docs/ledger.md, rule A4)
+    1. `check_push`    a server asks all partitions of a push before any applies it (docs/internals/ledger.md, rule A4)
     2. `apply_push`    takes the turn, and asks again:
          duplicate       the ledger has counted this name: nothing changes (rule A2)
          synchronous     `sync_step` records it as its rank's contribution, and may take the step

@@ -1,4 +1,4 @@
-"""Reads of one partition by version: values, rows of tables, and pins of both (docs/ledger.md, rules B3 and C7).
+"""Reads of one partition by version: values, rows of tables, and pins of both (ledger.md, rules B3 and C7).
 
 A version's values are in a buffer that is not written while a reader holds it, so they need no copy. Rows change in
 place: a read of rows looks them up as they are, and then puts back what has changed since the version (`row_overlay`).

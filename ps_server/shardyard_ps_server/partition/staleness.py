@@ -10,7 +10,7 @@ was computed on. A job may ask for two corrections (docs/guides/consistency.md):
 
 Owns: the rule, which versions are kept for which worker, counts. Invariants: for one worker at most GIVEN_KEPT versions
 are kept, and none before the one that it named last; in a job with logs the staleness depends on version numbers alone,
-so that replay, in another life, finds the same (docs/ledger.md, rule C1). Called under the partition's lock. Must not
+so that replay, in another life, finds the same (ledger.md, rule C1). Called under the partition's lock. Must not
 know: arithmetic on values, threads.
 """
 

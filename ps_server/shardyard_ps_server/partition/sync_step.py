@@ -1,4 +1,4 @@
-"""One step of a synchronous job in one partition: gather, verdict, apply (docs/ledger.md, rules B1, B2 and B6).
+"""One step of a synchronous job in one partition: gather, verdict, apply (ledger.md, rules B1, B2 and B6).
 
     contribute      a rank's push is recorded; the last one that counts completes the step
     verdict         who counts, and with which share. Implied by the samples; where gradients are clipped by their

@@ -1,4 +1,4 @@
-"""Rows of one partition as they were at earlier versions (docs/ledger.md, rules B3 and C7).
+"""Rows of one partition as they were at earlier versions (docs/internals/ledger.md, rules B3 and C7).
 
 Tables change in place. Before an update changes rows, their values are copied into a `RowDiff`. A reader of an earlier
 version reads the tables as they are now, and then puts back the diffs since that version, the newest first, so that the

@@ -2,7 +2,7 @@
 
 A record holds a push as it was received, with the settings that it was to be applied with and the rows that expire with
 it, the verdict on a step, the tokens of sources that were opened, or which partitions began anew. Given to the same
-partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (docs/ledger.md,
+partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (ledger.md,
 rule C1). What a checkpoint has already is known by its name, and passed over.
 
 Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.

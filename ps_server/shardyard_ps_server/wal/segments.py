@@ -1,20 +1,21 @@
-"""Where servers' logs lie, and how a log passes from a server that is gone to its successors (docs/ledger.md, rule C2).
+"""Where servers' logs lie, and how the log of a dead server passes to its successors (ledger.md, rule C2).
 
-    ROOT/id                                        names the folder, so that servers which share it can be told
+    ROOT/id                                        names the folder, so that servers know whether they share it
     ROOT/JOB/SERVER/000000000007.log               the segment that began with checkpoint 7 (0: with the job)
                     synced                         up to where the log is durable
-                    fenced                         a successor reads it: its owner makes nothing visible any more; in it
-                                                   the generation of the job under which that one was appointed
-                    end                            up to where it counts, as its first successor has found it
-    ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      what was there before under these numbers, and is nobody's now
-    ROOT/JOB/SERVER.of-an-ended-job-1f2e3d4c/      whose server had died when the job ended, and nobody has read it
+                    fenced                         a successor reads the log, so its owner makes nothing visible any
+                                                   more. Has the job's generation under which it was appointed
+                    end                            up to where the log counts, as its first successor found it
+    ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      a log that lay there under these numbers before this yard used them
+    ROOT/JOB/SERVER.of-an-ended-job-1f2e3d4c/      a log whose server died before its job ended, and that nobody read
 
-What was put aside is deleted when a server starts that finds it there ASIDE_KEPT_S later: until then a person may take
-it for what it was, should a journal that was lost be found again.
+A log that was put aside is deleted ASIDE_KEPT_S later, when a server starts and finds it. Until then a person can use
+it, for instance if a lost journal is found again.
 
-Owns: the folders, and the order of what a successor does: it raises the fence, durably, before it reads, and says where
-the log ends before it believes it. Invariants: a log that was read once ends for all readers at the same place; a fence
-is never lowered, nor is it said that it was raised earlier than it was. Must not know: what records mean, who is alive.
+Owns: the folders, and the order of a successor's steps: it raises the fence, durably; then it reads; and it writes down
+where the log ends before it believes the log. Invariants: a log that was read once ends for all readers at the same
+place; a fence is never lowered, and never names an earlier generation than the one that raised it. Must not know: what
+records mean, which servers are alive.
 """
 
 from __future__ import annotations
@@ -63,25 +64,20 @@ _HEXADECIMAL: Final = frozenset("0123456789abcdef")
 
 
 class LogRoot:
-    """The folder in which a server keeps its logs, and finds those of others."""
+    """The folder in which a server keeps its logs, and finds those of other servers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def id(self) -> str:
-        """Two servers that name the same one read each other's logs. Drawn at random at the first call. Raises
+        """Two servers that read the same id read each other's logs. Drawn at random at the first call. Raises
         StorageUnavailable."""
         path = self.path / ID
         with storing(path):
             if not path.exists():
                 self.path.mkdir(parents=True, exist_ok=True)
-                drawn = self.path / f".{ID}-{secrets.token_hex(8)}"
-                write_durably(drawn, secrets.token_hex(ID_CHARACTERS // 2).encode())
-                with contextlib.suppress(FileExistsError):  # another server was first
-                    os.link(drawn, path)
-                drawn.unlink()
-                sync_folder(self.path)
+                write_once(path, secrets.token_hex(ID_CHARACTERS // 2).encode())
             found = path.read_text()
         if len(found) != ID_CHARACTERS or not set(found) <= _HEXADECIMAL:
             raise damaged(path, 0, "it does not name a folder of logs")
@@ -91,24 +87,24 @@ class LogRoot:
         return LogFiles(self.path / f"{int(job):x}" / f"{int(server):x}", job, server)
 
     def others(self, job: JobId, server: Incarnation) -> list[LogFiles]:
-        """The logs of a job that other servers have left here."""
+        """The logs of a job that other servers wrote here."""
         folder = self.path / f"{int(job):x}"
         names = os.listdir(folder) if folder.is_dir() else []
         numbers = [int(name, 16) for name in names if set(name) <= _HEXADECIMAL]
         return [self.log(job, Incarnation(number)) for number in sorted(numbers) if number != server]
 
     def prune(self, job: JobId, server: Incarnation, generation: Generation, needed: Container[Incarnation]) -> None:
-        """Deletes those of others that an order of `generation` to this server does not need any more. Raises
+        """Deletes logs of other servers that are not in `needed`, which the coordinator sent under `generation`. Raises
         StorageUnavailable."""
         for other in self.others(job, server):
             fenced = other.fenced_under
-            # an order may come late, to a server that was given up and woke: of others that became owners since, and
-            # died, it does not say that their logs are needed; they were taken over under a later generation
+            # A frozen server may get the request late, when other servers have become owners and died since. The
+            # request does not list their logs, but these were taken over under a later generation.
             if other.server not in needed and fenced is not None and fenced <= generation:
                 other.remove()
 
     def end_job(self, job: JobId, server: Incarnation) -> None:
-        """What others have left goes with the job, or is put aside."""
+        """Deletes the logs of other servers with the job, or puts them aside."""
         for other in self.others(job, server):
             try:
                 aside = other.end_with_job()
@@ -122,8 +118,8 @@ class LogRoot:
                 log.warning(what, other.job, other.server, aside, ASIDE_KEPT_S // DAY_S)
 
     def delete_aside(self, now_s: float) -> list[Path]:
-        """Deletes what was put aside ASIDE_KEPT_S ago, or earlier; `now_s`: seconds since 1970. What cannot be deleted
-        stays. Raises StorageUnavailable."""
+        """Deletes logs that were put aside ASIDE_KEPT_S ago or earlier; `now_s`: seconds since 1970. Logs that cannot
+        be deleted stay. Raises StorageUnavailable."""
         with storing(self.path):
             names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             jobs = [self.path / name for name in names if set(name) <= _HEXADECIMAL]
@@ -143,7 +139,7 @@ class LogFiles:
         return self.folder / f"{number:012d}{SUFFIX}"
 
     def numbers(self) -> list[int]:
-        """Of the segments that are there, ascending. Raises StorageUnavailable."""
+        """Numbers of the segments that are there, ascending. Raises StorageUnavailable."""
         with storing(self.folder):
             stems = [name.removesuffix(SUFFIX) for name in os.listdir(self.folder) if name.endswith(SUFFIX)]
         return sorted(int(stem) for stem in stems if stem.isdecimal())
@@ -154,42 +150,45 @@ class LogFiles:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the owner has lost its log: a successor has raised the fence, which may have gone with the log since,
-        when no checkpoint needed that any more."""
+        """Whether a successor has taken the log over. It raises the fence; later the fence may be deleted with the log,
+        when no checkpoint needs it."""
         return self.is_fenced or not os.path.exists(self.folder / SYNCED)
 
     @property
     def fenced_under(self) -> Generation | None:
-        """The highest generation of the job under which a successor has raised the fence; None: none has, or it cannot
-        be told."""
+        """The highest generation of the job under which a successor has raised the fence; None: none has, or the file
+        cannot be read."""
         with contextlib.suppress(OSError, ValueError):
-            said = (self.folder / FENCED).read_bytes()
-            if said.endswith(b"\n"):  # else not all of it is there
-                return Generation(int(said))
+            content = (self.folder / FENCED).read_bytes()
+            if content.endswith(b"\n"):  # else it is cut short
+                return Generation(int(content))
         return None
 
     def begin(self) -> Path | None:
-        """Makes the folder, empty. A coordinator whose journal was lost gives the numbers of its jobs and servers
-        again: what lies there under them is put aside, into the folder that is given. Raises OSError, and
-        StorageUnavailable where somebody writes there."""
+        """Makes the folder, empty. A coordinator whose journal was lost assigns numbers of jobs and servers again: a
+        log that lies there under the same numbers is put aside, into the folder that is returned. Raises OSError, and
+        StorageUnavailable where another server writes that log."""
         aside = None
         if self.folder.exists():
-            self._check_abandoned()
+            with self._lock() as is_free:
+                if not is_free:
+                    raise StorageUnavailable(
+                        f"server {self.server} of another yard writes the log in {self.folder}",
+                        why="two yards that share a folder of logs give the same numbers to their jobs and servers",
+                        todo="give each yard a folder of its own (yard.wal)",
+                    )
             aside = self._put_aside(ANOTHER_YARDS)
         self.folder.mkdir(parents=True)
         return aside
 
     def end_with_job(self) -> Path | None:
-        """The job has ended. A log that was read has gone over to others, and is deleted; that of a server that died is
-        put aside, into the folder that is given; one that lives deletes its own. Raises StorageUnavailable."""
+        """The job has ended. A log that a successor has read is deleted. The log of a server that died is put aside,
+        into the folder that is returned. A server that is alive deletes its own. Raises StorageUnavailable."""
         if self.is_fenced:
             self.remove()
             return None
-        with storing(self.folder), contextlib.suppress(FileNotFoundError, BlockingIOError):
-            with open(self.folder / SYNCED, "rb") as synced:
-                fcntl.flock(synced, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return self._put_aside(AN_ENDED_JOBS)
-        return None
+        with storing(self.folder), self._lock() as is_free:
+            return self._put_aside(AN_ENDED_JOBS) if is_free and (self.folder / SYNCED).exists() else None
 
     def _put_aside(self, why: str) -> Path:
         aside = self.folder.with_name(f"{self.folder.name}{why}{secrets.token_hex(4)}")
@@ -198,25 +197,27 @@ class LogFiles:
         return aside
 
     def claim(self) -> int:
-        """The descriptor of `synced`, which is locked for as long as it is open. Raises OSError."""
+        """The descriptor of `synced`, which is locked while it is open. Raises OSError."""
         fd = os.open(self.folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # where a file system knows no locks two yards are not told apart
+        with contextlib.suppress(OSError):  # without locks in the file system, two yards are not told apart
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
 
-    def _check_abandoned(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self.folder / SYNCED, "rb") as synced:
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[bool]:
+        """Locks the log. False where a server that is alive writes it; True without a lock where `synced` is missing.
+        Raises OSError."""
+        with contextlib.ExitStack() as opened:
             try:
+                synced = opened.enter_context(open(self.folder / SYNCED, "rb"))
                 fcntl.flock(synced, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StorageUnavailable(
-                    f"server {self.server} of another yard writes the log in {self.folder}",
-                    why="two yards that share a folder of logs give the same numbers to their jobs and servers",
-                    todo="give each yard a folder of its own (yard.wal)",
-                ) from None
+            except (FileNotFoundError, BlockingIOError) as error:
+                yield isinstance(error, FileNotFoundError)
+            else:
+                yield True
 
     def remove(self) -> None:
-        """Deletes the log, and the job's folder where it was the last in it. What cannot be deleted stays."""
+        """Deletes the log, and the job's folder if that is empty. Files that cannot be deleted stay."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.parent.rmdir()
@@ -224,8 +225,8 @@ class LogFiles:
     # ---- for successors
 
     def take_over(self, generation: Generation) -> Mark:
-        """Where this log, whose owner is gone, ends for ever. `generation`: that of the job under which it is read.
-        Raises StorageUnavailable where it is not here, LogDamaged."""
+        """Fences the log of a dead server, and returns where it ends, now and for all later readers. `generation`: of
+        the job, under which it is read. Raises StorageUnavailable where the log is not here, LogDamaged."""
         if not self.folder.is_dir():
             raise StorageUnavailable(
                 f"the log of server {self.server} is not at {self.folder}",
@@ -240,19 +241,12 @@ class LogFiles:
             failpoint("wal.after_fence")
             end = self.folder / END
             if not end.exists():
-                found = self._find_end()
-                mine = self.folder / f".{END}-{secrets.token_hex(8)}"
-                write_durably(mine, encode_mark(found))
-                failpoint("wal.before_end")
-                with contextlib.suppress(FileExistsError):  # another successor was first; it may have seen less
-                    os.link(mine, end)
-                mine.unlink()
-                sync_folder(self.folder)
+                write_once(end, encode_mark(self._find_end()), before="wal.before_end")
                 failpoint("wal.after_end")
             return decode_mark(_read(end), end)
 
     def records(self, base: int, end: Mark, *, payloads: bool = True) -> Iterator[Record]:
-        """What came after checkpoint `base` was begun, and before `end`; `payloads`: False for heads alone. Raises
+        """Records from the beginning of checkpoint `base` to `end`. `payloads`: False for heads alone. Raises
         LogDamaged, StorageUnavailable."""
         numbers = [number for number in self.numbers() if number <= end.segment]
         heads = {number: self._head(number) for number in numbers}
@@ -275,19 +269,19 @@ class LogFiles:
     # ---- inside
 
     def _find_end(self) -> Mark:
-        """Behind the last record that is valid."""
+        """The place behind the last valid record."""
         numbers = self.numbers()
         synced = decode_mark(_read(self.folder / SYNCED), self.folder / SYNCED)
         if synced.segment not in numbers:
             raise damaged(self.segment(synced.segment), 0, "it is not there, and was durable")
-        # a segment behind the durable place was created, and nothing in it was acknowledged
+        # nothing in a later segment was acknowledged
         last = synced.segment
         with _opened(self.segment(last)) as fd:
             self._check_head(read_segment_head(fd, self.segment(last)), last)
             reader = SegmentReader(fd, self.segment(last), last, durable=synced.offset, until=None)
             for _ in reader.records():
                 pass
-            # its owner may have died between writing and syncing: what counts from now on must stay there
+            # the owner may have died between writing and syncing; what counts from now on must be durable
             os.fsync(fd)
             return Mark(last, reader.end)
 
@@ -316,7 +310,7 @@ class LogFiles:
 
 
 def _delete_old(folder: Path, latest_s: float) -> bool:
-    """Deletes a folder that was last changed at that time or earlier. Whether it did."""
+    """Deletes a folder that was last changed at that time or earlier. True if it did."""
     with contextlib.suppress(OSError):
         if folder.stat().st_mtime <= latest_s:
             shutil.rmtree(folder)
@@ -328,7 +322,7 @@ def _delete_old(folder: Path, latest_s: float) -> bool:
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Raises StorageUnavailable for what the system refuses."""
+    """Turns OSError into StorageUnavailable."""
     try:
         yield
     except OSError as error:
@@ -339,7 +333,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """A new file, or a former one's new content, and its name."""
+    """Writes a file, new or again, and makes it and its name durable."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if data:
@@ -347,6 +341,19 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+    sync_folder(path.parent)
+
+
+def write_once(path: Path, data: bytes, *, before: str = "") -> None:
+    """Makes a file with this content, durably, unless it exists: where several processes do so at a time, the first
+    one's content stays. `before`: a failpoint, just before the name appears."""
+    mine = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    write_durably(mine, data)
+    if before:
+        failpoint(before)
+    with contextlib.suppress(FileExistsError):
+        os.link(mine, path)
+    mine.unlink()
     sync_folder(path.parent)
 
 

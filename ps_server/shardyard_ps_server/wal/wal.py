@@ -1,4 +1,4 @@
-"""A server's log of one job: durable, then visible, then acknowledged (docs/ledger.md, rules C1 and C2).
+"""A server's log of one job: durable, then visible, then acknowledged (docs/internals/ledger.md, rules C1 and C2).
 
 Whoever has something to record appends it, under `admission`, which makes the log's order the only order; then it waits
 until its record is durable; then for its turn. The first who waits writes and syncs for all who have appended,
