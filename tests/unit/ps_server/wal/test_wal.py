@@ -48,7 +48,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import partition as partitions
 from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.service.exchange_stream import takes_a_moment
+from shardyard_ps_server.service.exchange_stream import is_immediate
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import (
@@ -751,11 +751,11 @@ def test_pushes_take_effect_in_the_order_of_the_log(yard: Yard, monkeypatch: pyt
 def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
     first = yard.first()
     order = order_of(first, 0)
-    assert not takes_a_moment(order, first.hosted()[0])
+    assert not is_immediate(order, first.hosted()[0])
     plain = Store()
     plain.become(FIRST, Term(2))
     orders.create(plain, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
-    assert takes_a_moment(order, plain.hosted()[0])
+    assert is_immediate(order, plain.hosted()[0])
     plain.close()
 
 
