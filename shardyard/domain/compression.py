@@ -1,8 +1,8 @@
 """The codecs that gradients and values may travel in: their texts, ranges and rules.
 
 Owns: the text of a codec ("topk:0.001:int8"), what may be combined, which variables a rule covers. Used by settings,
-workers (which choose) and servers (which answer pulls); docs/compression.md is the page for users. Must not know: how a
-code is made (shardyard.codecs).
+workers (which choose) and servers (which answer pulls); docs/guides/compression.md is the page for users. Must not
+know: how a code is made (shardyard.codecs).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMS: Final[dict[str, str]] = {
 PUSH_KINDS: Final = tuple(kind for kind in FORMS if kind != "delta")
 PULL_KINDS: Final = ("none", "bf16", "fp16", "int8", "delta")
 ZSTD_KINDS: Final = ("bf16", "int8", "qsgd", "delta")
-"""Codecs after which zstd pays; for the others the figures are in docs/compression.md."""
+"""Codecs after which zstd pays; for the others the figures are in docs/guides/compression.md."""
 TOPK_VALUES: Final = ("fp32", "fp16", "int8")
 
 PUSHES: Final = "pushes"

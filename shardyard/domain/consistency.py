@@ -17,7 +17,7 @@ class UpdateMode(enum.Enum):
 
 
 class ConsistencyMode(enum.Enum):
-    """What a gradient may be computed on (docs/consistency.md)."""
+    """What a gradient may be computed on (docs/guides/consistency.md)."""
 
     SYNC = "sync"
     LOCAL = "local"
@@ -33,7 +33,7 @@ class ConsistencyMode(enum.Enum):
 
 
 class Durability(enum.Enum):
-    """What outlives a server (docs/reliability.md)."""
+    """What outlives a server (docs/internals/reliability.md)."""
 
     CHECKPOINT = "checkpoint"
     """Its partitions go back to the newest checkpoint; what was acknowledged since is computed again, or told as
@@ -43,7 +43,7 @@ class Durability(enum.Enum):
 
 
 class BufferMode(enum.Enum):
-    """Whose buffers a synchronous step sets (docs/training.md)."""
+    """Whose buffers a synchronous step sets (docs/guides/training.md)."""
 
     MEAN = "mean"
     FIRST = "first"
@@ -51,7 +51,7 @@ class BufferMode(enum.Enum):
 
 
 class NonFinite(enum.Enum):
-    """What becomes of work whose gradient is not finite (docs/training.md)."""
+    """What becomes of work whose gradient is not finite (docs/guides/training.md)."""
 
     ALLOW = "allow"
     SKIP = "skip"
@@ -62,9 +62,9 @@ class NonFinite(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StaleRule:
-    """What becomes of a gradient that was computed on an older version (docs/consistency.md). `divides_rate`: the rate
-    of its update is divided by its staleness; `compensation`: DC-ASGD's lambda, 0 for none; `decay`: of the mean of
-    squares by the root of which lambda is divided, 0 for a constant lambda."""
+    """What becomes of a gradient that was computed on an older version (docs/guides/consistency.md). `divides_rate`:
+    the rate of its update is divided by its staleness; `compensation`: DC-ASGD's lambda, 0 for none; `decay`: of the
+    mean of squares by the root of which lambda is divided, 0 for a constant lambda."""
 
     divides_rate: bool = False
     compensation: float = 0.0

@@ -1,4 +1,4 @@
-"""Names of pushes, and leases on the work that they are named by (docs/ledger.md, rules A1 to A7)."""
+"""Names of pushes, and leases on the work that they are named by (docs/internals/ledger.md, rules A1 to A7)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ disk; and files that are gone. Of a job whose model has tables, rows that have c
 that admits them, are among what is damaged.
 
 Each is found and named, with its file, and in a log its byte, by whoever looks and by whoever restores, and nothing is
-restored from it. One rule makes damage harmless (docs/durability.md): behind the place up to which a log is durable,
-`synced`, is a torn tail, which ends the log; then all that is before it must be there as it was.
+restored from it. One rule makes damage harmless (docs/guides/durability.md): behind the place up to which a log is
+durable, `synced`, is a torn tail, which ends the log; then all that is before it must be there as it was.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KEPT_TAG = "test"
 NO_ENGINE = """no Docker engine, or no docker compose, can be used here:
 {reason}
 Start the engine and install docker compose (on Debian: apt-get install docker.io docker-compose), see
-docs/containers.md. `make test-containers` runs these tests; `make test` leaves them out."""
+docs/guides/containers.md. `make test-containers` runs these tests; `make test` leaves them out."""
 
 
 def run(command: Sequence[str], *, timeout_s: float = CALL_S, environment: dict[str, str] | None = None) -> str:

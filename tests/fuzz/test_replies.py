@@ -1,4 +1,4 @@
-"""The reply to any request is lost, and the request is sent again (docs/protocol.md, Retries)."""
+"""The reply to any request is lost, and the request is sent again (docs/reference/protocol.md, Retries)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rules of docs/ledger.md that a simulated yard cannot show, for want of shared memory, of threads that run out, or of
-a fault for which no other rule makes up: each in a scenario of one server, which goes wrong where the rule is switched
-off."""
+"""Rules of docs/internals/ledger.md that a simulated yard cannot show, for want of shared memory, of threads that run
+out, or of a fault for which no other rule makes up: each in a scenario of one server, which goes wrong where the rule
+is switched off."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A whole yard under faults, with nothing but the shipped machines; and that each rule of docs/ledger.md is needed:
-with one switched off, some seed goes red."""
+"""A whole yard under faults, with nothing but the shipped machines; and that each rule of docs/internals/ledger.md is
+needed: with one switched off, some seed goes red."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""That a job goes over from synchronous to asynchronous updates, or back, and before which step (docs/ledger.md, rules
-B8, B10).
+"""That a job goes over from synchronous to asynchronous updates, or back, and before which step
+(docs/internals/ledger.md, rules B8, B10).
 
 Owns: what was asked for, how far each worker has come, the step before which the job goes over. Invariants: the step is
 settled when every living worker has said how far it has come and stays there until it is, and the servers have said

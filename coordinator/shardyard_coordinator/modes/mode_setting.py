@@ -1,4 +1,5 @@
-"""That a running job goes on under another consistency mode, or another bound on staleness (docs/consistency.md).
+"""That a running job goes on under another consistency mode, or another bound on staleness
+(docs/guides/consistency.md).
 
 Owns: what a job was switched to last, what it goes by until all servers have been told, which of its workers have gone
 over. Invariants: servers go over first, so that no worker relies on a bound that some server does not know; a worker is

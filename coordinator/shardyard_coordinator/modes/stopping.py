@@ -1,4 +1,4 @@
-"""That a job shall end before its data does, and where (docs/ledger.md, rule B9).
+"""That a job shall end before its data does, and where (docs/internals/ledger.md, rule B9).
 
 Owns: who said so first; of a synchronous job, how far each worker has come, and the step before which all of them end.
 Invariants: the first to say so decides, nobody takes it back; the step is settled once, when every living worker has

@@ -1,4 +1,4 @@
-"""Whose logs say what came after a job's checkpoints (docs/ledger.md, rule C2).
+"""Whose logs say what came after a job's checkpoints (docs/internals/ledger.md, rule C2).
 
 Owns: for each partition the servers that have owned it, with the checkpoint that each began with and the folder of its
 log, back to the oldest checkpoint that is kept. Invariant: what a partition has acknowledged since any of these is in

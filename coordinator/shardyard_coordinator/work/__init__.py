@@ -1,7 +1,7 @@
 """Who computes which samples, and what counts.
 
 In: requests for work, and the watermarks of the servers, which say what has been applied. Out: leases under tokens,
-and which samples are done, dropped or lost. Each sample counts once an epoch; docs/ledger.md has the rules.
+and which samples are done, dropped or lost. Each sample counts once an epoch; docs/internals/ledger.md has the rules.
 
 - `tokens` and `feeds`: what a lease and a feed are. Start here.
 - Asynchronous jobs: `data_ledger` leases ranges of samples.

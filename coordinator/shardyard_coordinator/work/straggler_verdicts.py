@@ -1,5 +1,5 @@
-"""Steps that are taken without their latest ranks, and what those had (docs/ledger.md, rule B6; Chen et al. 2016,
-"Revisiting Distributed Synchronous SGD").
+"""Steps that are taken without their latest ranks, and what those had (docs/internals/ledger.md, rule B6; Chen et al.
+2016, "Revisiting Distributed Synchronous SGD").
 
 Owns: `StepVerdicts`, which logical ranks count in each step of a job, and how many contributions came late;
 `MakeupPlan`, of one feed, what was dropped, and at which step behind the planned ones it is computed again. Invariants:

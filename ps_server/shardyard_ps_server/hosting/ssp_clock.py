@@ -3,8 +3,8 @@
 Stale synchronous parallel (Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
 NIPS 2013): the values that a worker computes step c on contain all pushes of the others up to step c - bound. A
 worker's clock is the number of its steps whose pushes this server has. Workers join at the clock of the slowest. Nobody
-waits for a worker that rests, has left, or is declared dead (docs/ledger.md, rule C3). A job may have a bound at one
-time and none at another.
+waits for a worker that rests, has left, or is declared dead (docs/internals/ledger.md, rule C3). A job may have a bound
+at one time and none at another.
 
 Example, with a bound of 2 and clocks {a: 7, b: 4}: worker a asks for the values of its next step. It lacks 7 - 4 = 3
 steps of b, which is more than 2. So `await_slower` waits until b has reported clock 5.

@@ -1,4 +1,4 @@
-"""Tables of rows by id: how a server keeps those of one partition (docs/tables.md).
+"""Tables of rows by id: how a server keeps those of one partition (docs/internals/tables.md).
 
 In: ids, rows, gradients and settings (`shardyard.domain.tables.table_settings`). Out: rows. Must not know: torch,
 jobs, the wire, partitions. From top to bottom:

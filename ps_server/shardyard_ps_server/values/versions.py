@@ -1,9 +1,10 @@
 """The values of one partition, by version, so that reading and writing never touch the same memory.
 
 Owns: a small set of equal buffers. Invariants: a buffer that a reader holds, or that one of the last two versions
-stands in, is never written (docs/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent, and version
-t can be read until t+1 is complete everywhere; a version that a reader wants is held from the moment in which it is
-there. Called under the partition's lock, but for `another`. Must not know: what the bytes mean, readers' names.
+stands in, is never written (docs/internals/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent,
+and version t can be read until t+1 is complete everywhere; a version that a reader wants is held from the moment in
+which it is there. Called under the partition's lock, but for `another`. Must not know: what the bytes mean, readers'
+names.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from shardyard.domain import limits
 
 
 class EvaluatorSettings(Section):
-    """A script that follows a job (docs/evaluation.md)."""
+    """A script that follows a job (docs/guides/evaluation.md)."""
 
     every_s: int = Field(
         default=10,
@@ -31,7 +31,7 @@ class EvaluatorSettings(Section):
 
 
 class ServingSettings(Section):
-    """A process that answers requests with a job's rows (docs/serving.md)."""
+    """A process that answers requests with a job's rows (docs/guides/serving.md)."""
 
     staleness_ms: int = Field(
         default=1_000,

@@ -1,8 +1,8 @@
 """What a job's variables and layout must be, whoever reads them: from a message, a manifest, or a journal.
 
-Owns: these rules: blocks lie in their partitions one behind the other, as docs/protocol.md says; each element of each
-variable is in exactly one of them; parameters are whole where the optimizer needs them so; tables have names of their
-own. Must not know: how layouts
+Owns: these rules: blocks lie in their partitions one behind the other, as docs/reference/protocol.md says; each element
+of each variable is in exactly one of them; parameters are whole where the optimizer needs them so; tables have names of
+their own. Must not know: how layouts
 are planned, what they are read from.
 """
 

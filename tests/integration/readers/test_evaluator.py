@@ -1,5 +1,5 @@
 """An evaluator beside a job, in yards inside this process: what it reads is one version, whoever trains, moves or dies;
-training never waits for it; what was the best stays (docs/ledger.md, rule C7)."""
+training never waits for it; what was the best stays (docs/internals/ledger.md, rule C7)."""
 
 from __future__ import annotations
 

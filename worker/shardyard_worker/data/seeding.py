@@ -1,4 +1,5 @@
-"""All randomness of a training process, from the job's seed and the name of the work (docs/ledger.md, rule B5)."""
+"""All randomness of a training process, from the job's seed and the name of the work (docs/internals/ledger.md, rule
+B5)."""
 
 from __future__ import annotations
 

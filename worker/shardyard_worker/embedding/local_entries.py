@@ -1,9 +1,9 @@
 """Which ids of a table in this process have a row, how often and when they were pushed, and which of them go.
 
 Owns: the entries of ids that have a row, or are counted until they have one. Admission and expiry are those of a server
-(docs/tables.md), which a property test holds these to: what is pushed at the same steps gives the same entries, and
-after a walk through the whole table the same ids are left, but for which of the equally frequent stay when there are
-too many rows. Invariant: what raises has changed nothing. Must not know: values of rows, when a walk is due.
+(docs/internals/tables.md), which a property test holds these to: what is pushed at the same steps gives the same
+entries, and after a walk through the whole table the same ids are left, but for which of the equally frequent stay when
+there are too many rows. Invariant: what raises has changed nothing. Must not know: values of rows, when a walk is due.
 """
 
 from __future__ import annotations

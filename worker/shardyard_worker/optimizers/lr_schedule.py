@@ -1,4 +1,4 @@
-"""Learning rates as a function of the job's step (docs/ledger.md, rule B5).
+"""Learning rates as a function of the job's step (docs/internals/ledger.md, rule B5).
 
 A worker that computes two logical ranks of a step calls `scheduler.step()` twice in it; one that joins late has never
 called it. Prepared by the job, a scheduler stands where the job stands whenever gradients are pushed, however often it

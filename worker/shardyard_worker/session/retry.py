@@ -1,4 +1,4 @@
-"""Trying again: with a budget, and a growing pause with jitter (docs/protocol.md, "Retries").
+"""Trying again: with a budget, and a growing pause with jitter (docs/reference/protocol.md, "Retries").
 
 Invariant: only calls that may be sent again go through here: reads, and writes that are named. Must not know: what is
 called.

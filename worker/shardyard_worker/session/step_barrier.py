@@ -1,4 +1,5 @@
-"""Where the steps of a job end before its data does, as one worker has heard it (docs/ledger.md, rules B8 to B10).
+"""Where the steps of a job end before its data does, as one worker has heard it (docs/internals/ledger.md, rules B8 to
+B10).
 
 Owns: the stop, and the halt, that this worker was told of, how far it has come in a synchronous job, and how many
 pushes of its own it has begun in an asynchronous one. Invariant: from the moment at which it has heard of one until

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found before the first byte leaves, and told (docs/ledger.md, rule A4).
+"""Gradients that are not finite: found before the first byte leaves, and told (docs/internals/ledger.md, rule A4).
 
 Owns: the look at a push's gradients, and how many were found. Invariants: what is reported is the work, by its name,
 and the report is written down before the work is pushed, empty; nothing is looked at where job.nonfinite is allow. Must

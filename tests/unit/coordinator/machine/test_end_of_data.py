@@ -1,4 +1,5 @@
-"""When a job's data is said to be done, and what a restore makes of that (docs/ledger.md, rules A6 and A11)."""
+"""When a job's data is said to be done, and what a restore makes of that (docs/internals/ledger.md, rules A6 and
+A11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are gone, and what restored partitions lack of their own pushes (docs/ledger.md, rule A11)."""
+"""Workers that are gone, and what restored partitions lack of their own pushes (docs/internals/ledger.md, rule A11)."""
 
 from __future__ import annotations
 

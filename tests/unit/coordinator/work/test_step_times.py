@@ -1,4 +1,4 @@
-"""How long the step under way is worth waiting out, for one who came late (docs/ledger.md, rule B6)."""
+"""How long the step under way is worth waiting out, for one who came late (docs/internals/ledger.md, rule B6)."""
 
 from __future__ import annotations
 

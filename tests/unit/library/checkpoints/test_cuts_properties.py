@@ -1,5 +1,5 @@
 """A cut shows a partition as it was at one moment, whatever was pushed since; and a partition that is restored from one
-goes on to the same bits (docs/ledger.md, rules A7 to A10, B7)."""
+goes on to the same bits (docs/internals/ledger.md, rules A7 to A10, B7)."""
 
 from __future__ import annotations
 

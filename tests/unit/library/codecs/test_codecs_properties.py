@@ -73,7 +73,7 @@ def by_bucket(values: np.ndarray, bucket: int) -> np.ndarray:
     return np.repeat(np.maximum.reduceat(np.abs(values), starts), bucket)[: values.size]
 
 
-# --- bounds, as the modules and docs/compression.md state them
+# --- bounds, as the modules and docs/guides/compression.md state them
 
 
 def check_bound(codec: CodecSpec, x: np.ndarray, y: np.ndarray) -> None:

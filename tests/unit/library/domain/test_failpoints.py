@@ -1,4 +1,5 @@
-"""Every failpoint of the shipped code: each is passed, and what fails there does no harm (docs/architecture.md).
+"""Every failpoint of the shipped code: each is passed, and what fails there does no harm
+(docs/internals/architecture.md).
 
 Other tests try single places harder (test_checkpoint_storage, test_wal), kill processes there (test_checkpoint_library,
 tests/chaos), or lose the replies (tests/fuzz/test_replies.py). Here it is held that none was forgotten: a place in the

@@ -1,5 +1,5 @@
 """Bounded staleness over chance histories: nobody is given values from which more steps of another worker are missing
-than the bound, and somebody can always go on (docs/ledger.md, rule C3)."""
+than the bound, and somebody can always go on (docs/internals/ledger.md, rule C3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Versions that readers hold on a server: what they read, what they cost, how they end (docs/ledger.md, rule C7)."""
+"""Versions that readers hold on a server: what they read, what they cost, how they end (docs/internals/ledger.md, rule
+C7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Backup workers (docs/ledger.md, rule B6): who counts in a step, what is made up for, and when; the servers' side."""
+"""Backup workers (docs/internals/ledger.md, rule B6): who counts in a step, what is made up for, and when; the servers'
+side."""
 
 from __future__ import annotations
 

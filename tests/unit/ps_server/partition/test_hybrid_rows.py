@@ -1,5 +1,5 @@
-"""Rows of hybrid jobs (docs/ledger.md, rule A1): updated when a contribution is recorded, before its step is taken, and
-counted in a lane of their own, so that a partition that has gone back counts no row twice."""
+"""Rows of hybrid jobs (docs/internals/ledger.md, rule A1): updated when a contribution is recorded, before its step is
+taken, and counted in a lane of their own, so that a partition that has gone back counts no row twice."""
 
 from __future__ import annotations
 

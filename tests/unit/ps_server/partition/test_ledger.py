@@ -1,4 +1,5 @@
-"""The push ledger of one partition: the rules of docs/ledger.md by number, and a deliberately dumb second ledger."""
+"""The push ledger of one partition: the rules of docs/internals/ledger.md by number, and a deliberately dumb second
+ledger."""
 
 from __future__ import annotations
 

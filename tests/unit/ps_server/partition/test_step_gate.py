@@ -1,4 +1,4 @@
-"""The gate of a synchronous step, and the verdict on what it gathered (docs/ledger.md, rules B1, B2, B5)."""
+"""The gate of a synchronous step, and the verdict on what it gathered (docs/internals/ledger.md, rules B1, B2, B5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps that wait for a verdict (docs/ledger.md, rule B6): gate, partition, and a worker's sum of what was told."""
+"""Steps that wait for a verdict (docs/internals/ledger.md, rule B6): gate, partition, and a worker's sum of what was
+told."""
 
 from __future__ import annotations
 

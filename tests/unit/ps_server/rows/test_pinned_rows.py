@@ -1,5 +1,5 @@
-"""Rows of tables as they were at a version that a reader has pinned (docs/ledger.md, rule C7): what is read, what it
-costs, how it ends."""
+"""Rows of tables as they were at a version that a reader has pinned (docs/internals/ledger.md, rule C7): what is read,
+what it costs, how it ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PushedTableRows of tables in synchronous steps (docs/ledger.md, rules B1 to B3, B6): summed over the ranks that
-count, once an id, and readable as of two versions."""
+"""PushedTableRows of tables in synchronous steps (docs/internals/ledger.md, rules B1 to B3, B6): summed over the ranks
+that count, once an id, and readable as of two versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A partition's versions: which buffers may be read, and which written (docs/ledger.md, rule B3)."""
+"""A partition's versions: which buffers may be read, and which written (docs/internals/ledger.md, rule B3)."""
 
 from __future__ import annotations
 
