@@ -1,4 +1,4 @@
-"""A job's layout as JSON.
+"""A job's layout as JSON, in manifests and in the coordinator's journal.
 
 Owns: both ways. Invariants: what comes back equals what went in, and is whole (shardyard.domain.layout.checks). Must
 not know: files, manifests.

@@ -1,4 +1,4 @@
-"""A table's settings as JSON.
+"""A table's settings as JSON, in manifests and in the coordinator's journal.
 
 Owns: both ways. Invariants: what comes back equals what went in; each name comes once. Must not know: rows, files.
 """
@@ -45,7 +45,8 @@ def to_document(table: TableSettings) -> dict[str, object]:
             "norm_min": float(expiry.norm_min),
             "rows_kept": expiry.rows_kept,
             "grace_steps": expiry.grace_steps,
-            **({"age_ms": expiry.age_ms, "grace_ms": expiry.grace_ms} if expiry.by_time else {}),
+            "age_ms": expiry.age_ms,
+            "grace_ms": expiry.grace_ms,
         },
     }
 
@@ -105,16 +106,15 @@ def _admission(node: JsonNode) -> AdmissionSettings:
 
 
 def _expiry(node: JsonNode) -> ExpirySettings:
-    # they came later, and are written where ages are told in time
-    timed = ("age_ms", "grace_ms") if "age_ms" in node.mapping() else ()
-    fields = node.fields(("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps", *timed))
+    fields = node.fields(("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps", "age_ms", "grace_ms"))
     return ExpirySettings(
         fields["age_steps"].number(),
         fields["frequency_min"].number(),
         _real(fields["norm_min"]),
         fields["rows_kept"].number(),
         fields["grace_steps"].number(),
-        *[fields[name].number() for name in timed],
+        fields["age_ms"].number(),
+        fields["grace_ms"].number(),
     )
 
 

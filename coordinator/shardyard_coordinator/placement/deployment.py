@@ -210,7 +210,7 @@ class Deployment:
         """The record of the first registration, with what was decided about it."""
         assert self.layout is not None
         kind, body = self.with_map("variables_registered")
-        return kind, {"layout": layout_records.to_record(self.layout), **body}
+        return kind, {"layout": layout_records.layout_to_record(self.layout), **body}
 
     def with_map(self, kind: str) -> Entry:
         """A record of that kind that has the map."""
@@ -241,8 +241,8 @@ class Deployment:
         """Takes a record of `entries`. Calls to servers that were under way are due again. Raises DamagedRecord."""
         if kind == "variables_registered":
             require(self.stage is Stage.EMPTY, "variables are registered twice")
-            self.layout = layout_records.of_record(body.part("layout"))
-            self.map = layout_records.map_of_record(body.part("map"), len(self.layout.partitions))
+            self.layout = layout_records.layout_of_record(body)
+            self.map = layout_records.map_of_record(body, len(self.layout.partitions))
             self.stage = Stage.UNCREATED
             return
         require(self.stage is not Stage.EMPTY, "there are no variables yet")
@@ -253,11 +253,11 @@ class Deployment:
                 self.initializer = Incarnation(body.number("worker", least=1))
             case "partitions_moved":
                 assert self.layout is not None
-                self.map = layout_records.map_of_record(body.part("map"), len(self.layout.partitions))
+                self.map = layout_records.map_of_record(body, len(self.layout.partitions))
             case "partitions_placed_again":
                 require(self.stage is Stage.LOST, f"first values are given again, and the stage is {self.stage.value}")
                 assert self.layout is not None
-                self.place_again(layout_records.map_of_record(body.part("map"), len(self.layout.partitions)))
+                self.place_again(layout_records.map_of_record(body, len(self.layout.partitions)))
             case "partitions_restored_later":
                 require(self.stage is Stage.UNCREATED, "partitions are to be restored that are there")
                 self.stage = Stage.RESTORING

@@ -42,7 +42,7 @@ AUDITED_JOBS_MAX: Final = 10_000
 PAGE_ENTRIES_MAX: Final = 20_000
 """Entries looked at for one page of the audit."""
 PAGE_BYTES_MAX: Final = 4 << 20
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Of the file and of what records mean. Kept as SQLite's user_version; 0 is that of a file without a format."""
 
 _TABLES: Final = (

@@ -14,6 +14,7 @@ from shardyard.domain import limits
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
 from shardyard.domain.errors import ConfigurationError, NotReady, ServerLost, StaleIncarnation, StaleToken
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, Term, Token
+from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, RankLease
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
@@ -171,6 +172,11 @@ def test_layout_is_never_planned_anew(yard: Yard) -> None:
     assert [owner.server for owner in again.map.owners] == [owner.server for owner in placed.map.owners][::-1]
 
 
+def read_back(layout: JobLayout) -> JobLayout:
+    written = json.dumps({"layout": layout_records.layout_to_record(layout)})
+    return layout_records.layout_of_record(Body(json.loads(written)))
+
+
 def test_layout_and_map_come_back_to_the_last_offset() -> None:
     variables = tuple(
         VariableSpec(f"v{number}", dtype, (number, 7), kind, number % 2)
@@ -181,14 +187,15 @@ def test_layout_and_map_come_back_to_the_last_offset() -> None:
     layout = placement.plan(variables, OptimizerSpec("sgd", groups), partitions=3, block_bytes=128)
     assert max(block.position for part in layout.partitions for block in part.blocks) > 128
     assert max(block.offset for part in layout.partitions for block in part.blocks) > 0
-    assert layout_records.of_record(Body(json.loads(json.dumps(layout_records.to_record(layout))))) == layout
+    assert read_back(layout) == layout
     in_time = ExpirySettings(norm_min=0.5, age_ms=70_000, grace_ms=9)
     tables = (TableSettings("steps", 3, expiry=ExpirySettings(age_steps=4)), TableSettings("time", 3, expiry=in_time))
     with_tables = dataclasses.replace(layout, tables=tables)
-    assert layout_records.of_record(Body(json.loads(json.dumps(layout_records.to_record(with_tables))))) == with_tables
+    assert read_back(with_tables) == with_tables
     servers = [placement.Server(Incarnation(number << 32 | 1), f"s:{number}") for number in range(2)]
     map_ = placement.assign([part.payload_bytes for part in layout.partitions], servers, generation=Generation(4))
-    assert layout_records.map_of_record(Body(json.loads(json.dumps(layout_records.map_to_record(map_)))), 3) == map_
+    written = json.dumps({"map": layout_records.map_to_record(map_)})
+    assert layout_records.map_of_record(Body(json.loads(written)), 3) == map_
 
 
 def test_block_beyond_its_variable_is_refused(yard: Yard) -> None:
@@ -197,7 +204,7 @@ def test_block_beyond_its_variable_is_refused(yard: Yard) -> None:
     for block in ([0, 0, 49, 0], [0, 40, 9, 0], [2, 0, 1, 0]):
         written = journaled(yard.persisted)
         (record,) = (each for each in written if each.kind == "variables_registered")
-        record.body["layout"]["partitions"][0] = [192, [block]]  # type: ignore[index]
+        record.body["layout"]["partitions"][0] = {"payload_bytes": 192, "blocks": [block]}  # type: ignore[index]
         with pytest.raises(ConfigurationError, match=f"record {record.number} .*a block of"):
             restored(written)
 
@@ -207,7 +214,7 @@ def test_layout_that_is_not_whole_is_refused(yard: Yard) -> None:
     yard.run(caller)
     written = journaled(yard.persisted)
     (record,) = (each for each in written if each.kind == "variables_registered")
-    record.body["layout"]["partitions"][0] = [0, []]  # type: ignore[index]
+    record.body["layout"]["partitions"][0] = {"payload_bytes": 0, "blocks": []}  # type: ignore[index]
     with pytest.raises(ConfigurationError, match=f"record {record.number} .*the blocks of .* have 0 elements"):
         restored(written)
 
