@@ -52,12 +52,12 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
 
 
 def may_cancel(job: JobState) -> bool:
-    """Whether it is to go over, and has not."""
+    """Whether a switch between kinds of updates is under way, and may still be cancelled."""
     return job.drain.wanted is not None and not _has_switched(job)
 
 
 def _has_switched(job: JobState) -> bool:
-    """Whether it is in the mode for which it has halted; its partitions may be on their way."""
+    """Whether the job is in the mode for which it has halted; its partitions may still be being restored."""
     wanted = job.drain.wanted
     return wanted is not None and job.mode.latest.number >= wanted.number
 
@@ -73,7 +73,7 @@ def on_halted(job: JobState, worker: Incarnation, number: int, reached: int) -> 
 
 
 def may_fix_step(job: JobState) -> bool:
-    """Of a halt that is due: nothing but what has been heard of is under way."""
+    """Whether no work is under way that the servers do not have, once all workers have halted."""
     if not job.drain.drains:
         return True
     lost = job.departed is not None and job.departed.is_due
@@ -81,7 +81,7 @@ def may_fix_step(job: JobState) -> bool:
 
 
 def fix_step(job: JobState, step: int) -> list[Effect]:
-    """All have said so. `step`: the first of which no partition has any part, or, where the job has none yet, the
+    """All workers have halted. `step`: the first of which no partition has any part; if the job has no steps yet, the
     highest version of any partition."""
     if job.drain.drains:
         halted = job.drain.fix_step(max(step, job.step), job.book.ask())
@@ -106,7 +106,7 @@ def note_map(job: JobState, *, restored: bool) -> None:
 
 
 def awaits_work(job: JobState) -> LeaseWait | None:
-    """What a worker waits for that asks for a data shard, though there is nothing to wait for but the switch."""
+    """What a worker waits for that asks for a data shard during the switch; None: no data shard is held back."""
     if job.ranks is not None and job.mode.has_switched_updates:
         return LeaseWait(f"partitions of {job.title} in mode {job.settings.consistency.mode.value}")
     if not job.drain.drains:
@@ -115,7 +115,7 @@ def awaits_work(job: JobState) -> LeaseWait | None:
 
 
 def draining(job: JobState) -> str:
-    """What is to be done before it goes over to steps, and by whom."""
+    """The data shards, and their workers, that must be done before the job changes to steps; for people."""
     return job.feeds.holders if job.drain.drains and isinstance(job.feeds, DataLedger) else ""
 
 
@@ -296,11 +296,11 @@ def fail_pacing(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def _pace(job: JobState, now_ms: int) -> list[Effect]:
-    """Has servers told what the job was switched to, where some may not know."""
+    """Tells servers the latest switch, if some may not know it."""
     map_ = job.deployment.map
     if map_ is None or not job.is_whole or not job.mode.begin(map_.generation, now_ms):
         return []
-    if job.ranks is not None:  # they have heard it with their partitions: steps have no pace
+    if job.ranks is not None:  # servers were told with their partitions: steps have no pace
         return end_pacing(job, map_.generation, job.mode.latest.number)
     return [PaceServers(job.id, map_, job.mode.latest)]
 
@@ -309,7 +309,7 @@ def _pace(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def restore(job: JobState, body: Body, now_ms: int) -> None:
-    """Takes the record that it has gone over. Raises DamagedRecord."""
+    """Takes the record `job_went_over`. Raises DamagedRecord."""
     whole = job.deployment.map is not None and job.book.committed is not None
     require(whole, "a job goes over that has nothing to go on from")
     consistency = consistency_of(body, body.number("number", least=job.mode.latest.number + 1))

@@ -1,11 +1,11 @@
-"""Which work counts, of what a job's workers compute: batches that kill, gradients that are not finite, contributions
+"""Which results of a job's workers count: batches that kill their workers, gradients that are not finite, contributions
 that come late.
 
-Owns: nothing but the order of things; what is decided stands in the job's ledger (its quarantine, its verdicts on
-steps), its `suspects` and its `not_finite`. Invariants: a worker is heard only about what it has to compute; no batch
-that some partition has counted is condemned for deaths (rule A13), and none of a data shard while a checkpoint is taken
-that may have copied the ledger (rule A9); who counts in a step is written down before anybody hears of it (rule B6).
-Must not know: who is given which work, and when it is done (leasing); servers' calls, the clock.
+The job's ledger (its quarantine, its verdicts on steps), `suspects` and `not_finite` have what is decided. Invariants:
+a worker's report counts only if it is about the worker's own work; a batch that some partition has counted is not put
+into quarantine for deaths (rule A13), nor a batch of a data shard while a checkpoint is taken that may have copied the
+ledger (rule A9); the verdict on a step is recorded before any worker is told (rule B6). Must not know: which worker
+gets which work, and when it is done (leasing); how servers are called, the clock.
 """
 
 from __future__ import annotations

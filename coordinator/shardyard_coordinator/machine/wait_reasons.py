@@ -1,7 +1,7 @@
-"""What the jobs of a yard wait for, as far as the coordinator decides it (promise 7: never a mystery hang).
+"""What each job of the yard waits for, as far as the coordinator decides it (promise 7: never a mystery hang).
 
-Owns: since when each job has waited for what; when that is said. Invariant: reading a job changes nothing of it. Must
-not know: waits of threads (the shell's wait_registry has them), what workers and servers wait for (they say it
+Owns: since when each job waits for what, and when that was logged. Invariant: reading a job changes nothing. Must not
+know: waits of threads (the service's wait registry has them), what workers and servers wait for (they report it
 themselves), the clock.
 """
 

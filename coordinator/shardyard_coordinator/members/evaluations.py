@@ -1,7 +1,7 @@
-"""What evaluators have found a job's versions to be worth, and which of them they keep.
+"""What evaluators report about a job's versions, and the best version that they keep.
 
-Owns: the latest report of a job and the best that is kept. Invariant: both come back from the records. Must not know:
-how a version is judged (its evaluator has decided that), where files are.
+Owns: the latest report of a job, and its best version. Invariant: both come back from the records. Must not know: how a
+version is judged (its evaluator has decided that), where files are.
 """
 
 from __future__ import annotations

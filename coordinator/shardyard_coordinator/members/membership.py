@@ -1,8 +1,8 @@
-"""Who is a member of the yard, and until when.
+"""The members of the yard, and their leases.
 
-Owns: members by incarnation, their leases, why a former member is none any more. Invariants: incarnations only grow and
-no two lives of the coordinator give the same (each begins at its term << 32); two living members never share a role and
-an address; a lease is renewed by a heartbeat only. Must not know: jobs, the network, what time it is.
+Owns: members by incarnation, their leases, and why a former member is none any more. Invariants: incarnations only
+grow, and no two lives of the coordinator give the same one (each life begins at its term << 32); two living members
+never share a role and an address; only a heartbeat renews a lease. Must not know: jobs, the network, what time it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Workers whose gradients are not finite: how many each has reported, and who is out for it.
+"""How many gradients of each worker were not finite, and which workers are out for it.
 
-Owns: counts, by worker and in all. Invariants: what a worker reports twice is counted once; memory does not grow with
-the number of workers that have gone. Must not know: which batches that were (quarantine), members, what time it is.
+Owns: counts, by worker and in all. Invariants: a gradient that a worker reports twice is counted once; memory does not
+grow with the number of workers that have gone. Must not know: which batches these were (quarantine), members, time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who works on a job: who is there, who has gone and how, and for how long it waits for more.
+"""The workers of one job: the living, those that are gone, and how long the job waits for more.
 
-Owns: a job's living workers; those that are gone, as far as servers are told to refuse them, and what came of that;
-since when nobody is there, and when the job is over for that. Invariants: nobody is chief after one that has said
-goodbye; whoever comes puts off the end; memory does not grow with the number of workers that have gone. Must not know:
-what they have to compute, when their work is free, how a job ends.
+Owns: the living workers; the workers that are gone, as long as servers must refuse them; since when the job has no
+worker, and when it is over for that. Invariants: no worker is chief after a chief has said goodbye; a worker that joins
+puts off the end; memory does not grow with the number of workers that have gone. Must not know: what workers compute,
+when their work is free, how a job ends.
 """
 
 from __future__ import annotations

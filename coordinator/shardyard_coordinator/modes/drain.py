@@ -1,12 +1,12 @@
-"""That a job goes over from synchronous to asynchronous updates, or back, and before which step
-(docs/internals/ledger.md, rules B8, B10).
+"""The switch of a job between synchronous and asynchronous updates, and the step before which it happens (rules B8, B10
+of docs/internals/ledger.md).
 
-Owns: what was asked for, how far each worker has come, the step before which the job goes over. Invariants: the step is
-settled when every living worker has said how far it has come and stays there until it is, and the servers have said
-what they have of those who are gone; so nobody has contributed to that step, and all steps that anybody has contributed
-to are computed as steps; a worker's word counts for the halt that it is about. Of a halt that drains it is settled
-anew whenever partitions go back. Until the partitions go by the other mode the halt may be taken back. Must not know:
-steps' contents, data shards, servers, time.
+Owns: which mode was asked for, how far each worker has come, and the fixed step. Invariants: the step is fixed when
+every living worker has reported how far it has come, and waits there, and the servers have told what they have from
+workers that are gone. So no worker has contributed to that step, and all steps with a contribution are computed as
+steps. A worker's report counts only for the halt that it names. If the job drains, the step is fixed again whenever
+partitions go back. The halt may be cancelled until the partitions are in the other mode. Must not know: what steps
+contain, data shards, servers, time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Drain:
         self.halt: SwitchPoint | None = None
         """What workers are told."""
         self.wanted: Consistency | None = None
-        """What the job goes over to."""
+        """The mode to which the job switches."""
         self.ticket = 0
-        """Of a halt that is settled, and drains: checkpoints that were begun before this one lack something."""
+        """Once the step of a drain is fixed: checkpoints that were begun before this ticket lack something."""
 
     def ask(self, wanted: Consistency) -> list[Entry]:
         """Records."""
@@ -50,14 +50,14 @@ class Drain:
         return [("halt_given_up", {})]
 
     def end(self) -> None:
-        """The job has gone over, or stays as it is."""
+        """The job has switched, or stays as it is."""
         self.halt = self.wanted = None
         self.ticket = 0
         self._reached.clear()
 
     @property
     def drains(self) -> bool:
-        """Whether the job goes over to steps."""
+        """Whether the job changes to steps, so that data shards are computed to their end first."""
         return self.halt is not None and self.halt.drains
 
     def reopen(self) -> None:
@@ -71,7 +71,7 @@ class Drain:
             self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
-        """Whether all of the living have said how far they have come."""
+        """Whether all living workers have reported how far they have come."""
         return self._is_open and self._reached.has_all(workers)
 
     def fix_step(self, step: int, ticket: int = 0) -> list[Entry]:
@@ -80,12 +80,12 @@ class Drain:
         return self._fix(step if self.drains else self._reached.agreed_step(step), ticket)
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """Of the living, those that have not said how far they have come."""
+        """The living workers that have not reported how far they have come."""
         return self._reached.missing(workers) if self._is_open else ()
 
     @property
     def step(self) -> int | None:
-        """The step before which the job goes over, once that is settled."""
+        """The step before which the job switches, once that is fixed."""
         return self.halt.step if self.halt is not None and self.halt.settled else None
 
     @property

@@ -1,11 +1,10 @@
-"""That a running job goes on under another consistency mode, or another bound on staleness
-(docs/guides/consistency.md).
+"""The consistency mode of a running job, and its bound on staleness (docs/guides/switching.md).
 
-Owns: what a job was switched to last, what it goes by until all servers have been told, which of its workers have gone
-over. Invariants: servers go over first, so that no worker relies on a bound that some server does not know; a worker is
-told of a switch once all servers of the job's map go by it, and again whenever the map is another one; of two switches
-the one with the higher number counts, everywhere; what was asked for and is in force already changes nothing; there is
-one at a time. Must not know: servers, messages, what time it is.
+Owns: the latest switch, what is in force until all servers have been told, and which workers follow the switch.
+Invariants: servers are told first, so that no worker relies on a bound that some server does not know; workers are told
+once all servers of the job's map follow the switch, and again under each new map; of two switches the one with the
+higher number counts, everywhere; a request for what is in force changes nothing; there is one switch at a time. Must
+not know: servers, messages, what time it is.
 """
 
 from __future__ import annotations

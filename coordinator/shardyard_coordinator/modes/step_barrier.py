@@ -1,7 +1,7 @@
-"""How far the workers of a synchronous job have come that wait until a step is settled, for all to end or halt at it.
+"""How far the workers of a synchronous job have come that wait until a step is fixed, before which all stop or halt.
 
-Owns: what each has said. Invariant: the step is settled when every living worker has said how far it has come; it is
-behind all that anybody has contributed to. Must not know: what is settled, records, time.
+Owns: what each worker has reported. Invariant: the agreed step comes after all steps to which a worker has contributed.
+Must not know: what the step is for, records, time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class StepBarrier:
         self._steps[worker] = max(step, self._steps.get(worker, 0))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """Of the living, those that have not said how far they have come."""
+        """The living workers that have not reported how far they have come."""
         return tuple(worker for worker in sorted(workers) if worker not in self._steps)
 
     def has_all(self, workers: Collection[Incarnation]) -> bool:
-        """Whether all of the living have, of whom there is one at least."""
+        """Whether all living workers have reported, and there is at least one."""
         return bool(workers) and not self.missing(workers)
 
     def agreed_step(self, step: int) -> int:
-        """The step to settle on. `step`: the first of which no partition has any part: so far came those who are
-        gone."""
+        """The step before which all stop. `step`: the first of which no partition has any part; workers that are gone
+        came so far."""
         return max([step, *self._steps.values()])
 
     def clear(self) -> None:

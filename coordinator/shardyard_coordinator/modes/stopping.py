@@ -1,10 +1,11 @@
-"""That a job shall end before its data does, and where (docs/internals/ledger.md, rule B9).
+"""An end of the job before that of its data, and the step before which all workers end (rule B9 of
+docs/internals/ledger.md).
 
-Owns: who said so first; of a synchronous job, how far each worker has come, and the step before which all of them end.
-Invariants: the first to say so decides, nobody takes it back; the step is settled once, when every living worker has
-said how far it has come and stays there until it is, and the servers have said what they have of those who are gone;
-so nobody has contributed to that step, and all steps that anybody has contributed to are computed by all. Must not
-know: steps' contents, servers, time.
+Owns: who asked for it first; in a synchronous job, how far each worker has come, and the fixed step. Invariants: the
+first request decides, and it cannot be cancelled; the step is fixed once, when every living worker has reported how far
+it has come, and waits there, and the servers have told what they have from workers that are gone. So no worker has
+contributed to that step, and all steps with a contribution are computed by all. Must not know: what steps contain,
+servers, time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Stopping:
         self.stop: Stop | None = None
 
     def ask(self, reason: str, worker: Incarnation | None) -> list[Entry]:
-        """`worker`: None, a person. Records, unless somebody has said so before."""
+        """`worker`: None for a person. Returns records, none if a stop was asked for before."""
         if self.stop is not None:
             return []
         self.stop = Stop(reason, worker)
@@ -40,20 +41,20 @@ class Stopping:
             self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
-        """Whether all of the living have said how far they have come."""
+        """Whether all living workers have reported how far they have come."""
         return self._is_open and self._reached.has_all(workers)
 
     def fix_step(self, step: int) -> list[Entry]:
-        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
-        Records."""
+        """`step`: the first of which no partition has any part, read when it was due: workers that are gone came so
+        far. Returns records."""
         return self._fix(self._reached.agreed_step(step))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """Of the living, those that have not said how far they have come."""
+        """The living workers that have not reported how far they have come."""
         return self._reached.missing(workers) if self._is_open else ()
 
     def is_over(self, step: int) -> bool:
-        """Whether a synchronous job that stands at `step` has no more of them."""
+        """Whether a synchronous job that stands at `step` takes no more steps."""
         return self._by_steps and self.stop is not None and self.stop.settled and step >= self.stop.step
 
     @property

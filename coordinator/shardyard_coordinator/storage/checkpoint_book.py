@@ -1,8 +1,8 @@
-"""When a job is written down, what the newest checkpoint holds, and what may be forgotten since.
+"""When a checkpoint of a job is due, what the newest one holds, and what may be forgotten since.
 
-Owns: the number of the next checkpoint, the one under way, the newest committed one. Invariants: one at a time; numbers
-only grow, over restarts too, so that no file is written twice; the data ledger is copied before any partition is cut
-(rule A9); what `committed` says is on the storage. Must not know: servers, storage, what time it is.
+Owns: the number of the next checkpoint, the one under way, the newest committed one. Invariants: there is one at a
+time; numbers only grow, also over restarts, so that no file is written twice; the data ledger is copied before any
+partition is cut (rule A9); what `committed` says is on the storage. Must not know: servers, storage, what time it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whose logs say what came after a job's checkpoints (docs/internals/ledger.md, rule C2).
+"""Which servers' logs continue a job's checkpoints (rule C2 of docs/internals/ledger.md).
 
-Owns: for each partition the servers that have owned it, with the checkpoint that each began with and the folder of its
-log, back to the oldest checkpoint that is kept. Invariant: what a partition has acknowledged since any of these is in
-the logs of `of`, in this order, none left out. Must not know: what is in a log, who lives.
+Owns: for each partition the servers that have owned it, with the checkpoint from which each began and the folder of its
+log, back to the oldest checkpoint that is kept. Invariant: all that a partition has acknowledged since any of these
+checkpoints is in the logs of `of`, in this order. Must not know: what a log contains, which servers live.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Partitions whose server is gone: to whom they go, and in which life.
+"""Partitions whose server is gone: which servers take them, and under which generation and life.
 
-Owns: what is lost, the attempt to restore it. Invariants: each attempt has a generation and a life of its own, higher
-than all before, so that what an abandoned one has left on a server is never taken for the job's (rule A10); partitions
-that nobody lost stay where they are. Must not know: servers' calls, checkpoints' contents, what time it is.
+Owns: the lost partitions, and the attempt to restore them. Invariants: each attempt has a generation and a life of its
+own, higher than all before, so that what an abandoned attempt has left on a server is never taken for the job's (rule
+A10); partitions that were not lost stay where they are. Must not know: how servers are called, what checkpoints
+contain, what time it is.
 """
 
 from __future__ import annotations

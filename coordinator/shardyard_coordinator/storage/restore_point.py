@@ -1,8 +1,8 @@
 """The checkpoint with which a job begins, or to which it goes back, because somebody has ordered it.
 
-Owns: what of a manifest a machine must know, its form as a record, and which settings a run must have to go on from it.
-Invariant: an origin holds all that is decided from it, so that no storage is asked when a run begins.
-Must not know: storage, who ordered it.
+Owns: what a machine must know from the manifest, its form as a record, and which settings a run needs to go on from it.
+Invariant: a restore point holds all that is decided from it, so that no storage is read when a run begins. Must not
+know: storage, who ordered it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Workers that are gone, whose own pushes partitions may lack since they were restored (rule A11).
+"""Workers that are gone, and whose own pushes restored partitions may lack (rule A11).
 
-A living worker meets the gap at its next push; one that is gone pushes no more, so partitions are asked what they have.
-Owns: which workers are gone that the newest checkpoint does not know as such, how many pushes of its own each said to
-be acknowledged; which partitions were restored; whether they are to be asked. Invariant: what is said to be lost is
-lacking in a partition that was restored. Must not know: how partitions are asked, what was told before.
+A living worker finds the gap at its next push. A worker that is gone pushes no more, so the partitions are asked what
+they have of it. Owns: workers that are gone and that the newest checkpoint does not know as gone, with the number of
+own pushes that each reported as acknowledged; which partitions were restored; whether they must be asked. Invariant:
+only what a restored partition lacks is declared lost. Must not know: how partitions are asked, what was lost before.
 """
 
 from __future__ import annotations

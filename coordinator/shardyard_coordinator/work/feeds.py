@@ -1,8 +1,8 @@
-"""What a feed is, however it is dealt: a data set as one call of `job.batches` reads it.
+"""A feed: a data set as one call of `job.batches` reads it, whether it is dealt as data shards or as steps.
 
-Owns: the spec of a feed, what workers and people are told of one, and the record with which it begins. Invariants: the
-first to open a feed decides, and who opens it in another way is refused; a spec that was taken is within the bounds
-that a feed has. Must not know: which samples are whose, which are done (data_ledger, step_ledger).
+Owns: the spec of a feed, what workers and people are told of it, and its first record. Invariants: the first worker
+that opens a feed decides, and one that opens it in another way is refused; an accepted spec is within bounds. Must not
+know: which samples belong to which worker, which are done (data_ledger, step_ledger).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What is lost, and told: pushes without leased data, exactly (rule A11), and residuals of compression.
+"""What is lost: pushes without leased data, exactly (rule A11), and residuals of compression.
 
-A worker's own source has nobody who could compute its work again: what a restored partition lacks of it is gone. What
-compression has not sent yet is gone with its worker. Owns: which sequences of which worker each partition lacks; of
-workers that are gone, how many, and how many residuals. Invariant: a push that is found to be lost twice is counted
-once; memory does not grow with the number of workers that have gone.
-Must not know: servers, who asks.
+No other worker can compute the work of a worker's own source again: what a restored partition lacks of it is lost. A
+residual is lost with its worker. Owns: which sequences of which worker each partition lacks; of workers that are gone,
+how many, and how many residuals. Invariant: a push that is found to be lost twice is counted once; memory does not grow
+with the number of workers that have gone. Must not know: servers, who asks.
 """
 
 from __future__ import annotations

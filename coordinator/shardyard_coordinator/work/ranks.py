@@ -1,8 +1,9 @@
-"""Who computes which logical rank of a synchronous job (rules B1, B4).
+"""Which worker computes which logical rank of a synchronous job (rules B1, B4).
 
 Owns: each rank's owner and token. Invariants: a rank has one owner or none; each change of owner takes a fresh token,
-and tokens only grow; only living workers are given ranks; a rank leaves a living worker only to even out the ranks with
-one that joins. Deterministic: lower ranks first, ties go to the lower incarnation. Must not know: steps, servers, time.
+and tokens only grow; only living workers get ranks; a rank leaves a living worker only to even out the ranks with a
+worker that joins. Deterministic: lower ranks first, ties go to the lower incarnation. Must not know: steps, servers,
+time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long steps take that do not wait for all ranks: how much of the one under way is left, and for how long somebody
-is not late yet.
+"""How long steps take that do not wait for all ranks: how much of the present step is left, and how long a rank may
+still come in time.
 
-Owns: when the newest step was decided, the lengths of the last ones, and when the one under way had as many ranks as it
-needs, as far as this life of the coordinator has seen. Nothing of it is written down: it is advice. Must not know: who
-counts in a step, the clock (`now_ms` is an argument).
+Owns: when the newest step was decided, the lengths of the last steps, and when the present step had as many ranks as it
+needs, as far as this life of the coordinator has seen. Nothing is recorded: it is advice. Must not know: which ranks
+count in a step, the clock (`now_ms` is an argument).
 """
 
 from __future__ import annotations
