@@ -24,7 +24,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import KINDS, make_group
 from shardyard.domain.variables import VariableKind
 from shardyard_ps_server.jit import cache
-from shardyard_ps_server.values import kernels, optimizers
+from shardyard_ps_server.values import kernels, optimizers, pieces
 
 log = logging.getLogger("shardyard.server")
 
@@ -160,12 +160,12 @@ def _call_clipping(dtype: str) -> None:
     kernels.square_norm(scratch)
 
 
-def _memory(dtype: str) -> tuple[kernels.Bytes, kernels.Array, kernels.Addresses]:
+def _memory(dtype: str) -> tuple[pieces.Bytes, pieces.Array, pieces.Addresses]:
     """Next values, scratch, and the addresses of two payloads: one that may be written, and one that may not."""
     old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
-    addresses = [kernels.locate(old, new, payload, 1)]
+    addresses = [pieces.locate(old, new, payload, 1)]
     payload.flags.writeable = False
-    addresses.append(kernels.locate(old, new, payload, 1))
+    addresses.append(pieces.locate(old, new, payload, 1))
     return new, np.zeros(8, np.uint8).view(dtype), np.array(addresses)
 
 

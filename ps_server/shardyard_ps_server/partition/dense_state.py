@@ -22,9 +22,9 @@ from shardyard.domain.optimizers import WHOLE_VARIABLES
 from shardyard.domain.variables import DType, VariableKind
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
 from shardyard_ps_server.partition.cuts import StateCut
-from shardyard_ps_server.values import kernels, optimizers
-from shardyard_ps_server.values.kernels import Addresses, Array, Shares
+from shardyard_ps_server.values import kernels, optimizers, pieces
 from shardyard_ps_server.values.optimizers import LONE
+from shardyard_ps_server.values.pieces import Addresses, Array, Shares
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 _ITEM_BYTES_MAX = max(dtype.item_bytes for dtype in DType)
@@ -240,7 +240,7 @@ class DenseState:
         if not self._payload.nbytes or True not in member.present:
             return
         payloads = (member.payload, base)
-        sources: Addresses = np.array([kernels.locate(now, into, each, _ITEM_BYTES_MAX) for each in payloads], np.int64)
+        sources: Addresses = np.array([pieces.locate(now, into, each, _ITEM_BYTES_MAX) for each in payloads], np.int64)
         assert 0 not in sources, (len(member.payload), len(base), len(into))
         shares: Shares = np.array([rule.compensation], np.float64)
         for run in self._runs(None if _are_whole((member,)) else (member,)):
@@ -257,7 +257,7 @@ class DenseState:
 
     def _task(
         self, run: _Run, old: Bytes, into: Bytes, sources: Addresses, weights: Shares, staged: Array, stop: int
-    ) -> kernels.Task:
+    ) -> pieces.Task:
         """What a compiled loop is given for a run of parameters."""
         sums = run.nothing
         if weights is not LONE:
@@ -282,7 +282,7 @@ class DenseState:
     def _locate(self, members: Sequence[Contribution], old: Bytes, new: Bytes) -> Addresses:
         """Addresses of the members' payloads, 0 for one that has no block."""
         sources = [
-            kernels.locate(old, new, each.payload, _ITEM_BYTES_MAX) if True in each.present else 0 for each in members
+            pieces.locate(old, new, each.payload, _ITEM_BYTES_MAX) if True in each.present else 0 for each in members
         ]
         for member, source in zip(members, sources, strict=True):
             assert source != 0 or True not in member.present, (len(member.payload), len(new))

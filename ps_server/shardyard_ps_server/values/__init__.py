@@ -5,5 +5,5 @@ holds. The same arithmetic in the same order gives the same bits on every server
 
 Read `versions` first: a few equal buffers for each partition, so that reads need no copy. `shm_regions` puts them
 where workers on the same machine can read them. `optimizers` says what each optimizer keeps and with which scalars it
-runs; `kernels` are the compiled loops.
+runs; `kernels` are the compiled loops, and `pieces` is how they reach memory.
 """

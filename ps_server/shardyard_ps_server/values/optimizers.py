@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_ps_server.values import kernels
-from shardyard_ps_server.values.kernels import Addresses, Array, Bytes, Shares, Task
+from shardyard_ps_server.values import kernels, pieces
+from shardyard_ps_server.values.pieces import Addresses, Array, Bytes, Shares, Task
 
 LONE: Shares = np.empty(0, np.float64)
 """The shares of a lone gradient, which is taken as it is."""
@@ -381,7 +381,7 @@ def _plain_task(w_in: Array, g: Array, w_out: Array) -> tuple[Task, Any]:
     # one type for numba, whether or not the caller may write; else it would compile a second time
     old = (w_in if w_in.flags.writeable else w_in.copy()).view(np.uint8)
     new, gradient = w_out.view(np.uint8), g.view(np.uint8)
-    sources: Addresses = np.array([kernels.locate(old, new, gradient, g.itemsize)])
+    sources: Addresses = np.array([pieces.locate(old, new, gradient, g.itemsize)])
     assert sources[0] != 0 or not old.size
     nothing: Array = np.empty(0, w_in.dtype)
     return (old, new, sources, LONE, nothing, nothing, 0, old.size), gradient

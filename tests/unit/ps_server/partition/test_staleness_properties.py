@@ -28,7 +28,7 @@ from shardyard_ps_server.partition.push import apply_push
 from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.staleness import Base, Tally
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.values import kernels, versions
+from shardyard_ps_server.values import kernels, pieces, versions
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 bounded = settings(max_examples=60, deadline=None)
@@ -240,7 +240,7 @@ def test_compensation_does_not_depend_on_where_arrays_are_cut(length: int, cut: 
     shares = np.array([0.7])
     cut = min(cut, length)
     for into, edges in ((once, [0, length]), (twice, [0, cut, length])):
-        sources = np.array([kernels.locate(now, into, each, 8) for each in (gradient, base)])
+        sources = np.array([pieces.locate(now, into, each, 8) for each in (gradient, base)])
         for begin, end in itertools.pairwise(edges):
             kernels.compensate((now, into, sources, shares, nothing, nothing, begin * item, end * item))
     w, b, g = (each.view(dtype) for each in (now, base, gradient))

@@ -21,7 +21,7 @@ from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.optimizers import KINDS, check_group, make_group
 from shardyard_ps_server.jit import optimizer_warmup
 from shardyard_ps_server.jit.optimizer_warmup import DenseLoop
-from shardyard_ps_server.values import kernels, optimizers
+from shardyard_ps_server.values import kernels, optimizers, pieces
 from shardyard_ps_server.values.optimizers import Slot
 from tests.support.torch_optimizers import TORCH
 
@@ -378,7 +378,7 @@ def _task(
     staged: int = 0,
 ) -> Any:
     old, new = w.view(np.uint8), out.view(np.uint8)
-    sources = np.array([kernels.locate(old, new, member.view(np.uint8), w.itemsize) for member in members])
+    sources = np.array([pieces.locate(old, new, member.view(np.uint8), w.itemsize) for member in members])
     assert all(sources)
     scratch, room = np.empty(piece, w.dtype), np.empty(staged, w.dtype)
     return old, new, sources, np.array(shares, np.float64), scratch, room, 0, old.size
@@ -441,7 +441,7 @@ def test_payload_that_an_update_may_not_read_has_no_address() -> None:
     start = -memory.ctypes.data % 64
     old, new, payload = (memory[start + at : start + at + 64] for at in (0, 64, 128))
     payload.flags.writeable = False
-    assert kernels.locate(old, new, payload, 8) == payload.ctypes.data
+    assert pieces.locate(old, new, payload, 8) == payload.ctypes.data
     shifted = memory[start + 132 : start + 196]
     for arrays in (
         (old, new, payload[:56]),
@@ -450,8 +450,8 @@ def test_payload_that_an_update_may_not_read_has_no_address() -> None:
         (old, new, memory[start + 120 : start + 184]),
         (memory[start + 8 : start + 72], new, payload),
     ):
-        assert kernels.locate(*arrays, 8) == 0
-    assert kernels.locate(old, new, shifted, 4) == shifted.ctypes.data
+        assert pieces.locate(*arrays, 8) == 0
+    assert pieces.locate(old, new, shifted, 4) == shifted.ctypes.data
 
 
 def test_no_elements_are_no_work() -> None:
@@ -482,7 +482,7 @@ def test_warm_server_compiles_nothing_later() -> None:
                 g = ours.w.copy()
                 g.flags.writeable = ours.w.flags.writeable = writable
                 ours.step(given, g)
-    for kernel in (*kernels.ALL, kernels.mean, kernels.locate):
+    for kernel in (*kernels.ALL, kernels.mean, pieces.locate):
         assert len(_signatures(kernel)) == 2, kernel
 
 
@@ -502,16 +502,18 @@ def test_kernels_compile_where_no_directory_can_be_written(monkeypatch: pytest.M
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "/proc/nowhere")
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    assert kernels.__file__ is not None
-    source = pathlib.Path(kernels.__file__).read_text()
     names: dict[str, Any] = {"__name__": "kernels_without_a_home"}
-    exec(compile(source, "/proc/nowhere/kernels.py", "exec"), names)
+    for module in (pieces, kernels):
+        assert module.__file__ is not None
+        path = pathlib.Path(module.__file__)
+        exec(compile(path.read_text(), f"/proc/nowhere/{path.name}", "exec"), names)
     w, g, out = np.array([3.0]), np.array([2.0]), np.zeros(1)
     old, new = w.view(np.uint8), out.view(np.uint8)
     sources = np.array([names["locate"](old, new, g.view(np.uint8), 8)])
     names["sgd"]((old, new, sources, np.empty(0), np.empty(0), np.empty(0), 0, 8), np.array([1.0, 0.5, 0.0]))
     assert out[0] == 2.0
     assert names["sgd"].stats.cache_path is None
+    assert names["locate"].stats.cache_path is None
 
 
 def test_a_full_disk_costs_the_cache_and_not_the_server(
