@@ -1,8 +1,8 @@
-"""From bytes to a handler and back: what a call goes through on the called side, over gRPC and in process alike.
+"""Serves one call: bytes to a handler and back, the same over gRPC and in process.
 
 Invariants: a handler runs in a context of its own, so that the id of one request never shows in another; a handler's
 ShardyardError reaches the caller as it is; anything else is logged with its traceback and reaches the caller as
-Internal; bytes that are no message are MalformedPayload. The `except Exception`s of serving stand here.
+Internal; bytes that are no message are MalformedPayload. Serving has no `except Exception` elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("shardyard.serving")
 
 _END = object()
 REPLY = "reply"
-"""A failpoint of each method, `reply.push` for one: the work is done, and nobody has been told."""
+"""Each method has a failpoint, for example `reply.push`: the work is done, and the reply is not sent."""
 
 
 def serve(
@@ -65,8 +65,8 @@ def serve(
 
 
 def serve_at_once(method: Method[Any, Any], at_once: AtOnce, message: bytes) -> bytes | None:
-    """The answer of what a handler has offered (Context.offer), as bytes. Raises nothing: what fails here fails again
-    where its error can be told."""
+    """The answer of what a handler has offered (Context.offer), as bytes. Raises nothing: on None the request is
+    served in the ordinary way, where its error reaches the caller."""
     try:
         answer = at_once(method.request.decode(message))
         return None if answer is None else method.response.encode(answer)

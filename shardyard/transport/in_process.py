@@ -29,7 +29,7 @@ class InProcessNetwork:
         self._services: dict[str, dict[str, tuple[Method[Any, Any], Any]]] = {}
 
     def listen(self, address: str, services: Sequence[Service]) -> None:
-        """Raises AddressInUse where somebody has the address."""
+        """Raises AddressInUse if the address is taken."""
         if address in self._services:
             raise errors.AddressInUse(f"cannot listen on {address}")
         self._services[address] = {
@@ -37,7 +37,7 @@ class InProcessNetwork:
         }
 
     def leave(self, address: str) -> None:
-        """From now on nobody answers at the address."""
+        """From now on, calls to the address fail."""
         self._services.pop(address, None)
 
     def connect(

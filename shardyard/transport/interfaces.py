@@ -1,7 +1,7 @@
-"""The seam: how a role calls another one, and how it is called, whatever lies between.
+"""How one role calls another, and how it is called, over any network.
 
 Owns: `Peer` and `Network` (the caller's side), `Service` and `Context` (the other side). Two implementations, grpc
-(shardyard.transport.grpc_client, .listener) and in process (.in_process), pass the same contract tests.
+(shardyard.transport.grpc_client, .grpc_server) and in process (.in_process), pass the same contract tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 
 def next_request_id() -> str:
-    """The id for an outgoing request: that of the request being served, else a new one."""
+    """The id for an outgoing request: the id of the request being served, or a new one."""
     return request_id.get() or f"{os.getpid():x}-{next(_numbers):x}"
 
 
@@ -53,12 +53,12 @@ class Stream(Protocol):
     as both sides want. For one thread; `cancel` for any."""
 
     def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
-        """Gives requests to be sent, in order; `answered`: the next answer is to the last of them. They may be
-        encoded while they are sent, so what they refer to must not change before the answer."""
+        """Sends requests in order. `answered`: the next answer belongs to the last of them. Requests may be encoded
+        while they are sent, so their arrays must not change before the answer."""
         ...
 
     def receive(self, *, timeout_ms: int) -> Any:
-        """The next answer; None where the other side has ended the stream in good order. Raises the error that the
+        """The next answer; None if the other side has ended the stream in good order. Raises the error that the
         peer raised, DeadlineExceeded, or a subclass of Unavailable; after an error the stream is of no use."""
         ...
 
@@ -68,8 +68,8 @@ class Stream(Protocol):
 
 
 class Peer(Protocol):
-    """Somebody who can be called. Every call has a deadline; a failed one raises the error that the peer raised, or a
-    subclass of Unavailable where there was no answer."""
+    """A process that can be called. Every call has a deadline. A failed call raises the error that the peer raised, or
+    a subclass of Unavailable if there was no answer."""
 
     @property
     def name(self) -> str: ...
@@ -97,7 +97,7 @@ class Network(Protocol):
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> Peer:
-        """A peer at HOST:PORT. Connects at the first call. `name` says who it is, in errors."""
+        """A peer at HOST:PORT. Connects at the first call. `name`: the peer's name in errors."""
         ...
 
 

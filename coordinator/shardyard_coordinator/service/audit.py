@@ -1,8 +1,8 @@
 """Who did what in a yard: which records of the journal make its audit, and how much of each.
 
-Owns: the choice. Invariant: every lease, its end, every verdict and everything that was taken back is there; what is
-large and says nothing about that (layouts, maps, a checkpoint's copy of the books) is not. Must not know: where the
-audit is kept, who reads it.
+Owns: the choice. Invariant: the audit has every lease and its end, every verdict, and everything that was revoked. It
+leaves out what is large and says nothing of these (layouts, maps, a checkpoint's copy of the ledgers). Must not know:
+where the audit is kept.
 """
 
 from __future__ import annotations

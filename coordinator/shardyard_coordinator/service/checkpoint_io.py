@@ -58,24 +58,24 @@ R = TypeVar("R")
 log = logging.getLogger("shardyard.coordinator")
 
 STEP_WAIT_MS: Final = 2_000
-"""How long a step that was named ahead is waited for, before the one that stands is taken."""
+"""How long servers wait for the step that was chosen ahead. Then the current step is taken."""
 STEPS_AHEAD: Final = 2
 STEPS_AHEAD_MAX: Final = 1 << 20
 TRIES: Final = 12
 HEARTBEATS_TO_HEAR: Final = 3
-"""So many are workers given to hear of a checkpoint: the next one tells them, if it is not lost, or late."""
+"""Workers have this many heartbeats to learn of a checkpoint: the next one tells them, unless it is lost or late."""
 COPY_WAIT_MS: Final = 1_000
-"""How long it is waited that all have copied what their error feedback remembers: a push may be under way."""
+"""How long workers may take to copy their residuals: a push may be under way."""
 FEEDBACK_WAIT_MS: Final = 5_000
-"""How long workers' files are waited for beyond the servers': they were begun before, and are no larger together than a
-worker's values."""
+"""How much longer than the servers' files the workers' files may take. They are begun earlier, and all together are no
+larger than a worker's values."""
 FILES_PER_ENTRY_MAX: Final = 64
 """A partition whose state lies in more files than this is written whole."""
 
 
 @dataclass(frozen=True)
 class _Ask:
-    """What servers are asked to save. `base`: the checkpoint of which what is the same may be left out, 0: none."""
+    """What servers are asked to save. `base`: the checkpoint whose unchanged parts are not written again; 0: none."""
 
     subject: Subject
     map: PartitionMap

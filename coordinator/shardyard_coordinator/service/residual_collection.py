@@ -1,13 +1,14 @@
-"""What workers' error feedback remembers, collected while a checkpoint is being taken.
+"""Collects the residuals of workers' error feedback while a checkpoint is being taken.
 
-    ready     each worker has heard of it with a heartbeat, and asks until all are
-    copied    each worker has copied it between two of its pushes; then servers cut their partitions, so that few pushes
-              lie between the two
+    ready     a heartbeat has told each worker, and it asks until all workers are ready
+    copied    each worker has copied its residual between two of its pushes; then servers cut their partitions, so that
+              few pushes lie between the copy and the cut
     ended     the worker has written its file, beside the servers
 
-Owns: which checkpoint wants what of whom, and how far that is. Invariants: nobody is waited for who has left, nor for
-longer than was said; a worker is told of the newest checkpoint alone; what is said of another checkpoint, or by
-another worker, is refused. Safe for several threads. Must not know: storage, members, when a checkpoint is taken.
+Owns: which checkpoint waits for which workers, and how far each is. Invariants: a worker that has left is not waited
+for, and no wait is longer than its limit; a worker is told of the newest checkpoint only; a report about another
+checkpoint, or by another worker, is refused. Safe for several threads. Must not know: storage, members, when a
+checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.storage.storage import Written
 
 LOOK_S: Final = 0.1
-"""Between two looks who has left."""
+"""How often it is checked which workers have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualRequest:
-    """What a worker is told: the number of the checkpoint, and the URL of the job's checkpoints."""
+    """What a worker is asked for: `number`: the checkpoint; `url`: where the job's checkpoints are."""
 
     number: int
     url: str
@@ -45,7 +46,8 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResidualReport:
-    """How far a worker is. ENDED: what became of its file; `written` None without `failure`: it remembers nothing."""
+    """How far a worker is. At ENDED, `written` is its file, or `failure` says why there is none; neither: its residual
+    is zero."""
 
     stage: Stage
     written: Written | None = None
@@ -54,7 +56,7 @@ class ResidualReport:
 
 @dataclass
 class ResidualCollection:
-    """Of one checkpoint. `stages`: how far each worker is; `copies`: whether those that are ready shall copy."""
+    """For one checkpoint. `stages`: how far each worker is; `copies`: those that are ready shall copy."""
 
     wanted: ResidualRequest
     workers: frozenset[Incarnation]
@@ -91,13 +93,13 @@ class ResidualCollections:
                 del self._open[key]
 
     def wanted(self, job: JobId, worker: Incarnation) -> ResidualRequest | None:
-        """What this worker shall save: for the newest, where one that was given up is being written still."""
+        """The residual that this worker saves: for the newest checkpoint, if another was given up and still runs."""
         with self._changed:
             found = [each.wanted for (of, _), each in self._open.items() if of == job and worker in each.workers]
             return max(found, key=lambda each: each.number, default=None)
 
     def report(self, job: JobId, worker: Incarnation, number: int, said: ResidualReport) -> bool:
-        """Whether a worker that is ready shall copy now. Raises NotFound where this is not wanted, or not any more."""
+        """Whether a worker that is ready shall copy now. Raises NotFound if the checkpoint does not wait for it."""
         with self._changed:
             found = self._open.get((job, number))
             if found is None or worker not in found.workers:
@@ -128,7 +130,7 @@ class ResidualCollections:
         self._await(job, begun, Stage.ENDED, "to write what they have not sent yet", timeout_ms)
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Ends all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline, and a long
 one is explained; a failed one is NotReady unless it can never succeed; no call is made under the coordinator's lock.
-Must not know: why it is made.
+Must not know: why a call is made.
 """
 
 from __future__ import annotations
@@ -277,8 +277,8 @@ class ServerClient:
     def _call(
         self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int, what: str
     ) -> Answered:
-        """What a server does not do now is NotReady for whoever waits for it: that a server's incarnation is stale, for
-        one, must not reach a worker as if the worker were."""
+        """Raises NotReady for everything that a server does not do now. A StaleIncarnation of the server, for example,
+        must not reach a worker as if the worker were stale."""
         try:
             with self._wait_registry.over(lambda: f"server {server.incarnation} at {server.address} {what}"):
                 return self._peer(server).call(method, request, timeout_ms=timeout_ms)
