@@ -206,7 +206,7 @@ class StepReported:
 
 @dataclass(frozen=True, slots=True)
 class MakeupRequested:
-    """A worker stands at a step behind the planned ones of a feed."""
+    """A worker is at a step after the planned ones of a feed."""
 
     caller: Caller
     feed: int
@@ -224,7 +224,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested:
-    """By a person. `mode`, `staleness`: None, as it is."""
+    """A person asks for another consistency mode, or bound. None: as it is."""
 
     job_name: str
     mode: ConsistencyMode | None
@@ -243,22 +243,22 @@ class FeedbackRead:
 
 @dataclass(frozen=True, slots=True)
 class RestoreOrdered:
-    """A person wants the jobs of that name to go on from a checkpoint, which was found to be whole."""
+    """A person wants the jobs of that name to go on from a checkpoint. It was verified."""
 
     origin: RestorePoint
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreCancelled:
-    """A person does not want it any more."""
+    """A person cancels the order to begin with a checkpoint."""
 
     job_name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderHeard:
-    """By who reads the job's values, a random name. `job`: None, the unfinished one of that name; `job_name`: empty,
-    the one that there is; `leaves`: it reads no more."""
+    """A reader follows a job. `reader`: a random name of its own; `job`: None for the unfinished job of that name;
+    `job_name`: empty for the only job that runs; `leaves`: it stops reading."""
 
     job: JobId | None
     job_name: str
@@ -268,7 +268,7 @@ class ReaderHeard:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReported:
-    """`best`: that version has been kept."""
+    """An evaluator reports a version. `best`: set if it keeps that version as the best one."""
 
     job: JobId
     evaluation: Evaluation
@@ -411,7 +411,7 @@ class StepsUnread:
 
 @dataclass(frozen=True, slots=True)
 class ServersPaced:
-    """All servers of the map of that generation go by the job's switch of that number."""
+    """All servers of the map of that generation follow the job's switch of that number."""
 
     job: JobId
     generation: Generation
@@ -427,7 +427,7 @@ class ServersUnpaced:
 
 @dataclass(frozen=True, slots=True)
 class LostPushesSkipped:
-    """All servers go on with the source at the sequence that was asked for."""
+    """All servers continue the source at the sequence that was asked for."""
 
     asked: RebaseRequested
     lost: tuple[LostRange, ...]

@@ -76,28 +76,26 @@ class RankBook:
     def vacate(self, worker: Incarnation, now_ms: int) -> None:
         """The first half of `release`: the worker's ranks are nobody's."""
         self.suspend(worker)
-        for standing in self._ranks:
-            if standing.owner == worker:
-                standing.owner, standing.unowned_since_ms = None, now_ms
+        for state in self._ranks:
+            if state.owner == worker:
+                state.owner, state.unowned_since_ms = None, now_ms
 
     def assign_vacant(self, now_ms: int) -> list[RankAssignment]:
         """Gives away the unowned ranks that need not wait any longer."""
         given: list[RankAssignment] = []
         at_once = len(self._living) >= self._workers_expected
-        for rank, standing in enumerate(self._ranks):
-            if standing.owner is not None or not self._living:
+        for rank, state in enumerate(self._ranks):
+            if state.owner is not None or not self._living:
                 continue
             worker = min(self._living, key=lambda each: (self._count(each), each))
-            if at_once or self._count(worker) == 0 or now_ms - standing.unowned_since_ms >= self._grace_ms:
+            if at_once or self._count(worker) == 0 or now_ms - state.unowned_since_ms >= self._grace_ms:
                 given.append(self._give(rank, worker))
         return given
 
     def of(self, worker: Incarnation) -> tuple[RankLease, ...]:
         """The worker's ranks."""
         return tuple(
-            RankLease(Rank(rank), standing.token)
-            for rank, standing in enumerate(self._ranks)
-            if standing.owner == worker
+            RankLease(Rank(rank), state.token) for rank, state in enumerate(self._ranks) if state.owner == worker
         )
 
     def owner(self, rank: int) -> Incarnation | None:
@@ -108,9 +106,9 @@ class RankBook:
     def entries(self) -> list[Entry]:
         """Records that give the ranks to whom they belong now. Who lives is told by other records."""
         return [
-            RankAssignment(Rank(rank), standing.owner, standing.token).entry
-            for rank, standing in enumerate(self._ranks)
-            if standing.token
+            RankAssignment(Rank(rank), state.owner, state.token).entry
+            for rank, state in enumerate(self._ranks)
+            if state.token
         ]
 
     def restore(self, body: Body, now_ms: int) -> None:
@@ -123,7 +121,7 @@ class RankBook:
 
     def _even_out(self, joiner: Incarnation) -> list[RankAssignment]:
         given: list[RankAssignment] = []
-        while all(standing.owner is not None for standing in self._ranks):
+        while all(state.owner is not None for state in self._ranks):
             richest = min(self._living, key=lambda each: (-self._count(each), each))
             if self._count(richest) < self._count(joiner) + 2:
                 break
@@ -131,9 +129,9 @@ class RankBook:
         return given
 
     def _give(self, rank: int, worker: Incarnation) -> RankAssignment:
-        standing = self._ranks[rank]
-        standing.owner, standing.token = worker, self._next_token()
-        return RankAssignment(Rank(rank), worker, standing.token)
+        state = self._ranks[rank]
+        state.owner, state.token = worker, self._next_token()
+        return RankAssignment(Rank(rank), worker, state.token)
 
     def _count(self, worker: Incarnation) -> int:
-        return sum(standing.owner == worker for standing in self._ranks)
+        return sum(state.owner == worker for state in self._ranks)
