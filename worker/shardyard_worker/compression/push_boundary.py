@@ -1,8 +1,8 @@
-"""The time between two pushes, when what error feedback remembers is that of a whole number of pushes.
+"""The time between two pushes, when the error feedback is that of a whole number of pushes.
 
-Owns: whether a push is under way. Invariants: what another thread wants to do with the memory is done between two
-pushes, in the order in which it was wanted: at once where none is under way, else by the thread that trains when it has
-ended; no push begins meanwhile. Must not know: what is pushed, what is remembered.
+Owns: whether a push is under way. Invariants: an action of another thread runs between two pushes, in the order of
+the requests: at once where no push is under way, else in the thread that trains when the push ends; no push begins
+meanwhile. Must not know: what is pushed, what an action does.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class PushBoundary:
         self._closed = False
 
     def begin(self) -> None:
-        """A push begins to change what is remembered. One that was never ended is taken as ended."""
+        """A push begins to change the error feedback. A push that was never ended counts as ended."""
         with self._lock:
             self._carry_out()
             self._under_way = True
 
     def end(self) -> None:
-        """It counts, or is undone. Where none is under way this does nothing."""
+        """The push counts, or is undone. Without a push this does nothing."""
         with self._lock:
             self._under_way = False
             self._carry_out()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For what the thread that trains does itself, also in the midst of a push."""
+        """For what the thread that trains does itself, also within a push."""
         with self._lock:
             yield
 
     def when_free(self, action: Callable[[], R]) -> Future[R]:
-        """Has this done between two pushes; cancelled where the worker leaves before."""
+        """Runs an action between two pushes. It is cancelled if the worker leaves before."""
         done: Future[R] = Future()
         with self._lock:
             if self._closed:
@@ -57,7 +57,7 @@ class PushBoundary:
         return done
 
     def close(self) -> None:
-        """What is due is given up, and so is what comes."""
+        """Cancels all actions, also later ones."""
         with self._lock:
             self._closed = True
             due, self._due = self._due, []
@@ -70,5 +70,5 @@ class PushBoundary:
         for done, action in due:
             try:
                 done.set_result(action())
-            except Exception as error:  # noqa: BLE001 - whoever wanted it done is told, not the thread that trains
+            except Exception as error:  # noqa: BLE001 - the error belongs to the thread that asked
                 done.set_exception(error)

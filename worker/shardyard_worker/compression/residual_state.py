@@ -1,12 +1,11 @@
-"""What a worker's error feedback remembers, in checkpoints: written when the coordinator says so, taken up again when
-the job has gone back.
+"""A worker's residuals in checkpoints: saved when the coordinator asks, restored when the job goes back.
 
-Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: what is written is
-of one moment between two pushes; what the job has gone back from is forgotten before the next push under the new map;
-what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker, once; a
-worker that leaves an asynchronous job pushes its residual when no checkpoint is under way that has it too; it leaves in
-bounded time, whatever becomes of the residual.
-Must not know: what the state is made of (feedback), what is pushed.
+Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: a saved state is of
+one moment between two pushes; after the job has gone back, the restored state is in place before the next push under
+the new map; a residual of another worker is read and checked, then claimed at the coordinator, then added, so that one
+worker sends it, once; a worker that leaves an asynchronous job pushes its residual when no checkpoint that has it is
+under way, and leaves in bounded time in any case. Must not know: what the state is made of (error_feedback), what is
+pushed.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ log = logging.getLogger("shardyard.worker")
 
 READY_AGAIN_MS: Final = 10
 SETTLE_MS: Final = 30_000
-"""A worker that leaves waits for so long for a checkpoint that has what it remembers; then it leaves all the same."""
+"""How long a worker that leaves waits for a checkpoint that has its residual."""
 SETTLE_AGAIN_MS: Final = 50
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What a heartbeat brought: the checkpoint to save for (0: none), and what is handed over by who is gone."""
+    """What a heartbeat asks for: the checkpoint to save for (0: none), and residuals of workers that are gone."""
 
     number: int
     url: str
@@ -54,7 +53,7 @@ class _Order:
 
 
 class ResidualCheckpointer:
-    """Of one worker in one job. `on_heartbeat` is called by any thread, the rest by the thread that trains."""
+    """For one worker in one job. Any thread may call `on_heartbeat`, the thread that trains calls the rest."""
 
     def __init__(self, session: Session, feedback: ErrorFeedback, layout: JobLayout) -> None:
         self.boundary = PushBoundary()
@@ -77,9 +76,9 @@ class ResidualCheckpointer:
     # ---- from heartbeats
 
     def on_heartbeat(self, reply: wire.HeartbeatReply) -> None:
-        """What the coordinator says is done by a thread of its own; what it cannot do yet is said again."""
+        """Begins what the coordinator asks for, in another thread. The coordinator repeats what cannot be done yet."""
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
-        # its own is taken up with the map; so is all that comes with one that was not followed yet
+        # this worker's own state is restored with the map, and so is all of a map that was not followed yet
         handed = tuple(each for each in reply.feedback if not each.own and each.generation <= self._gone_back)
         is_current = reply.gone_back <= self._gone_back and not self._following and len(handed) == len(reply.feedback)
         number = self._asked if is_current and self._asked != self._copied else 0
@@ -134,7 +133,7 @@ class ResidualCheckpointer:
         return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
 
     def _copy(self, number: int) -> State | None:
-        """Of one moment between two pushes; None once the worker leaves."""
+        """A copy of the state between two pushes; None once the worker leaves."""
 
         def copy() -> State | None:
             if self._leaving:
@@ -147,7 +146,7 @@ class ResidualCheckpointer:
             return copied.result()
 
     def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
-        """What became of it is put into the report."""
+        """Writes the state, and puts the outcome into the report."""
         name = worker_name(self._session.caller.incarnation)
         try:
             with self._session.wait_registry.over(lambda: f"what compression has not sent to be written to {url}"):
@@ -162,7 +161,7 @@ class ResidualCheckpointer:
     # ---- taking up
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """The map of the reply is followed from now on. Raises what ends the job."""
+        """Before the first push under the reply's map: restores, and adds residuals. Raises what ends the job."""
         if not reply.feedback and reply.gone_back <= self._gone_back:
             return
         self._following = True
@@ -177,7 +176,7 @@ class ResidualCheckpointer:
             self._following = False
 
     def _go_back(self, own: Iterable[wire.HandOver]) -> None:
-        """The job went back to when this worker remembered what it is handed over, or nothing."""
+        """Restores this worker's state of the checkpoint that the job went back to; without one it is empty."""
         state: State = {}
         for handed in own:
             read, failure = self._read(handed)
@@ -189,12 +188,12 @@ class ResidualCheckpointer:
                 state = read
         with self.boundary.held():
             self._feedback.go_back(state)
-            self._tell()
+            self._report_norm()
         log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
 
     def _add(self, handed: wire.HandOver) -> None:
-        """What a worker that is gone has not sent. A heartbeat may name it while the map's reply, which does too, is
-        followed by another thread."""
+        """Adds the residual of a worker that is gone, once: a heartbeat in one thread, and the map's reply in another,
+        may name the same one."""
         with self._taking_up:
             if (handed.generation, handed.worker) not in self._added:
                 self._take_up(handed)
@@ -212,13 +211,13 @@ class ResidualCheckpointer:
 
         def add() -> None:
             self._feedback.absorb(found)
-            self._tell()
+            self._report_norm()
 
         self.boundary.when_free(add)
         log.info("takes up what worker %s had not sent", handed.worker)
 
     def _read(self, handed: wire.HandOver) -> tuple[State, str]:
-        """The state, or why there is none."""
+        """The state, or the reason why there is none."""
         try:
             with self._session.wait_registry.over(lambda: f"what worker {handed.worker} had not sent to be read"):
                 library = CheckpointLibrary(open_storage(handed.url))
@@ -228,22 +227,22 @@ class ResidualCheckpointer:
             return {}, error.what
 
     def _claims(self, handed: wire.HandOver, failure: str) -> bool:
-        """Whether it is this worker's now, and can be taken up."""
+        """Claims it. Whether it is this worker's now, and could be read."""
         taken = claim(self._session, handed, failure, self._check)
         if taken and failure:
             log.warning("what worker %s had not sent is lost: %s", handed.worker, failure)
         return taken and not failure
 
-    def _tell(self) -> None:
-        """What would be lost if this process died now."""
+    def _report_norm(self) -> None:
+        """Reports the norm that would be lost if this process died now."""
         norm = self._feedback.lost_norm
         self._session.progress.residual_norm = norm if math.isfinite(norm) else 0.0
 
     # ---- leaving
 
-    def settle(self) -> None:
-        """Before what is remembered is sent for good: nothing is saved or taken up any more, and a checkpoint that has
-        it is over, since what was sent before its partitions were cut would be there twice."""
+    def wait_for_checkpoint(self) -> None:
+        """Before the residual is pushed or lost for good: nothing is saved or added any more, and a checkpoint that has
+        the residual is complete. Otherwise a restore would find the residual twice: pushed, and saved."""
         with self._lock, self.boundary.held():
             self._leaving = True
         give_up = time.monotonic() + SETTLE_MS / 1000
@@ -260,14 +259,14 @@ class ResidualCheckpointer:
     def lose(self) -> None:
         """Before this worker leaves a synchronous job. A step has room for its logical ranks only, so the residual
         cannot be pushed. It is lost, as that of a killed worker; a checkpoint that is being taken still gets it."""
-        self.settle()
+        self.wait_for_checkpoint()
         norm = self._norm()
         if norm:
             self._session.progress.residual_lost = norm
             log.warning("the residual of this worker is lost with it (2-norm %.3g)", norm)
 
     def close(self) -> None:
-        """Ends the thread; what it has not begun is given up."""
+        """Ends the thread. Work that it has not begun is cancelled."""
         with self._lock:
             self._closed = True
         self.boundary.close()
@@ -276,7 +275,7 @@ class ResidualCheckpointer:
                 self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _norm(self) -> float:
-        """The 2-norm of what was not sent."""
+        """The 2-norm of the residual."""
         with self.boundary.held():
             norm = self._feedback.lost_norm
         return norm if math.isfinite(norm) else sys.float_info.max
@@ -288,7 +287,8 @@ class ResidualCheckpointer:
 
 
 def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:
-    """Whether this worker takes up what it was handed over, and has read; `failure`: it could not."""
+    """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Whether it is this
+    worker's now."""
     request = wire.TakeUpFeedbackRequest(
         caller=common_messages.caller_to_wire(session.caller),
         generation=handed.generation,
@@ -299,7 +299,7 @@ def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable
 
 
 def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:
-    """Of a worker that has no error feedback, in a job that had some at its checkpoint."""
+    """Claims residuals of a checkpoint in a job without error feedback now, so that they count as lost."""
     for handed in reply.feedback:
         log.warning("what worker %s had not sent is lost: this job compresses without error feedback", handed.worker)
         claim(session, handed, "the job compresses without error feedback now")

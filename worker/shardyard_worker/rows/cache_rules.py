@@ -1,4 +1,4 @@
-"""Whether a worker may keep rows of a job for steps to come, and for how many.
+"""Whether a worker may keep rows of a job for later steps, and for how many.
 
 Owns: what is asked of the settings of both. Invariants: no row is kept where a step is computed on one version of all,
 or where what a row lacks is told by the version of its partition; under a bound of the servers that holds for rows that
@@ -14,7 +14,7 @@ from shardyard_worker.rows.row_cache import CacheRules
 
 
 def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
-    """None where nothing is to be kept. Raises ConfigurationError."""
+    """None: no rows are kept. Raises ConfigurationError where the job's mode does not allow it."""
     if not worker.cached_rows_bytes:
         return None
     consistency = job.consistency

@@ -1,9 +1,9 @@
-"""Rows that were read and are likely to be asked for again, for who serves and for who trains.
+"""Rows that were read and are likely to be asked for again. Used by serving and by training.
 
 Owns: a bounded number of rows of each table, or of bytes in all, how often each was asked for, and as of when it was
 read. Invariants: a row is given as it was put last, and only if it was read at `oldest` or later; beyond a number of
-rows the first that came stay; beyond a number of bytes those that are asked for most for their bytes, older asks
-counting half. Safe for several threads. Must not know: who has the rows, what a moment is.
+rows, the first rows stay; beyond a number of bytes, the rows with the most requests for their bytes stay, and older
+requests count half. Safe for several threads. Must not know: who has the rows, what a time is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FrequencyCache:
             kept.add(ids, rows, fresh[: self._room(kept, fresh.size)], np.ones(ids.size, np.int64), as_of)
 
     def drop(self, table: int, ids: Int64s) -> None:
-        """These are not given any more, until they are put again."""
+        """Drops these rows until they are put again."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
@@ -67,7 +67,7 @@ class FrequencyCache:
             self._tables = {}
 
     def hottest(self, partitions: int) -> list[tuple[RowQuery, Int64s]]:
-        """What the next version shall begin with, and how often it was asked for."""
+        """The rows that the next version begins with, and how often each was asked for."""
         with self._lock:  # for a copy: nobody who looks up waits while they are put in order
             asked = [(table, kept.dim, *kept.asked()) for table, kept in sorted(self._tables.items())]
         found = []
@@ -107,7 +107,7 @@ class FrequencyCache:
         return sum([len(kept.numbers) * kept.row_bytes for kept in self._tables.values()])
 
     def _room(self, kept: _Kept, wanted: int) -> int:
-        """For how many of them there is room."""
+        """For how many rows there is room."""
         room = wanted if self._rows_max is None else min(wanted, self._rows_max - len(kept.numbers))
         if self._bytes_max is None:
             return room
@@ -116,7 +116,7 @@ class FrequencyCache:
         return min(room, (self._bytes_max - self._used()) // kept.row_bytes)
 
     def _shrink(self, bytes_max: int) -> None:
-        """To those that are asked for most for their bytes, of them the newest."""
+        """Keeps the rows with the most requests for their bytes; of equal ones the newest."""
         tables = [self._tables[table] for table in sorted(self._tables)]
         worth = np.concatenate([kept.asks / kept.row_bytes for kept in tables])
         read = np.concatenate([kept.read for kept in tables])

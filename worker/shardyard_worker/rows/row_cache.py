@@ -1,9 +1,9 @@
-"""Rows that a worker has read, for a bounded number of its steps: those that are asked for most need not be read anew.
+"""Rows that a worker has read, kept for a bounded number of its steps.
 
-Owns: which rows are young enough for a step, what becomes of those that this worker pushes, and what is counted of it.
-Invariants: a row is given for the step as of which it was read and `staleness` steps after it at most; where own pushes
-are included it lacks none but one that was under way when it was read; what was read before the job went back, or
-partitions moved, is not given after. Must not know: servers, what a step is.
+Owns: which rows are young enough for a step, what happens to rows that this worker pushes, and the counts. Invariants:
+a row serves the step that it was read at, and at most `staleness` steps after it; where own pushes are included, a row
+misses only pushes that were under way when it was read; rows from before the job went back, or before partitions
+moved, are gone. Must not know: servers, what a step is.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from shardyard_worker.rows.row_prefetch import Bools
 @dataclass(frozen=True)
 class CacheRules:
     """`bytes_max`: of all rows; `staleness`: steps; `includes_own`: a row that this worker pushes is not given as it
-    was before; `under_way`: so many of its pushes may lack in what it reads; `ahead`: so many steps before its own a
-    row may be read."""
+    was before; `under_way`: so many of its pushes may lack in what it reads."""
 
     bytes_max: int
     staleness: int
     includes_own: bool = True
     under_way: int = 0
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ class RowCache:
         """The step, table and ids of what was pushed lately."""
         self.staleness = rules.staleness
         self.step = 0
-        """At which the model computes."""
+        """The step that the model computes."""
         self.lives = 0
-        """How often all was dropped."""
+        """How often the cache was cleared."""
         self.counts = CacheCounts()
 
     def __len__(self) -> int:
@@ -110,15 +108,15 @@ class RowCache:
             self._rows.change(table, ids, gradients, descent.change)
 
     def begin(self, step: int) -> None:
-        """The model computes at that step from now on."""
+        """The model computes that step from now on."""
         if step < self.step:
             self.clear()
             self._pushed.clear()
         self.step = step
-        while self._pushed and self._pushed[0][0] < step - max(self._rules.under_way, self._rules.ahead):
+        while self._pushed and self._pushed[0][0] < step - self._rules.under_way:
             self._pushed.popleft()
 
     def clear(self) -> None:
-        """What was read may be undone, or others may have gone on for long."""
+        """Forgets all rows: the servers may have undone updates, or other workers may be far ahead."""
         self._rows.clear()
         self.lives += 1

@@ -1,4 +1,4 @@
-"""Clipping of a gradient that is an update by itself: in a job that is not synchronous, before it is pushed.
+"""Clipping of gradients before the push, in a job that is not synchronous.
 
 Owns: the arithmetic, which is that of torch.nn.utils.clip_grad_value_, then clip_grad_norm_, on the devices where the
 gradients lie. Buffers are left alone. Must not know: codecs, which clip what is left (job.compression.clip).

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found before the first byte leaves, and told (docs/internals/ledger.md, rule A4).
+"""Gradients that are not finite: found and reported before the push (rule A4).
 
 Owns: the look at a push's gradients, and how many were found. Invariants: what is reported is the work, by its name,
 and the report is written down before the work is pushed, empty; nothing is looked at where job.nonfinite is allow. Must
@@ -51,9 +51,9 @@ class NonFiniteCheck:
         highest: int,
         rows: Sequence[tuple[int, npt.NDArray[np.float32]]] = (),
     ) -> bool:
-        """Whether work may count with these, one for each variable, computed at that step, and the gradients of rows of
-        tables. If not, that is written down. `highest`: see Sending. Raises StaleToken, StraddlingRange, and what ends
-        this worker or its job."""
+        """Whether work may count with these gradients, one for each variable, computed at that step, and those of
+        table rows. If not, the coordinator has recorded it. `highest`: see StepInput. Raises StaleToken,
+        StraddlingRange, and what ends this worker or its job."""
         if not self._looks:
             return True
         found = self._first_not_finite(tensors)

@@ -255,7 +255,7 @@ class PushBuilder:
         """What compression has not sent, as a gradient under these settings, if there is any. Waits for a checkpoint
         that has it."""
         if self._checkpointer is not None:
-            self._checkpointer.settle()
+            self._checkpointer.wait_for_checkpoint()
         with self.between_pushes():
             found = {} if self.feedback is None else self.feedback.residuals()
         if not found or self.feedback is None:

@@ -248,7 +248,7 @@ def test_worker_that_leaves_while_others_are_not_ready_saves_nothing(worker: Wor
     worker.session.copy = False
     worker.save(4)
     wait_until(lambda: bool(worker.session.reports))
-    worker.made.settle()
+    worker.made.wait_for_checkpoint()
     wait_until(lambda: not worker.made._busy)
     assert {each.stage for each in worker.session.reports} == {READY}
 
@@ -346,7 +346,7 @@ def test_worker_that_leaves_waits_for_the_checkpoint_that_has_what_it_remembers(
         worker.save(4) if len(heartbeats) < 3 else worker.made.on_heartbeat(wire.HeartbeatReply())
 
     worker.session.on_refresh = refresh
-    worker.made.settle()
+    worker.made.wait_for_checkpoint()
     assert len(heartbeats) == 3
     worker.save(5)
     wait_until(lambda: not worker.made._busy)
@@ -358,7 +358,7 @@ def test_worker_that_leaves_does_not_wait_for_ever(worker: Worker, monkeypatch: 
     worker.push(0)
     worker.save(4)
     worker.saved(4)
-    worker.made.settle()
+    worker.made.wait_for_checkpoint()
 
 
 def test_worker_that_leaves_in_the_midst_of_a_push_saves_nothing_of_it(worker: Worker) -> None:
