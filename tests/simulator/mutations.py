@@ -1,4 +1,4 @@
-"""The rules of docs/ledger.md, each switched off in the shipped code: with it off, some seed must go red.
+"""The rules of docs/internals/ledger.md, each switched off in the shipped code: with it off, some seed must go red.
 
 Each is a function that patches while a `pytest.MonkeyPatch` lasts, and says in which mode its fault can be seen.
 """

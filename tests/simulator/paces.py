@@ -1,5 +1,5 @@
 """Bounded staleness, seen from the workers: who has been given values while another one that takes steps was too far
-behind (docs/ledger.md, rule C3)."""
+behind (docs/internals/ledger.md, rule C3)."""
 
 from __future__ import annotations
 

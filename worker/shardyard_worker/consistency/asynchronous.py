@@ -4,8 +4,8 @@ With a bound on staleness (mode `bounded`) values are waited for: `bounded` does
 job runs, and between asynchronous and bounded there is no other difference, so one strategy serves both modes.
 
 Owns: the push under way, and the numbers of pushes without leased data. Invariants: at most one push is under way; a
-worker that has no work has said so to the servers of the newest map that it can know (docs/ledger.md, rule C3). Must
-not know: how a bound is held.
+worker that has no work has said so to the servers of the newest map that it can know (docs/internals/ledger.md, rule
+C3). Must not know: how a bound is held.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Synchronous steps with backup workers: a step is taken without its latest ranks (docs/ledger.md, rule B6).
+"""Synchronous steps with backup workers: a step is taken without its latest ranks (docs/internals/ledger.md, rule B6).
 
 The coordinator decides which ranks count in a step. Workers ask it, and bring its verdict to the servers. A
 contribution that came late is dropped; its samples are computed again when the data set ends

@@ -6,7 +6,7 @@ worker has taken, and a server gives values once no worker that takes steps is m
 10 steps gets its values once each other worker has taken at least 7.
 
 A worker joins beside the slowest one with its first work, and the others do not wait for it while it has none
-(docs/ledger.md, rule C3). A running job can get a bound, another one, or none, between two steps.
+(docs/internals/ledger.md, rule C3). A running job can get a bound, another one, or none, between two steps.
 
 Invariants: what a gradient of leased work is computed on was given by all servers for this worker's clock, or a later
 one; before a worker reports steps under a bound, the coordinator knows that it will. Without a bound it reports none.

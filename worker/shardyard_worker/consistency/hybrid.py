@@ -1,9 +1,10 @@
-"""Hybrid steps: variables as in a synchronous job, rows of tables as in an asynchronous one (docs/consistency.md).
+"""Hybrid steps: variables as in a synchronous job, rows of tables as in an asynchronous one
+(docs/guides/consistency.md).
 
 A worker's part of a step is one push, under the name of its logical rank and step. Servers record its gradients of
 variables until all ranks are there, and update its rows at once; each partition's ledger knows what of both has
-counted, in two lanes (docs/ledger.md, rule A1). So no look-up waits for a step. Rows that the script announces come
-along with the values of the step that they are used for (Lian et al., *Persia*, KDD 2022).
+counted, in two lanes (docs/internals/ledger.md, rule A1). So no look-up waits for a step. Rows that the script
+announces come along with the values of the step that they are used for (Lian et al., *Persia*, KDD 2022).
 
 Invariant: rows that come along with step t contain all pushes of the steps before t, of every rank; they are used for
 step t alone. Must not know: how rows are asked for.

@@ -1,4 +1,4 @@
-"""The logical ranks that this worker computes, and the next step of each (docs/ledger.md, rules B1 and B4).
+"""The logical ranks that this worker computes, and the next step of each (docs/internals/ledger.md, rules B1 and B4).
 
 The coordinator leases ranks to workers with tokens. A worker opens a rank on all servers under its token; the servers'
 ledgers say which step comes next. A token that the servers refuse is not tried again.

@@ -2,8 +2,8 @@
 
 A strategy answers three questions: what is the next push called, which version must the model hold meanwhile, and when
 is a step over. Asynchronous: any version, over at once. Synchronous: exactly version t for step t, over when all
-logical ranks have contributed, or when this worker has another rank of the step to compute (docs/ledger.md, rules B1
-to B5).
+logical ranks have contributed, or when this worker has another rank of the step to compute (docs/internals/ledger.md,
+rules B1 to B5).
 
 Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on, or will
 when they are used (ForwardPrefetch). Must not know: datasets, optimizers.

@@ -1,7 +1,7 @@
 """Synchronous steps: step t is computed on version t exactly, and is over when all logical ranks have contributed.
 
-A worker computes its logical ranks one after the other (docs/ledger.md, rules B1 to B5). Its push of the last one also
-pulls the next version. Where all of its ranks were taken over by other workers it stands by until it gets one.
+A worker computes its logical ranks one after the other (docs/internals/ledger.md, rules B1 to B5). Its push of the last
+one also pulls the next version. Where all of its ranks were taken over by other workers it stands by until it gets one.
 
 Owns: the version that the targets hold. Invariants: a contribution was computed on one version, and rows of it, or it
 is dropped; where the map changes, the servers' ledgers say which step comes next. Must not know: which work belongs to

@@ -1,4 +1,5 @@
-"""Batches of asynchronous jobs: data shards are leased from the coordinator (docs/ledger.md, rules A5, A6, A12).
+"""Batches of asynchronous jobs: data shards are leased from the coordinator (docs/internals/ledger.md, rules A5, A6,
+A12).
 
 A worker opens a leased data shard on all servers, goes through it from the lowest watermark over all partitions, and
 closes the lease. Example: a data shard of 5 batches whose partitions expect #2, #3 and #2 begins at #2; the partition

@@ -2,8 +2,8 @@
 
 Owns: what the coordinator has said of the latter. With backup workers a contribution that came late is dropped; its
 samples are computed again behind the planned steps, as whichever logical rank's the coordinator says, with the seed
-that they had (docs/ledger.md, rules B5, B6). Invariant: nothing is asked before the planned steps are through. Must not
-know: samples, servers.
+that they had (docs/internals/ledger.md, rules B5, B6). Invariant: nothing is asked before the planned steps are
+through. Must not know: samples, servers.
 """
 
 from __future__ import annotations

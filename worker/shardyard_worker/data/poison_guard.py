@@ -1,4 +1,4 @@
-"""Work at which other workers have died is announced before it is computed (docs/ledger.md, rule A13).
+"""Work at which other workers have died is announced before it is computed (docs/internals/ledger.md, rule A13).
 
 Owns: the question whether a batch shall count, asked until it is answered. Must not know: datasets, pushes.
 """

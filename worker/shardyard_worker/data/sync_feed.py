@@ -1,7 +1,8 @@
 """Batches of synchronous jobs: the samples of (logical rank, step), whichever worker computes them.
 
-A step follows from the data set's settings alone (docs/ledger.md, rules B1, B4, B5): `StepPlan` says which samples of
-which epoch logical rank r has at step t. So a rank that changes its worker has the same samples and random numbers.
+A step follows from the data set's settings alone (docs/internals/ledger.md, rules B1, B4, B5): `StepPlan` says which
+samples of which epoch logical rank r has at step t. So a rank that changes its worker has the same samples and random
+numbers.
 
 Owns: the steps of one data set. Must not know: how a step is completed.
 """

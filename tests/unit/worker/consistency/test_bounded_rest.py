@@ -1,4 +1,5 @@
-"""A worker that has no work says so to whoever may have been told that it takes steps (docs/ledger.md, rule C3)."""
+"""A worker that has no work says so to whoever may have been told that it takes steps (docs/internals/ledger.md, rule
+C3)."""
 
 from __future__ import annotations
 
