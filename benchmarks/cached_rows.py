@@ -27,7 +27,7 @@ from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 BATCH, FEATURES, IDS, DIM = 256, 8, 200_000, 32
 MIB = 1 << 20

@@ -68,9 +68,9 @@ def connect(
     """
     loaded = _load(coordinator, job, config, settings)
     if loaded.settings.coordinator:
-        import shardyard_worker.job.job
+        import shardyard_worker.job.connect
 
-        return shardyard_worker.job.job.connect(loaded.settings)
+        return shardyard_worker.job.connect.connect(loaded.settings)
     import shardyard_launcher.yard.in_process
 
     return shardyard_launcher.yard.in_process.connect(loaded.settings)

@@ -21,7 +21,7 @@ from harness.pairs import Figures, column, measure_pairs, ratios, significant, s
 from harness.report import Panel
 from shardyard.config import configuration
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as joined
+from shardyard_worker.job import connect as joined
 from sides.consistency_shardyard import Worker
 
 WORKERS = 4

@@ -27,7 +27,7 @@ from harness.pairs import spread
 from harness.report import Panel
 from shardyard.config import configuration
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 WORKERS = 8
 STEPS = 400

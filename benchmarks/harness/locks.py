@@ -21,7 +21,7 @@ from harness.pairs import Figures
 from shardyard.config import configuration
 from shardyard.config.settings import Settings
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 STEPS = 60
 CHECKPOINT_EVERY_STEPS = 10

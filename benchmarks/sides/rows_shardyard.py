@@ -15,7 +15,7 @@ from harness.rows import EPS, LR, Loop, Task
 from harness.slow_network import SlowNetwork
 from shardyard.config import configuration
 from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ def test_training_equals_that_on_the_cpu(connect: Callable[..., sy.Job], name: s
     for where in ("cpu", "cuda"):
         job = connect(where, RUNS[name])
         found[where] = train(job)
-        feedback = job._training.pushes.feedback  # type: ignore[union-attr]
+        feedback = job._loop.trainer.pushes.feedback  # type: ignore[union-attr]
         assert (feedback is not None) == ("job.compression.push" in RUNS[name])
         assert feedback is None or (feedback._copies is not None) == (where == "cuda")
         job.close()
@@ -219,7 +219,7 @@ def test_autocast_and_scaler_train_as_with_torch_alone(connect: Callable[..., sy
 def test_buffers_are_pinned(connect: Callable[..., sy.Job]) -> None:
     job = connect("cuda", SYNC | {"worker.same_host": "never"})
     train(job)
-    homes = job._training.link.buffers._homes.values()  # type: ignore[union-attr]
+    homes = job._loop.trainer.link.buffers._homes.values()  # type: ignore[union-attr]
     memory = [each for home in homes for each in (home.gradients, *home.landings) if each.size]
     assert memory
     assert all(tensor_of(each).is_pinned() for each in memory)

@@ -65,7 +65,7 @@ from shardyard_ps_server.service import process as server_process
 from shardyard_ps_server.wal.records import Mark, decode_mark
 from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
-from shardyard_worker.job import job as worker_job
+from shardyard_worker.job import connect as worker_job
 from shardyard_worker.training.variables import StepInput
 
 from .disk import Disk, SimulatedOs
@@ -545,7 +545,7 @@ class Yard:
             firsts = torch.zeros(size, dtype=torch.float64)
             rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.lives) if plan.rows else None
             if rows is not None:  # as job.prepare does, which a model's parameters come with
-                job._register = functools.partial(job._register, tables=rows.tables)  # type: ignore[method-assign]
+                job._loop.begin = functools.partial(job._loop.begin, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
             dataset = TensorDataset(torch.arange(plan.samples))
             ahead = functools.partial(self._ahead, rows) if rows is not None and plan.looks_ahead else None
@@ -614,7 +614,7 @@ class Yard:
         plan, world = self.plan, self.world
         gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
-            name = job._feed.work.name
+            name = job._loop.feed.work.name
             source = name.key.source
             coordinates = chosen + self._place(source.feed, source.epoch)
             if name.first == name.last:
@@ -653,11 +653,11 @@ class Yard:
             coordinates = self._planned(job, chosen)
             # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
-            generation = job._training.router.generation
+            generation = job._loop.trainer.router.generation
             values = job.pull()
             self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
-            step, pushes = job._feed.work.name.first, None
+            step, pushes = job._loop.feed.work.name.first, None
             if rows is not None and self.plan.hybrid:
                 pushes = self._count_pushes(rows, coordinates)
                 self.pushes[step] = min(pushes, self.pushes.get(step, pushes))
@@ -670,7 +670,7 @@ class Yard:
             if wrong == "nan":
                 sent[names[-1]][0] = float("nan")
             self._push(job, sent, rows, overflow=wrong == "overflow")
-            if pushes is not None and job._training.router.generation == generation:  # else it may not have counted
+            if pushes is not None and job._loop.trainer.router.generation == generation:  # else it may not have counted
                 self._judge_pushes(step, pushes)
             self._stop_by_chance(job)
 
@@ -695,7 +695,7 @@ class Yard:
     def _planned(self, job: Any, chosen: torch.Tensor) -> torch.Tensor:
         """The coordinates of a batch: of a synchronous job, where samples may be made up for, or of one that has gone
         over from there."""
-        feed, name = job._feed, job._feed.work.name
+        feed, name = job._loop.feed, job._loop.feed.work.name
         if isinstance(name.key.source, DataShardSource):
             return chosen + self._place(feed._number, name.key.source.epoch)
         planned = feed._makeup.batch(name.key.source.rank, name.first)
@@ -707,10 +707,10 @@ class Yard:
         if rows is None and not overflow:
             job.push(gradients)
             return
-        settings = job._settings_now()
-        sent = [gradients[variable.spec.name] for variable in job._training.variables]
+        settings = job._loop.settings()
+        sent = [gradients[variable.spec.name] for variable in job._loop.trainer.variables]
         taken = None if rows is None else rows.take()
-        job._contribute(StepInput(sent, 1.0, settings, overflow=overflow, rows=None if overflow else taken))
+        job._loop.contribute(StepInput(sent, 1.0, settings, overflow=overflow, rows=None if overflow else taken))
 
     def _is_wrong(self, source: DataShardSource, batch: int) -> bool:
         return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
@@ -720,7 +720,7 @@ class Yard:
         world = self.world
         gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
-            name = job._feed.work.name
+            name = job._loop.feed.work.name
             coordinates = self._planned(job, chosen)
             if name.first == name.last:
                 gradient = torch.zeros(size, dtype=torch.float64)

@@ -190,7 +190,7 @@ def load() -> None:
         "shardyard_ps_server.service.process",
         "shardyard_worker.agent.process",
         "shardyard_worker.agent.bootstrap",
-        "shardyard_worker.job.job",
+        "shardyard_worker.job.connect",
         "torch._dynamo",  # the first optimizer of torch imports it, for two seconds
     ):
         importlib.import_module(name)

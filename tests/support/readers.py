@@ -16,7 +16,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.reader import evaluator
 from shardyard_worker.reader.evaluator import Run
 from tests.support.alone import status

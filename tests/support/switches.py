@@ -24,7 +24,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.yards import ROLE, Probes, RoleYard, finish, wait_for_any
 
 SAMPLES = 160
@@ -141,7 +141,7 @@ class Counting:
         return set(torch.cat(found).tolist())
 
     def goes_by(self, staleness: int | None) -> bool:
-        strategy = self.job._strategy
+        strategy = self.job._loop.strategy
         assert isinstance(strategy, AsyncStrategy)
         return strategy.clock.bound == staleness
 
@@ -156,7 +156,7 @@ def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int)
             if job.step_due:
                 counting.optimizer.step()
                 counting.optimizer.zero_grad()
-            assert job.mode is UpdateMode.ASYNC or job._training is None or job._training.cache is None
+            assert job.mode is UpdateMode.ASYNC or job._loop.trainer is None or job._loop.trainer.cache is None
             seen.append((job.mode, job.step))
             time.sleep(0.005)
         return counting.counts

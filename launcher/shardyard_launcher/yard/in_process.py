@@ -20,7 +20,8 @@ from shardyard_coordinator.service.service import Coordinator
 from shardyard_ps_server.service.process import Server
 from shardyard_ps_server.tables.memory.budget import budget_in
 from shardyard_ps_server.wal.segments import LogRoot
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
+from shardyard_worker.job.job import Job
 from shardyard_worker.session.interrupts import Interrupts
 
 log = logging.getLogger("shardyard.local")
@@ -65,13 +66,13 @@ class LocalYard:
         self._journal.close()
 
 
-def connect(settings: Settings) -> worker.Job:
+def connect(settings: Settings) -> Job:
     """Starts a yard in this process and joins it. Leaving the job ends the yard."""
     for role in ("shardyard.coordinator", "shardyard.server"):
         # alone in a process, the comings and goings of its own parts are no news
         if logging.getLogger(role).level == logging.NOTSET:
             logging.getLogger(role).setLevel(logging.WARNING)
-    job: worker.Job | None = None
+    job: Job | None = None
     try:
         with Interrupts():
             yard = LocalYard(settings)

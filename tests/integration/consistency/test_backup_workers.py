@@ -26,7 +26,7 @@ from shardyard_coordinator.work.step_times import StepTimes
 from shardyard_launcher.commands import audit
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.consistency.backup_workers import StepVerdicts
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
 DEADLINE_S = 90.0

@@ -107,7 +107,7 @@ def test_rows_come_with_the_values_and_lack_nothing(
     ]
     assert seen == list(range(STEPS))
     assert len(look_ups) == 1  # that of the first batch
-    assert job._shown == {"look_ahead_hits": (STEPS - 1) / STEPS}
+    assert job._metrics.latest == {"look_ahead_hits": (STEPS - 1) / STEPS}
 
 
 def test_an_id_that_was_not_announced_is_looked_up_with_the_forward(connect: Connect) -> None:
@@ -284,7 +284,7 @@ def test_threads_that_compute_two_ranks_each_agree() -> None:
         model, optimizer = job.prepare(model, optimizer_of(model))
         for batch in job.batches(TensorDataset(torch.arange(160)), batch_size=4, look_ahead=lambda b: {model: b[0]}):
             adds_one(model, optimizer, batch[0])
-        return job.step, job._shown.get("look_ahead_hits", 0.0)
+        return job.step, job._metrics.latest.get("look_ahead_hits", 0.0)
 
     for steps, hits in together(given, 2, train):
         assert steps == 10

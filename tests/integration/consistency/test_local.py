@@ -23,7 +23,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.status.report import mode_of
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.data.seeding import seed_everything
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import Connect, Counted, status
 from tests.support.yards import Probes, RoleYard, finish
 
@@ -330,7 +330,7 @@ def test_a_round_that_is_not_finite_does_not_count(
     assert torch.isfinite(value).all()
     assert float(value[0].detach()) == pytest.approx(seen[4] - 2.0)
     assert "logical rank 0, round 0: '0' is not finite after 2 steps" in caplog.text
-    assert job._shown["rounds_dropped"] == len(bad)
+    assert job._metrics.latest["rounds_dropped"] == len(bad)
     listed = job._session.ask(
         methods.LIST_QUARANTINED, wire.ListQuarantinedRequest(job=job._session.caller.job)
     ).batches
@@ -419,10 +419,10 @@ def test_a_loader_of_ones_own(connect: Connect) -> None:
         optimizer.zero_grad()
         value.sum().backward()
         optimizer.step()
-        rounds.append(job._strategy.step)
+        rounds.append(job._loop.strategy.step)
     assert job.step == 13
     assert rounds == [0] * 4 + [1] * 5 + [2] * 4
-    strategy = job._strategy
+    strategy = job._loop.strategy
     with pytest.raises(errors.InvalidRequest, match="after steps without it"):
         job.batches(TensorDataset(torch.zeros(4)))
     job.close()

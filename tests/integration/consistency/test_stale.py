@@ -18,7 +18,7 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.as_json import to_json
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.yards import running_yard
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -97,7 +97,7 @@ ORDER = "aabaababbbbaab"
 
 def applied(job: sy.Job) -> None:
     """Until the push that is under way, if one is, has been applied."""
-    flight = job._strategy._flight  # type: ignore[union-attr]
+    flight = job._loop.strategy._flight  # type: ignore[union-attr]
     if flight is not None:
         flight.answer.result(DEADLINE_S)
 

@@ -45,8 +45,8 @@ def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: in
                 counting = Counting(job, tables=tables)
                 for (chosen,) in job.batches(DATA, batch_size=1, epochs=epochs):
                     counting.step(chosen)
-                    assert isinstance(job._strategy, AsyncStrategy)
-                    seen[number].append(job._strategy.clock.bound)
+                    assert isinstance(job._loop.strategy, AsyncStrategy)
+                    seen[number].append(job._loop.strategy.clock.bound)
                     if sum(map(len, seen)) > share * (made + 1):  # leave some for when it goes by the next one
                         time.sleep(0.5)
                 return counting.counts

@@ -11,7 +11,7 @@ import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain.errors import FeedConflict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import Counted
 from tests.support.yards import Script
 

@@ -9,7 +9,7 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import orders
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,9 @@ def test_version_that_has_passed_waits_for_no_coordinator(monkeypatch: pytest.Mo
 
             with monkeypatch.context() as patch:
                 patch.setattr(job._session._enrolment, "beat", beat)
-                assert job._training is not None
-                job._training.router._fan_out._refresh_and_check(errors.NotFound("version 3", facts={"newest": "5"}))
+                assert job._loop.trainer is not None
+                job._loop.trainer.router._fan_out._refresh_and_check(
+                    errors.NotFound("version 3", facts={"newest": "5"})
+                )
     finally:
         yard.close()

@@ -17,7 +17,7 @@ import shardyard as sy
 from shardyard.config import configuration
 from shardyard.config.settings import Settings
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, status
 from tests.support.scripts.probe import whole_numbers
 

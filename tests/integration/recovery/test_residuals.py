@@ -16,7 +16,7 @@ def test_residual_is_reported_at_the_first_push_and_now_and_then_and_none_is_lef
     model = torch.nn.Linear(40, 40)
     generator = torch.Generator().manual_seed(1)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    training, progress = job._training, job._session.progress
+    training, progress = job._loop.trainer, job._session.progress
     assert training is not None
     assert training.pushes.feedback is not None
     reported = []

@@ -8,7 +8,7 @@ import torch
 from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 
 
 def test_promise_1_the_name_of_a_push_that_failed_half_way_is_not_used_again(alone: None) -> None:

@@ -133,8 +133,8 @@ def test_rows_that_may_lack_own_pushes_are_those_of_so_many_steps_before(connect
         for each in (job.look_ahead(given, lambda ids: {model: ids}) if ahead else given)
     ]
     assert seen == [[step - step % 3] * 2 for step in range(9)]
-    job._tell_rows()
-    metrics = job._shown
+    job._loop.report_rows()
+    metrics = job._metrics.latest
     cached = {name: value for name, value in metrics.items() if name.startswith("cached")}
     assert cached == {"cached_rows_hits": 12, "cached_rows_misses": 6, "cached_rows_age": 2}
 
@@ -151,11 +151,11 @@ def test_what_came_ahead_in_part_is_completed_from_what_is_kept(
     seen = [adds_one(model, optimizer, each).tolist() for each in job.look_ahead(given, lambda ids: {model: ids})]
     assert seen == [[0] * 21] * 6
     assert look_ups == [21]  # those of the first batch: from the second on one row comes along
-    rows = job._rows
+    rows = job._loop.rows
     assert rows is not None
     assert (rows.looked_up, rows.came_ahead) == (6 * 21, 5 * 21)
     assert model(torch.tensor([1, 100, 2_000])).flatten().tolist() == [0, 0, 0]  # as they were read
-    job._need_training().cache.clear()  # type: ignore[union-attr]
+    job._loop.need_trainer().cache.clear()  # type: ignore[union-attr]
     assert model(torch.tensor([1, 100, 2_000])).flatten().tolist() == [6, 1, 0]
 
 
@@ -169,7 +169,7 @@ def test_a_push_that_another_worker_had_made_leaves_nothing_of_it_in_what_is_kep
     def lose(name: str) -> None:
         raise errors.ServerUnavailable("the answer is lost")
 
-    cache = job._need_training().cache
+    cache = job._loop.need_trainer().cache
     assert cache is not None
     lives = cache.lives
     with armed("push.before_reply", lose, at=3):
@@ -229,7 +229,7 @@ def test_promise_5_holds_for_rows_that_are_kept(staleness: int, window: int, ste
                 (-model(places[place])).sum().backward()
                 optimizer.step()
                 taken += 1
-            cache = job._need_training().cache
+            cache = job._loop.need_trainer().cache
             assert cache is not None
             assert cache.counts.age <= steps
             hits.append(cache.counts.hits)
@@ -266,7 +266,7 @@ def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(connect: Connect, ra
     assert len(seen) == len(data)
     for step, value in seen:
         assert step <= value <= step + 1
-    cache = job._need_training().cache
+    cache = job._loop.need_trainer().cache
     assert cache is not None
     assert cache.counts.hits == 0
 
@@ -282,7 +282,7 @@ def test_rows_of_a_hybrid_job_that_may_lack_own_pushes_are_read_once_in_so_many_
     ]
     for step, value in seen:
         assert step - 4 <= value <= step
-    cache = job._need_training().cache
+    cache = job._loop.need_trainer().cache
     assert cache is not None
     assert cache.counts.age == 4
     assert cache.counts.hits > 10
@@ -299,7 +299,7 @@ def test_nothing_is_kept_where_the_job_may_have_gone_back(connect: Connect, look
     for _ in range(4):
         assert int(adds_one(model, optimizer, ids)[0]) == 0
     assert look_ups == [1]
-    job._need_training().follow_map()
+    job._loop.need_trainer().follow_map()
     assert int(model(ids)) == 4
     assert look_ups == [1, 1]
 
@@ -308,7 +308,7 @@ def test_what_was_kept_when_it_was_asked_for_ahead_is_not_used_where_the_job_has
     job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 1_000})
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
-    training, ids = job._need_training(), torch.tensor([5])
+    training, ids = job._loop.need_trainer(), torch.tensor([5])
     ship = training.pushes.build
 
     def moves(*given: Any) -> Any:
@@ -337,7 +337,7 @@ def test_a_worker_that_has_no_work_keeps_nothing() -> None:
         model, optimizer = job.prepare(model, optimizer_of(model))
         for (index,) in job.batches(TensorDataset(torch.arange(6)), batch_size=2):
             adds_one(model, optimizer, index)
-        cache = job._need_training().cache
+        cache = job._loop.need_trainer().cache
         assert cache is not None
         assert len(cache) == 0
 
@@ -363,7 +363,7 @@ def test_a_job_without_tables_has_nothing_to_keep(connect: Connect) -> None:
     job = connect(settings=NEVER | SYNC | CACHED)
     layer = torch.nn.Linear(1, 1)
     job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    assert job._need_training().cache is None
+    assert job._loop.need_trainer().cache is None
 
 
 # ---- processes

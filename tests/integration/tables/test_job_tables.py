@@ -26,7 +26,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.exchange.row_reads import RowReads
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.rows import row_codec
 from shardyard_worker.rows.dedup import unique_ids
 from tests.support.alone import SYNC, Connect, status

@@ -29,7 +29,7 @@ from shardyard_ps_server.service import stream_memory
 from shardyard_worker.exchange import shm_rows
 from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.exchange.shm_rows import ShmRows
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.rows import row_prefetch
 from tests.support.alone import SYNC, Connect
 from tests.support.yards import RoleYard, assert_each_sample_counts_once_in_its_row
@@ -466,7 +466,7 @@ def test_the_share_of_rows_that_came_ahead_is_shown(connect: Connect) -> None:
         optimizer.zero_grad()
         (-model(ids)).sum().backward()
         optimizer.step()
-    assert job._shown == {"look_ahead_hits": 2 * 7 / (4 * 8)}
+    assert job._metrics.latest == {"look_ahead_hits": 2 * 7 / (4 * 8)}
 
 
 def test_a_synchronous_script_goes_on_without_look_ahead(connect: Connect) -> None:

@@ -24,7 +24,7 @@ from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.requests import PullSpec
 from shardyard_worker.exchange.row_reads import RowReads
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, SYNC_2, Connect
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -256,16 +256,16 @@ def test_rows_of_the_next_step_come_with_its_version(
         seen.append(rows.detach().flatten().tolist())
     assert seen == [[step // ranks] * 2 for step in range(12)]
     assert look_ups == ranks  # for the first step
-    assert job._shown["look_ahead_hits"] == pytest.approx((12 - ranks) / 12)
+    assert job._metrics.latest["look_ahead_hits"] == pytest.approx((12 - ranks) / 12)
 
 
 def test_nothing_comes_along_with_backup_workers_whose_steps_bring_no_values(connect: Connect) -> None:
     job = connect(settings=NEVER | SYNC_2 | {"job.consistency.backup_workers": 1})
     layer = torch.nn.Linear(1, 1)
     job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    assert job._training is not None
+    assert job._loop.trainer is not None
     for _ in job.look_ahead([1, 2], lambda _: {}):
-        assert not job._looks_ahead
+        assert not job._loop.looks_ahead
 
 
 # ---- versions
@@ -310,10 +310,10 @@ def test_rule_b3_a_rank_is_computed_again_from_rows_as_they_were(monkeypatch: py
 
 def reach_one_server(job: sy.Job, at: int) -> None:
     """The push of that step reaches the first server alone, once that lacks nothing else; then the worker dies."""
-    real = job._contribute
+    real = job._loop.contribute
 
     def contribute(sending: Any) -> None:
-        training, strategy = job._training, job._strategy
+        training, strategy = job._loop.trainer, job._loop.strategy
         assert training is not None
         assert isinstance(strategy, SyncStrategy)
         if strategy.step < at:
@@ -321,8 +321,8 @@ def reach_one_server(job: sy.Job, at: int) -> None:
             return
         router, rank = training.router, strategy.due()
         assert rank is not None
-        assert job._feed is not None
-        weighted = replace(sending, weight=float(job._feed.require_work().samples))
+        assert job._loop.feed is not None
+        weighted = replace(sending, weight=float(job._loop.feed.require_work().samples))
         shipment = training.pushes.build(strategy.ranks.name_of(rank), weighted)
         assert shipment.kind is PushKind.GRADIENT
         while True:
@@ -339,7 +339,7 @@ def reach_one_server(job: sy.Job, at: int) -> None:
         assert {result.version.number for result in results} == {strategy.step + 1}
         raise _DiesError
 
-    job._contribute = contribute  # type: ignore[method-assign]
+    job._loop.contribute = contribute  # type: ignore[method-assign]
 
 
 def test_a_look_up_is_of_the_version_that_the_parameters_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_work_that_was_overtaken_reads_on_and_does_not_count(connect: Connect) -
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     one = torch.tensor([1])
 
-    strategy = job._strategy
+    strategy = job._loop.strategy
     assert isinstance(strategy, SyncStrategy)
 
     def step(*, overtaken: bool = False) -> None:

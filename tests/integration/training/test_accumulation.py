@@ -136,7 +136,7 @@ def test_batches_without_a_step_at_the_end_do_not_count_and_are_warned_of(
 def test_workers_agree_on_what_is_accumulated(connect: Connect, other: int) -> None:
     counted = Counted(connect(settings=SYNC), 12)
     counted.job.batches(counted.data, batch_size=2, accumulate=2)
-    counted.job._feeds = 0
+    counted.job._loop.feeds_opened = 0
     with pytest.raises(errors.FeedConflict, match=f"accumulate: expected 2, got {other}"):
         counted.job.batches(counted.data, batch_size=2, accumulate=other)
 
@@ -302,10 +302,10 @@ def test_no_sync_holds_gradients_back(connect: Connect, monkeypatch: pytest.Monk
             with job.no_sync():
                 model(torch.ones(1, 8)).sum().backward()
             model(torch.ones(1, 8)).sum().backward()
-            job._training.router._overlap.drain()
+            job._loop.trainer.router._overlap.drain()
             assert not sent
         model(torch.ones(1, 8)).sum().backward()
-        job._training.router._overlap.drain()
+        job._loop.trainer.router._overlap.drain()
         assert len(sent) == 2
         optimizer.step()
         sent.clear()

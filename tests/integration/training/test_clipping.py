@@ -24,7 +24,7 @@ from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.training.variables import StepInput
 from tests.integration.training.test_in_process import (
     OPTIMIZERS,
@@ -187,11 +187,11 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         first, second = (worker.connect(inside, network=yard.network) for _ in range(2))
         for job in (first, second):
             job.register({f"v{index}": torch.zeros(8) for index in range(4)}, lr=1.0)
-        training, strategy = first._training, first._strategy
+        training, strategy = first._loop.trainer, first._loop.strategy
         assert training is not None
         assert isinstance(strategy, SyncStrategy)
         router = training.router
-        sending = StepInput([torch.ones(8)] * 4, 1.0, first._settings_now())
+        sending = StepInput([torch.ones(8)] * 4, 1.0, first._loop.settings())
         router.push(training.pushes.build(strategy.ranks.name_of(Rank(0)), sending))
         assert len(router.pull(PullSpec(1, exactly=True)).missing) == 4
         verdict = router._verdict_for(PullSpec(1, exactly=True))
@@ -256,11 +256,11 @@ def test_a_step_that_needs_no_verdict_takes_one_exchange(connect: Connect, monke
 def test_promise_7_who_waits_for_a_verdict_says_whose_square_norms_are_missing(connect: Connect) -> None:
     job = connect(settings=SYNC_2 | BY_NORM | {"job.block_bytes": 64})
     job.register({f"v{index}": torch.zeros(16) for index in range(4)}, lr=1.0)
-    training, strategy = job._training, job._strategy
+    training, strategy = job._loop.trainer, job._loop.strategy
     assert training is not None
     assert isinstance(strategy, SyncStrategy)
     router = training.router
-    sending = StepInput([torch.ones(16)] * 4, 1.0, job._settings_now())
+    sending = StepInput([torch.ones(16)] * 4, 1.0, job._loop.settings())
     for rank in range(2):  # the other server has heard of none
         shipment = training.pushes.build(strategy.ranks.name_of(Rank(rank)), sending)
 

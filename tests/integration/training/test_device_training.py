@@ -143,13 +143,13 @@ def test_training_through_a_device_is_the_same_to_the_bit(
         on_device(chosen)
         # the host's views are other than its copies in the order of their elements, which some kernels look at
         found[chosen], job = train(connect, given if chosen else given | {"worker.pull": "copy"})
-        assert job._training is not None
+        assert job._loop.trainer is not None
         compresses = "job.compression.push" in given
-        feedback = job._training.pushes.feedback
+        feedback = job._loop.trainer.pushes.feedback
         assert (feedback is not None) == compresses
         assert feedback is None or (feedback._copies is not None) == chosen
         assert bool(LateEngine.pinned) == chosen
-        shared = any(line.shared for line in job._training.router._streams.values())
+        shared = any(line.shared for line in job._loop.trainer.router._streams.values())
         assert any(LateEngine.pinned.values()) == (chosen and shared)
         job.close()
         assert not LateEngine.pinned
@@ -184,8 +184,8 @@ def test_reopened_stream_pins_the_server_memory_anew(connect: Connect, on_device
         assert values.unique().tolist() == [-1.0 - step]
         pinned.append(len(LateEngine.pinned))
         if step % 3 == 2:
-            assert job._training is not None
-            for line in job._training.router._streams.values():
+            assert job._loop.trainer is not None
+            for line in job._loop.trainer.router._streams.values():
                 assert line.shared
                 line.cancel()
     assert len(set(pinned[2::3])) == 1, pinned

@@ -23,7 +23,7 @@ from shardyard_ps_server.hosting import pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_worker.exchange.requests import PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC_2, Counted, status
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -78,10 +78,10 @@ def test_a_range_that_straddles_a_watermark_is_computed_again_from_there() -> No
             for index, (chosen,) in enumerate(job.batches(counted.data, batch_size=2, shuffle=False)):
                 if index == 1:
                     # batch 0 and 1 of the data shard reach one server only
-                    assert job._training is not None
-                    assert job._feed is not None
-                    assert job._feed.work is not None
-                    _push_to_one_server(job, job._feed.work.name)
+                    assert job._loop.trainer is not None
+                    assert job._loop.feed is not None
+                    assert job._loop.feed.work is not None
+                    _push_to_one_server(job, job._loop.feed.work.name)
                 counted.compute(chosen)
                 if index % 4 == 2:
                     counted.optimizer.step()
@@ -90,8 +90,8 @@ def test_a_range_that_straddles_a_watermark_is_computed_again_from_there() -> No
 
 
 def _push_to_one_server(job: worker.Job, name: PushName) -> None:
-    assert job._training is not None
-    router = job._training.router
+    assert job._loop.trainer is not None
+    router = job._loop.trainer.router
     everyone = router._fan_out._streams
     router._fan_out._streams = everyone[:1]
     try:

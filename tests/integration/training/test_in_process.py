@@ -23,7 +23,7 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.training import grad_hooks as gradients
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
 
@@ -445,9 +445,9 @@ def test_small_gradients_are_copied_when_they_are_pushed_and_large_ones_lie_ther
     job = connect()
     _, optimizer = job.prepare(torch.nn.ParameterList([small, large]), torch.optim.SGD([small, large], lr=1.0))
     (small.sum() + large.sum()).backward()
-    assert job._training is not None
-    assert large.grad is job._training.link.buffers.view(1)
-    assert small.grad is not job._training.link.buffers.view(0)
+    assert job._loop.trainer is not None
+    assert large.grad is job._loop.trainer.link.buffers.view(1)
+    assert small.grad is not job._loop.trainer.link.buffers.view(0)
     with torch.no_grad():
         for parameter in (small, large):
             assert parameter.grad is not None

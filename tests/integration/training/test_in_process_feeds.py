@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
 
 pytestmark = pytest.mark.usefixtures("alone")

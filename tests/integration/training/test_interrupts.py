@@ -24,7 +24,7 @@ from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.session.interrupts import Interrupts
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted
 from tests.support.yards import Probes, Script, finish, running_yard

@@ -23,7 +23,7 @@ from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_worker.data.sync_feed import SyncFeed
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from shardyard_worker.training import grad_hooks
 from tests.support.alone import SYNC_2, Connect, Counted
 

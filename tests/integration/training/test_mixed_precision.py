@@ -20,7 +20,7 @@ from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands import quarantine
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -82,7 +82,7 @@ def test_gradients_do_travel_before_the_step() -> None:
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(4, 64)).sum().backward()
-            router: ServerGroup = job._training.router
+            router: ServerGroup = job._loop.trainer.router
             router._overlap.drain()
             sent.append(sum(len(each.sums) for each in router._overlap._sent.values()))
             optimizer.step()

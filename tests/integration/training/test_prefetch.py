@@ -45,11 +45,11 @@ class Gate:
 
     def shut(self, job: Job) -> None:
         """For answers from now on."""
-        job._training.values.complete()
-        flight = getattr(job._strategy, "_flight", None)
+        job._loop.trainer.values.complete()
+        flight = getattr(job._loop.strategy, "_flight", None)
         if flight is not None:
             flight.answer.result(WAIT_S)
-        for line in job._training.router._streams.values():
+        for line in job._loop.trainer.router._streams.values():
             line.settle()
         self.opened.clear()
         self.late.clear()
@@ -287,8 +287,8 @@ def test_order_is_that_of_the_last_forward_before_the_first_gradient(connect: Co
     model(torch.ones(16, 8))
     model.train()
     step(model, optimizer)
-    names = [variable.spec.name for variable in job._training.variables]
-    assert [names[index] for index in job._training.router._requests._order()] == [
+    names = [variable.spec.name for variable in job._loop.trainer.variables]
+    assert [names[index] for index in job._loop.trainer.router._requests._order()] == [
         "first.weight",
         "first.bias",
         "norm.weight",
@@ -304,7 +304,7 @@ def test_order_is_that_of_the_last_forward_before_the_first_gradient(connect: Co
 def test_slow_server_holds_up_its_own_values_alone(connect: Connect, gate: Gate) -> None:
     model = Chain()
     job, optimizer = begin(connect, model)
-    buckets = job._training.link.buffers
+    buckets = job._loop.trainer.link.buffers
     spans = [buckets.span(index) for index in range(4)]
     servers = [span.server for span in spans if span is not None]
     slow = servers[0]
@@ -314,7 +314,7 @@ def test_slow_server_holds_up_its_own_values_alone(connect: Connect, gate: Gate)
     step(model, optimizer)
     for index, server in enumerate(servers):
         if server != slow:
-            assert job._training.variables[index].target.sum().isfinite()
+            assert job._loop.trainer.variables[index].target.sum().isfinite()
     assert not gate.held().complete
     gate.opened.set()
     assert model(torch.ones(16, 8)).sum().isfinite()
@@ -502,4 +502,4 @@ def test_what_a_forward_has_used_stays_when_the_rest_is_asked_for_again(
         x = torch.ones(16, 8, requires_grad=True)
         model(x).sum().backward()
         assert x.grad is not None
-        assert job._training.router._requests._order()
+        assert job._loop.trainer.router._requests._order()

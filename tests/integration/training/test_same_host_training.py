@@ -24,7 +24,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.values import shm_regions
 from shardyard_worker.exchange import buffer_layout
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, Connect
 from tests.support.yards import Probes, finish, running_yard
 
@@ -33,8 +33,8 @@ SYNC_RUN = {"job__consistency__mode": "sync", "job__consistency__logical_ranks":
 
 def shared_lines(job: worker.Job) -> list[bool]:
     """For each server, whether payloads lie in shared memory."""
-    assert job._training is not None
-    return [line.shared for line in job._training.router._streams.values()]
+    assert job._loop.trainer is not None
+    return [line.shared for line in job._loop.trainer.router._streams.values()]
 
 
 # ---- processes
@@ -213,8 +213,8 @@ def test_change_in_place_lasts_until_the_next_pull_and_no_longer(
 
 def pull_into(job: worker.Job) -> None:
     """The newest values into the model."""
-    assert job._training is not None
-    job._training.pull_newest()
+    assert job._loop.trainer is not None
+    job._loop.trainer.pull_newest()
 
 
 @pytest.mark.parametrize("way", ["copies", "views"])
@@ -222,7 +222,7 @@ def test_change_in_place_is_not_seen_again_after_the_stream_was_reopened(connect
     """Places that were known before come again in memory that is attached anew."""
     job, model, optimizer = prepared(connect, **WAYS[way])
     _, calm, calm_optimizer = prepared(connect, **WAYS["streams"])
-    assert job._training is not None
+    assert job._loop.trainer is not None
     for number in range(16):
         step(model, optimizer, number)
         step(calm, calm_optimizer, number)
@@ -230,7 +230,7 @@ def test_change_in_place_is_not_seen_again_after_the_stream_was_reopened(connect
         change_data(model.first.weight)
         pull_into(job)
         if number % 4 == 3:
-            for line in job._training.router._streams.values():
+            for line in job._loop.trainer.router._streams.values():
                 line.cancel()
             change_data(model.first.weight)
             pull_into(job)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shardyard.config import configuration
-from shardyard_worker.job import job as worker
+from shardyard_worker.job import connect as worker
 from tests.support.yards import running_yard
 
 NODE = Path(__file__).parents[2] / "support" / "node"

@@ -1,26 +1,42 @@
-"""A job that stops when a metric gets no better. Must not know: how a job is stopped, who else logs."""
+"""Stops a job when a metric gets no better. Must not know: how a job is stopped."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.job.callbacks import Metrics
-
-if TYPE_CHECKING:
-    from shardyard_worker.job.job import Job
+from shardyard_worker.session.metrics import Metrics
 
 log = logging.getLogger("shardyard.worker")
 
 
-class EarlyStopping:
-    """Calls `job.stop` when a metric that this worker logs has not got better `patience` times in a row, or is not
-    finite: `job.on_log(EarlyStopping("validation_loss", patience=5))`.
+class StoppableJob(Protocol):
+    """What of a job is needed here."""
 
-    `min_delta`: by how much it must be better to count, at least 0. `mode`: whether less ("min") or more ("max") is
-    better. Raises InvalidRequest.
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def stopping(self) -> object | None: ...
+
+    def stop(self, reason: str = "") -> None: ...
+
+
+class EarlyStopping:
+    """Stops the job when a metric that this worker logs has not improved `patience` times in a row, or is not finite.
+
+    `monitor`: the metric's name in `job.log`. `min_delta`: an improvement must be larger than this; at least 0, in the
+    metric's unit. `mode`: "min" if lower is better, "max" if higher is. Raises InvalidRequest for other values.
+
+    >>> import shardyard as sy
+    >>> with sy.connect() as job:
+    ...     stopping = job.on_log(sy.EarlyStopping("validation_loss", patience=2))
+    ...     for loss in (0.5, 0.4, 0.4, 0.6):
+    ...         job.log(validation_loss=loss)
+    ...     job.stopping.reason
+    'validation_loss has not got better than 0.4, of step 0'
     """
 
     def __init__(
@@ -42,7 +58,7 @@ class EarlyStopping:
         self.waited = 0
         """How many values in a row were no better."""
 
-    def __call__(self, job: Job, metrics: Metrics) -> None:
+    def __call__(self, job: StoppableJob, metrics: Metrics) -> None:
         if self.monitor not in metrics or job.stopping is not None:
             return
         value = float(metrics[self.monitor])

@@ -44,13 +44,15 @@ from shardyard.transport.malloc import tune_malloc
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.embedding.table import Table, tables_of
 from shardyard_worker.embedding.table_io import Spool, spooled
-from shardyard_worker.job.job import as_written, checked_metric, pick_device
 from shardyard_worker.reader.pinned_rows import PinnedRows, Reads, bind
 from shardyard_worker.reader.pinned_version import Leases, PinnedVersion, View
 from shardyard_worker.reader.reader_session import JobNews, ReaderSession
 from shardyard_worker.reader.serving import ServedModel, ServingOptions
 from shardyard_worker.reader.snapshots import AGAIN, Snapshots, Values
+from shardyard_worker.session.devices import pick_device
+from shardyard_worker.session.metrics import checked_metric
 from shardyard_worker.session.tensorboard import TensorBoardWriter
+from shardyard_worker.training.model_variables import as_written
 
 log = logging.getLogger("shardyard.evaluator")
 

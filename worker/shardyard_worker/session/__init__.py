@@ -5,5 +5,6 @@ which it stops. Rooms above call `Session.check`, which raises that failure.
 
 Read `session` first. `retry` says how often and with which pauses a call is sent again. `step_barrier` is the step at
 which a job stops or changes its mode, as this worker has heard it. `interrupts` holds Ctrl-C back while a step is
-half done. `tensorboard` writes logged metrics as event files.
+half done. `metrics` keeps what the script logs until the next heartbeat, `tensorboard` writes it as event files.
+`devices` picks the process's device.
 """

@@ -73,13 +73,21 @@ class CheckpointTaken:
 class Session:
     """One worker in one job, from joining to leaving. Safe for several threads."""
 
-    def __init__(self, network: Network, coordinator: str, settings: Settings, place: ProcessPlace) -> None:
+    def __init__(
+        self,
+        network: Network,
+        coordinator: str,
+        settings: Settings,
+        place: ProcessPlace,
+        metrics: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """`metrics`: gives those that the next heartbeat reports."""
         self.network = network
         self.settings = settings
         self.progress = Progress()
         self.wait_registry = WaitRegistry(logger=log)
         """Whatever this worker waits for is said here: in its log, and to the coordinator."""
-        self.metrics: Callable[[], dict[str, float]] = dict
+        self._metrics = metrics
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._lock = threading.Lock()
         self._failure: errors.ShardyardError | None = None
@@ -137,6 +145,10 @@ class Session:
         log.info("%s job %r", "started" if reply.started else "joined", wanted.name)
         self._tell_differences(wanted, self.job_settings)
         self._enrolment.start()
+
+    @property
+    def has_left(self) -> bool:
+        return self._left
 
     def leave(self, error: str = "") -> None:
         """Leaves the job and the yard. The second time does nothing."""
@@ -337,7 +349,7 @@ class Session:
         # a worker that computes nothing yet goes by what it will begin with
         request.switches = self.consistency.number if self._goes_by is None else self._goes_by
         request.waiting_for = self.wait_registry.waiting_for
-        for name, value in sorted(self.metrics().items()):
+        for name, value in sorted(self._metrics().items()):
             request.metrics.add(name=name, value=value)
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:

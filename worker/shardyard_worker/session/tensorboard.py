@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardyard.domain.errors import ConfigurationError
-from shardyard_worker.job.callbacks import Metrics
+from shardyard_worker.session.metrics import Metrics
 
 FLUSH_S: Final = 10
 

@@ -138,7 +138,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/reader/pinned_version.py:Leases._run:wait": IDLE,
     "worker/reader/pinned_version.py:Leases.close:join": SHORT,
     "worker/reader/pinned_version.py:release.let_go:call": OUTSIDE,
-    "worker/job/job.py:connect:join": "no thread: a job is joined, by calls that are explained",
+    "worker/job/connect.py:connect:join": "no thread: a job is joined, by calls that are explained",
     "worker/exchange/server_stream.py:ServerStream._assemble:receive": OUTSIDE,
     "worker/exchange/server_stream.py:ServerStream._receive:receive": (
         "who reads a value that has not come waits for it, and says so"

@@ -1,0 +1,113 @@
+"""`job.batches` and `job.look_ahead` as iterators.
+
+Owns: that there is one feed at a time, and another one of the same data where the job changes its mode. Must not know:
+which samples a batch has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.consistency.strategy import ModeChanged, Strategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.feed import Feed, FeedSettings
+from shardyard_worker.data.look_ahead import LookAhead, ReadAhead
+from shardyard_worker.data.open_feed import open_feed
+from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.training.table_binding import Announced
+
+B = TypeVar("B")
+OpenFeed = Callable[[Strategy], Feed]
+
+_END = object()
+
+
+def open_batches(
+    loop: TrainingLoop, reader: Reader, settings: FeedSettings, look_ahead: LookAhead | None
+) -> Iterator[Any]:
+    """Raises InvalidRequest, FeedConflict, JobFailed."""
+    own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
+    if own_steps and loop.mode is UpdateMode.SYNC:
+        raise InvalidRequest(
+            "job.batches after steps without it, in a synchronous job",
+            why="the step says which samples are due, so all steps must come from job.batches, or none",
+            todo="use job.batches for all steps, or a DataLoader of your own for all",
+        )
+    if settings.epochs == 0:
+        return iter(())
+    number, trainer = loop.feeds_opened, loop.need_trainer()
+    opened = partial(open_feed, trainer, reader, number=number, settings=settings, look_ahead=look_ahead)
+    with loop.session.interrupts:
+        feed = opened(loop.follow_mode(), local=loop.local, end_round=loop.end_round)
+        loop.feeds_opened += 1
+    return _iterate(loop, feed, opened)
+
+
+def refuse_nesting(loop: TrainingLoop) -> None:
+    """Raises InvalidRequest."""
+    if loop.feed is not None:
+        raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
+
+
+def _iterate(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
+    refuse_nesting(loop)
+    if loop.upcoming is not None:
+        raise _two_look_aheads()
+    loop.feed = feed
+    try:
+        with contextlib.closing(_go_through(loop, feed, opened)) as batches:
+            while True:
+                with loop.session.interrupts:
+                    batch = next(batches, _END)
+                if batch is _END:
+                    break
+                yield batch
+    finally:
+        loop.feed = None
+        if loop.trainer is not None:
+            loop.trainer.accumulates = False
+        if loop.local is not None and not loop.session.has_left:
+            loop.local.abandon()
+    loop.between_steps()
+
+
+def _go_through(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Generator[Any, None, None]:
+    """All batches, in whatever mode the job goes by."""
+    while True:
+        loop.feed = feed
+        try:
+            yield from feed.batches()
+        except ModeChanged:
+            feed = opened(loop.follow_mode())
+        else:
+            return
+
+
+def announce(loop: TrainingLoop, ahead: ReadAhead[B]) -> Iterator[B]:
+    """A script's own batches, each announced before its turn."""
+    if loop.upcoming is not None or loop.feed is not None:
+        raise _two_look_aheads()
+
+    def upcoming() -> Sequence[Announced]:
+        strategy = loop.strategy
+        return ahead.announced(len(strategy.ranks.held) if isinstance(strategy, SyncStrategy) else None)
+
+    loop.upcoming = upcoming
+    try:
+        yield from ahead
+    finally:
+        loop.upcoming = None
+
+
+def _two_look_aheads() -> InvalidRequest:
+    return InvalidRequest(
+        "job.look_ahead together with job.batches, or with another one",
+        why="a step brings the rows of one batch, that which follows",
+        todo="give look_ahead to job.batches; finish one loop before the other",
+    )

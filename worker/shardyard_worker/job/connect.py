@@ -1,0 +1,57 @@
+"""Joins a job: `sy.connect()` with its settings read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from shardyard.config.settings import Settings
+from shardyard.domain.ids import Incarnation
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.interfaces import Network
+from shardyard.transport.malloc import tune_malloc
+from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.job.job import Job
+from shardyard_worker.session.devices import pick_device
+from shardyard_worker.session.metrics import MetricLog
+from shardyard_worker.session.session import ProcessPlace, Session
+from shardyard_worker.session.tensorboard import TensorBoardWriter
+
+
+def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
+    """Joins the job of the settings' name in the yard at `settings.coordinator`, else starts it.
+
+    `network`: how to reach it; gRPC unless given. `on_close` is called when the job has been left. Raises
+    CoordinatorUnavailable, ConfigurationError, JobFailed.
+    """
+    tune_malloc()
+    if settings.worker.threads:
+        torch.set_num_threads(settings.worker.threads)
+    place = _place(os.environ)
+    metrics = MetricLog()
+    session = Session(network or GrpcNetwork(), settings.coordinator, settings, place, metrics.take)
+    files: TensorBoardWriter | None = None
+    try:
+        with session.interrupts:
+            device = pick_device(settings.worker.device, place.local_index)
+            session.join()
+            if settings.metrics.tensorboard:
+                who = f"worker-{session.caller.incarnation}"
+                files = TensorBoardWriter(Path(settings.metrics.tensorboard), job=settings.job.name, who=who)
+    except BaseException:
+        if files is not None:
+            files.close()
+        session.leave("could not join")
+        if on_close is not None:
+            on_close()
+        raise
+    seed_everything(session.seed)
+    return Job(session, device, metrics, files, on_close)
+
+
+def _place(environment: Mapping[str, str]) -> ProcessPlace:
+    agent, index = environment.get("SHARDYARD_AGENT", ""), environment.get("SHARDYARD_LOCAL_INDEX", "0")
+    return ProcessPlace(Incarnation(int(agent)) if agent.isdigit() else None, int(index) if index.isdigit() else 0)

@@ -1,0 +1,130 @@
+"""`job.prepare`: a model's parameters and its optimizer move to the servers.
+
+In: model, optimizer, scheduler. Out: an optimizer whose `step()` pushes gradients and pulls parameters; in local mode,
+one that runs the script's own optimizer, and exchanges values once a round. Must not know: how a push travels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import ConfigurationError, UnsupportedModel
+from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.embedding.table import tables_of
+from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.optimizers.grad_scaler import SCALER_COUNTS, JobScaler, unscaler
+from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
+from shardyard_worker.training.model_variables import buffers_of, parameters_of
+from shardyard_worker.training.table_binding import TableBinding
+from shardyard_worker.training.variables import StepInput, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+JobOptimizer = ServerOptimizer | LocalOptimizer
+
+
+def prepare(
+    loop: TrainingLoop,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    scaler: JobScaler | None,
+) -> tuple[JobOptimizer, JobScheduler | None]:
+    """Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, ConfigurationError, InvalidRequest."""
+    tables = tables_of(model)
+    is_local = loop.session.job_settings.consistency.mode is ConsistencyMode.LOCAL
+    if tables and is_local:
+        raise ConfigurationError(
+            f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
+            why="a round is steps that a worker takes by itself, and rows are on the servers",
+            todo="set job.consistency.mode to sync, hybrid, async or bounded",
+        )
+    if is_local:
+        return _prepare_local(loop, model, optimizer, scheduler)
+    spec = translate(optimizer)
+    schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: loop.step)
+    parameters, buffers = parameters_of(model, optimizer, tables), buffers_of(model)
+    counts = [] if scaler is None else [Variable(SCALER_COUNTS, scaler.state)]
+    rows = TableBinding(tables, optimizer.param_groups) if tables else None
+    step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
+    prepared = ServerOptimizer(optimizer, spec.kind, step, rows)
+    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows, scaler=scaler)
+    if schedule is not None:
+        schedule.follow()
+    return prepared, schedule
+
+
+class _GradientStep:
+    """What `optimizer.step()` does: collects the gradients of parameters and rows, and contributes them."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        rows: TableBinding | None,
+        scaler: JobScaler | None,
+        schedule: JobScheduler | None,
+    ) -> None:
+        self._loop = loop
+        self._parameters = parameters
+        self._buffers = buffers
+        self._rows = rows
+        self._scaler = scaler
+        self._schedule = schedule
+        self._warned_of_scaler = False
+
+    def __call__(self, optimizer: ServerOptimizer, scaled: Scaled | None) -> None:
+        if self._schedule is not None:
+            self._schedule.follow()
+        if self._rows is not None and scaled is not None and self._scaler is None:
+            raise UnsupportedModel(
+                "a model with embedding tables, and a scaler of torch's",
+                why="it looks at parameters of a size, and would leave the gradients of rows scaled",
+                todo="use job.scaler(), before job.prepare; or bfloat16, which needs no scale",
+            )
+        taken = None if self._rows is None else self._rows.take()
+        gradients, overflow = self._unscaled([parameter.target.grad for parameter in self._parameters], scaled)
+        if taken is not None and scaled is not None:
+            taken = None if overflow else taken.unscaled(scaled.scale)
+        sent = [*gradients, *(buffer.found for buffer in self._buffers)]
+        if self._scaler is not None:
+            sent.append(self._scaler.proposal(None if scaled is None else overflow))
+        self._loop.contribute(StepInput(sent, 1.0, optimizer.settings(), overflow=overflow, rows=taken))
+
+    def _unscaled(
+        self, gradients: list[torch.Tensor | None], scaled: Scaled | None
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """Gradients as they are sent, and whether they are beyond their format, and so not sent."""
+        if scaled is None:
+            return gradients, False
+        if self._scaler is None and not self._warned_of_scaler:
+            self._warned_of_scaler = True
+            log.warning("a GradScaler of this worker's own: each worker has another scale; job.scaler() is one for all")
+        if scaled.overflow:
+            return [None] * len(gradients), True
+        return [*map(unscaler(scaled.scale, gradients), gradients)], False
+
+
+def _prepare_local(
+    loop: TrainingLoop, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
+) -> tuple[LocalOptimizer, JobScheduler | None]:
+    consistency = loop.session.job_settings.consistency
+    schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: loop.step)
+    parameters, buffers = [each.in_group(0) for each in parameters_of(model, optimizer, {})], buffers_of(model)
+    spec = outer_optimizer(consistency)
+    trainer = loop.begin([*parameters, *buffers], spec, lambda: spec.groups, model=model)
+    strategy = loop.strategy
+    assert isinstance(strategy, SyncStrategy)
+    inner, steps = InnerOptimizer(optimizer), consistency.steps
+    loop.begin_rounds(LocalRounds(trainer, strategy, inner, schedule, parameters=len(parameters), steps=steps))
+    if schedule is not None:
+        schedule.follow()
+    return LocalOptimizer(optimizer, loop.step_locally), schedule

@@ -1,0 +1,264 @@
+"""A worker's steps: what happens between `optimizer.step()` and the strategy, in whatever mode the job is.
+
+Owns: the trainer, the strategy of the present mode, the feed that batches come from, the rounds of local mode.
+Invariant: a strategy is replaced only between two steps, where the job has changed its mode. Must not know: models,
+optimizers, what a script sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardyard.domain.consistency import NonFinite, Stop, UpdateMode
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard_worker.consistency.local_sgd import LocalRounds
+from shardyard_worker.consistency.modes import strategy_for
+from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.data.feed import Feed
+from shardyard_worker.data.sync_feed import LocalFeed
+from shardyard_worker.job.callbacks import Callbacks
+from shardyard_worker.optimizers.grad_scaler import JobScaler
+from shardyard_worker.session.metrics import MetricLog
+from shardyard_worker.session.session import Session
+from shardyard_worker.training.remote_rows import RemoteRows
+from shardyard_worker.training.table_binding import TableBinding, Upcoming
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+Groups = tuple[tuple[float, ...], ...]
+
+LOOK_AHEAD_METRIC = "look_ahead_hits"
+"""Of the rows that forwards have asked for since look-ahead began, the share that was there."""
+
+
+class TrainingLoop:
+    """Of one job, for the thread that trains."""
+
+    def __init__(self, session: Session, metrics: MetricLog, callbacks: Callbacks[Any]) -> None:
+        self.session = session
+        self._metrics = metrics
+        self._callbacks = callbacks
+        self.trainer: Trainer | None = None
+        self.places: dict[str, int] = {}
+        """Of the variables, by name."""
+        self.strategy: Strategy | None = None
+        self.local: LocalRounds | None = None
+        self.feed: Feed | None = None
+        self.feeds_opened = 0
+        self.upcoming: Upcoming | None = None
+        """Of a script's own batches (`job.look_ahead`)."""
+        self.rows: RemoteRows | None = None
+        self.settings: Callable[[], Groups] = tuple
+        """Of the optimizer, as they are now."""
+        self.own_steps = 0
+        """Steps outside of job.batches."""
+        self._scaler: JobScaler | None = None
+        self._last_step = 0
+        """The last one after which callbacks were called."""
+
+    # ---- what is known
+
+    @property
+    def mode(self) -> UpdateMode:
+        return self.session.mode
+
+    @property
+    def step(self) -> int:
+        if self.local is not None:
+            return self.local.step
+        return 0 if self.strategy is None else self.strategy.step
+
+    @property
+    def stopping(self) -> Stop | None:
+        return self.session.step_barrier.stop
+
+    @property
+    def should_stop(self) -> bool:
+        if self.mode is UpdateMode.ASYNC or self.strategy is None:
+            return self.stopping is not None
+        end = self.session.step_barrier.end
+        return end is not None and self.strategy.step >= end
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the script announces the ids of its next batches now."""
+        return self.upcoming is not None or (self.feed is not None and self.feed.upcoming is not None)
+
+    def need_trainer(self) -> Trainer:
+        self.session.check()
+        if self.trainer is None:
+            raise InvalidRequest("no variables yet", todo="call job.prepare or job.register first")
+        return self.trainer
+
+    def present_strategy(self) -> Strategy:
+        assert self.strategy is not None
+        return self.strategy
+
+    # ---- the beginning
+
+    def begin(
+        self,
+        variables: Sequence[Variable],
+        spec: OptimizerSpec,
+        settings: Callable[[], Groups],
+        *,
+        model: torch.nn.Module | None = None,
+        tables: TableBinding | None = None,
+        scaler: JobScaler | None = None,
+    ) -> Trainer:
+        """Registers the variables, and brings the first values into them. `settings`: of the optimizer, as they are
+        now."""
+        self.session.check()
+        if self.trainer is not None:
+            raise InvalidRequest(
+                "a second job.prepare or job.register in one job",
+                todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
+            )
+        with self.session.interrupts:
+            trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy)
+            self.trainer, self.settings, self._scaler = trainer, settings, scaler
+            self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
+            if tables is not None:
+                self.rows = RemoteRows(
+                    trainer, tables, context=self.present_strategy, looks_ahead=lambda: self.looks_ahead
+                )
+                tables.begin(self.rows)
+            self._last_step = self.follow_mode().step
+        return trainer
+
+    def begin_rounds(self, local: LocalRounds) -> None:
+        """Steps are local from now on."""
+        self.local = local
+        self._last_step = self.step
+
+    def follow_mode(self) -> Strategy:
+        """The strategy of the mode that the job goes by now, begun."""
+        strategy = self.strategy
+        while strategy is None or isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
+            if strategy is not None:
+                strategy.close()
+            if self._scaler is not None:
+                self._scaler.follow(by_steps=self.mode is UpdateMode.SYNC)
+            strategy = self.strategy = strategy_for(self.need_trainer())
+            # which may meet the map of the mode after its own
+            with contextlib.suppress(ModeChanged):
+                strategy.begin()
+        return strategy
+
+    # ---- steps
+
+    def contribute(self, sending: StepInput) -> None:
+        """`optimizer.step()` and `job.push`."""
+        self.session.check()
+        sending = replace(sending, bases=self.need_trainer().values.bases)
+        self.report_rows()
+        if self.feed is None and isinstance(self.strategy, SyncStrategy):
+            with self.session.interrupts:
+                self.follow_mode()
+        with self.session.interrupts:
+            counted = self._count(sending)
+        if counted and (self.mode is UpdateMode.ASYNC or self.step != self._last_step):
+            self._last_step = self.step
+            self._callbacks.after_step()
+        self.between_steps()
+
+    def step_locally(self, closure: Callable[[], float] | None) -> float | None:
+        """`optimizer.step()` in local mode."""
+        local = self.local
+        assert local is not None
+        self.session.check()
+        with self.session.interrupts:
+            if isinstance(self.feed, LocalFeed):
+                is_last = self.feed.enter()
+                loss = local.run(closure)
+            else:
+                local.enter_own()
+                loss = local.run(closure)
+                is_last = local.taken == local.steps
+            if is_last:
+                self.end_round()
+        if self.step > self._last_step:  # a worker with several ranks takes a step of the same number for each
+            self._last_step = self.step
+            self._callbacks.after_step()
+        self.between_steps()
+        return loss
+
+    def end_round(self) -> None:
+        """Contributes what this worker's local steps have come to."""
+        local = self.local
+        assert local is not None
+        sending = local.outer(self.settings())
+        looked_at = self.session.job_settings.nonfinite is not NonFinite.ALLOW  # on the way, and reported
+        try:
+            self._count(sending if local.finite or looked_at else None)
+        finally:
+            local.leave(keeps=local.finite)
+        lost = {"rounds_dropped": local.dropped, "inner_states_lost": local.lost}
+        self._metrics.log({name: count for name, count in lost.items() if count})
+
+    def _count(self, sending: StepInput | None) -> bool:
+        """Pushes a step. Whether the work is this worker's."""
+        if self.feed is not None:
+            self.feed.push(sending)
+            return self.feed.work is None or not self.feed.work.lost
+        self.own_steps += 1
+        try:
+            self.present_strategy().contribute(None, sending, self.upcoming)
+        except ModeChanged:
+            self.own_steps -= 1
+            self.follow_mode()
+            return False
+        except LostWork:
+            log.info("the last batch does not count: another worker has computed it as well, or the job has stopped")
+            return False
+        return True
+
+    def between_steps(self) -> None:
+        """Calls the script's functions where there is something new."""
+        self._callbacks.between_steps(self.session.checkpoint, self.stopping if self.should_stop else None)
+
+    def report_rows(self) -> None:
+        """Metrics of look-ahead and of the cache of rows."""
+        if self.rows is not None and self.rows.looked_up:
+            self._metrics.log({LOOK_AHEAD_METRIC: self.rows.came_ahead / self.rows.looked_up})
+        cache = None if self.trainer is None else self.trainer.cache
+        if cache is not None:
+            counts = cache.counts
+            found = {"hits": counts.hits, "misses": counts.misses, "age": counts.age}
+            self._metrics.log({f"cached_rows_{name}": value for name, value in found.items()})
+
+    # ---- the end
+
+    def drain(self) -> None:
+        """Waits for the push under way."""
+        try:
+            self.present_strategy().drain()
+        except LostWork:
+            log.info("the last batch was computed by another worker as well; this one's does not count")
+
+    def finish(self, error: str) -> None:
+        """A push may still be under way: it counts if it was acknowledged, and an error that it meets is raised."""
+        if self.strategy is None or self.trainer is None:
+            return
+        try:
+            if error:
+                self.trainer.router.close()
+            else:
+                if self.local is not None and self.local.owes:
+                    self.end_round()  # of a script's own data, whose last round may be a shorter one
+                self.strategy.leave(self.settings())
+                self.trainer.values.complete()
+        except LostWork:
+            log.info("the last batch was computed by another worker as well; this one's does not count")
+        finally:
+            self.strategy.close()

@@ -1,0 +1,23 @@
+"""Which device a training process uses."""
+
+from __future__ import annotations
+
+import torch
+
+from shardyard.domain.errors import ConfigurationError
+
+
+def pick_device(wanted: str, local_index: int) -> torch.device:
+    """`wanted`: worker.device. "auto" is one GPU for each process of a machine, in turn, and the CPU where there is
+    none. `local_index`: this process is so many behind the machine's first. Raises ConfigurationError."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(f"worker.device is {wanted!r}; torch sees no CUDA device here")
+    if wanted in ("auto", "cuda"):
+        wanted = f"cuda:{local_index % torch.cuda.device_count()}"
+    device = torch.device(wanted)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"worker.device is {wanted!r}; torch sees {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(device)
+    return device
