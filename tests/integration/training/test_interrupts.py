@@ -261,7 +261,7 @@ def test_push_of_which_nobody_knows_whether_it_has_arrived_is_not_followed_by_an
         broken.setattr(ServerGroup, "push_pull", twice_interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.push({"w": torch.ones(4)})
-    with pytest.raises(errors.InvalidRequest, match="nobody knows"):
+    with pytest.raises(errors.InvalidRequest, match="may have reached only some of the servers"):
         job.push({"w": torch.ones(4)})
 
 
