@@ -1,9 +1,9 @@
-"""Versions that readers hold for a while: an evaluator reads one whole while updates go on beside it (rule C7).
+"""Versions that readers pin: an evaluator reads one version whole, while updates go on (rule C7).
 
-Owns: the pins of one job on one server, by the names that readers gave them, and until when each lasts. Invariants: at
-most limits.PINS_MAX at a time; the memory that updates need beside a pin was asked for before it was given, so that
-none fails for it; what a pin holds is released once, however it ends. Safe for several threads. Must not know:
-messages, what time it is.
+Owns: the pins of one job on one server, by the names that readers gave them, with their leases. Invariants: at most
+limits.PINS_MAX at a time; the memory that updates need beside a pin is allocated before the pin is given, so no update
+fails for it; what a pin holds is released once, however it ends. Safe for several threads. Must not know: messages, the
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardyard_ps_server.values.versions import Bytes, VersionPin
 
 @dataclass
 class Pin:
-    """`number`: the version that was asked for, None: the newest of each partition."""
+    """`number`: the version that the reader named; None: the newest of each partition."""
 
     number: int | None
     wanted: tuple[tuple[Partition, VersionPin], ...]
@@ -33,7 +33,7 @@ class Pin:
 
 class Pins:
     def __init__(self) -> None:
-        self._taking = threading.Lock()  # held while memory is asked for, and a push under way is waited for
+        self._taking = threading.Lock()  # held while memory is allocated, and while a push under way ends
         self._lock = threading.Lock()
         self._pins: dict[bytes, Pin] = {}
 
@@ -51,9 +51,8 @@ class Pins:
         lease_ms: int,
         rows: bool = False,
     ) -> Pin:
-        """A new pin, or the one of that name, which lasts from now on. `rows`: those of tables can be looked up by it.
-        Raises InvalidRequest (facts: newest) where the version has passed, or the name is that of another's pin,
-        NotReady, TooLarge."""
+        """A new pin, or the one of that name with a new lease. `rows`: rows of tables can be looked up by it. Raises
+        InvalidRequest (facts: newest) if the version has passed, or another pin has the name, NotReady, TooLarge."""
         self.expire(now_ms)
         pin = self._renewed(name, number, now_ms + lease_ms)  # also while another one is taken
         if pin is not None:
@@ -87,8 +86,8 @@ class Pins:
     def hold(
         self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
     ) -> list[tuple[Partition, Version, Bytes]]:
-        """The pinned values, held once more for who sends them: a lease may run out meanwhile. Raises NotFound, and
-        InvalidRequest for what is not there yet."""
+        """The pinned values, held once more while they are sent: the lease may run out meanwhile. Raises NotFound, and
+        InvalidRequest if the version has not come yet."""
         self.expire(now_ms)
         with self._lock:
             found = self._found(name, partitions)
@@ -105,13 +104,13 @@ class Pins:
     def rows(
         self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
     ) -> dict[PartitionId, tuple[Partition, VersionPin]]:
-        """Whose rows are looked up by a pin, and as of what. Raises NotFound."""
+        """The partitions in which a pin's rows are looked up, with the pinned version. Raises NotFound."""
         self.expire(now_ms)
         with self._lock:
             return self._found(name, partitions)
 
     def _found(self, name: bytes, partitions: Sequence[PartitionId]) -> dict[PartitionId, tuple[Partition, VersionPin]]:
-        """What a pin has, these partitions among it; called with the lock held. Raises NotFound."""
+        """All that a pin has; the lock is held. Raises NotFound if one of these partitions is missing."""
         pin = self._pins.get(name)
         if pin is None:
             raise NotFound(
@@ -161,8 +160,8 @@ def _want(
 
 
 def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """What a pin holds, or, at `until` (time.monotonic), what it lacks. Raises NotFound where partitions have gone back
-    before a version came that was named."""
+    """What a pin holds, or at `until` (time.monotonic) what it lacks. Raises NotFound if partitions have gone back
+    before the named version came."""
     parts: list[PulledPart] = []
     missing: list[NotReadyPart] = []
     for partition, wanted in pin.wanted:

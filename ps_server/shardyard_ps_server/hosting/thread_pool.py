@@ -1,8 +1,8 @@
 """Threads that apply the partitions of one large push side by side.
 
-Owns: a fixed number of threads, started at the first work that needs them. Invariants: whoever brings work does it too,
-so a caller never waits for work that nobody has begun, however many callers there are; partitions share no state, so
-the number of threads changes no bit. Must not know: what the work is.
+Owns: a fixed number of threads, which start at the first work that needs them. Invariants: a caller works on its own
+batch too, so it never waits for work that no thread has begun, however many callers there are; partitions share no
+state, so the number of threads changes no bit. Must not know: what the work is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THREADS_MAX = 4
 
 
 class _Batch(Generic[T]):
-    """The works of one call. Each is taken once, in order, by whoever is free."""
+    """The works of one call. Free threads take them in order, each once."""
 
     def __init__(self, works: Sequence[Callable[[], T]]) -> None:
         self._works = works
