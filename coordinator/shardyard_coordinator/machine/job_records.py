@@ -49,7 +49,8 @@ def entries(job: JobState) -> list[Entry]:
 
 def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
     """Takes a record of `entries`, or one of its kinds, except `job_started`. Raises DamagedRecord."""
-    if kind not in _RESTORE:
+    # a damaged record's kind may be of any type
+    if not isinstance(kind, str) or kind not in _RESTORE:
         raise DamagedRecord("its kind is unknown to this release")
     _RESTORE[kind](job, kind, body, now_ms)
 
