@@ -1,11 +1,11 @@
-"""What of a partition goes into a checkpoint, taken in a moment while updates go on.
+"""A partition as it was at one moment, for a checkpoint, while updates go on.
 
-Values need no copy: a version is never written again while somebody holds it. Optimizer state is changed in place, so
-what an update is about to change is copied before, and the rest when there is time, a piece at a time. Tables do so by
-themselves (tables.cuts).
+Values need no copy: a version is not written while a reader holds it. Optimizer state changes in place, so an update
+copies what it is about to change (`keep`), and the checkpoint's thread copies the rest piece by piece (`keep_next`).
+Tables copy for themselves (tables.cuts).
 
-Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` is
-called by whoever updates the partition, `keep_next` by one other thread. Must not know: what the state means.
+Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. Must not know:
+what the state means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardyard_ps_server.tables import cuts as tables
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 PIECE_BYTES = MIB
-"""An update waits for one copy of so much."""
+"""An update waits for the copy of one piece."""
 
 
 class StateCut:
@@ -50,7 +50,7 @@ class StateCut:
             self._keep(piece)
 
     def keep_next(self) -> None:
-        """Copies one piece that is not copied yet, if there is one."""
+        """Copies the next piece that is not copied yet, if there is one."""
         while not self.complete and self._kept[self._next]:
             self._next += 1
         if not self.complete:
@@ -58,7 +58,7 @@ class StateCut:
             self._next += 1
 
     def of(self, name: str) -> Bytes:
-        """One of the arrays, once all is copied."""
+        """One of the arrays. All must be copied."""
         assert self.complete
         return self._copies[name]
 
@@ -88,7 +88,7 @@ class Cut:
     tables: Mapping[str, tables.TableCut] = field(default_factory=dict)
 
     def complete(self) -> None:
-        """Copies what no update has made a copy of yet, while updates go on."""
+        """Copies what updates have not copied, while they go on."""
         while not self.state.complete:
             self.state.keep_next()
 

@@ -1,6 +1,6 @@
-"""How the partitions of a job take updates: rules that are the same on all servers, and for as long as it has a mode.
+"""How the partitions of a job take updates. The rules are the same on all servers while the job is in one mode.
 
-Owns: which rules go together. Must not know: partitions, who is told.
+Owns: which rules go together. Must not know: partitions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardyard.domain.layout.layouts import JobLayout
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """`stale`: of an asynchronous job, what becomes of gradients of older versions, if it asks for that. The others
-    are of a synchronous job. `logical_ranks`: that a step is of. `clipping`: of mean gradients; whoever pushes to an
-    asynchronous job clips before. `backup_workers`: so many ranks need not count in a step. `rows_at_once`: rows are
-    updated when they come, in a lane of their own, before the step is taken."""
+    """`stale`: of an asynchronous job, how gradients of older versions are corrected. The rest is of a synchronous job.
+    `logical_ranks`: how many a step has. `clipping`: of mean gradients; in an asynchronous job workers clip before they
+    push. `backup_workers`: how many ranks need not count in a step. `rows_at_once`: rows are updated when they come, in
+    a lane of their own, before the step is taken (hybrid)."""
 
     mode: UpdateMode
     logical_ranks: int

@@ -1,9 +1,11 @@
-"""Rows that workers have looked up and have not pushed yet: a step in flight was computed on them, so they stay.
+"""Rows that workers have looked up and not pushed yet. A step in flight was computed on them, so they do not expire.
 
-Owns: what each worker has in flight. Invariants: what was pushed is in flight no more, nor what its worker has not
-pushed with so many pushes as there may be steps in flight; of a worker at most IDS_MAX ids beside those of its newest
-look-up, for at most KEPT_MS; of one that is gone nothing. Changes no row and no frequency, and is in no log and no
-checkpoint. Safe for several threads. Must not know: tables, why rows go.
+A row is in flight from its look-up until its worker pushes it, or has pushed ROWS_IN_FLIGHT_MAX times without it, or
+KEPT_MS have passed, or the worker is gone. Of one worker at most IDS_MAX ids are kept beside those of its newest
+look-up.
+
+Owns: what each worker has in flight. It changes no row and no frequency, and is in no log and no checkpoint. Safe for
+several threads. Must not know: tables, why rows expire.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ class _LookUp(NamedTuple):
     ids: Ids
     at_ms: int
     pushes: int
-    """Of the worker, before it."""
+    """How often the worker had pushed before."""
 
 
 @dataclass
 class _OfWorker:
-    """`look_ups`: by their numbers, the oldest first; `places`: the numbers of those of each place."""
+    """`look_ups`: by number, the oldest first; `places`: numbers of the look-ups of each place. `ids`: how many."""
 
     look_ups: dict[int, _LookUp] = field(default_factory=dict)
     places: dict[TablePart, list[int]] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class LookupsInFlight:
         self._workers: dict[Incarnation, _OfWorker] = {}
 
     def begin(self, worker: Incarnation, looked_up: Sequence[tuple[TablePart, Ids]]) -> None:
-        """Ids that ascend, each once."""
+        """A worker has looked up these ids, which ascend, each once."""
         now_ms = self._clock.now_ms()
         with self._lock:
             mine = self._workers.setdefault(worker, _OfWorker())
@@ -89,7 +91,7 @@ class LookupsInFlight:
                     mine.drop(number)
 
     def end(self, worker: Incarnation, pushed: Iterable[tuple[TablePart, Ids]]) -> None:
-        """With each push, whatever rows it has."""
+        """The worker has pushed these ids. Called for each push, also without rows."""
         with self._lock:
             mine = self._workers.get(worker)
             if mine is None:
@@ -112,7 +114,7 @@ class LookupsInFlight:
                 self._workers.pop(worker, None)
 
     def without(self, place: TablePart, ids: Ids) -> Ids:
-        """Those of the ids, which ascend, that nobody has in flight."""
+        """Those of the ids, which ascend, that no worker has in flight."""
         if not ids.size:
             return ids
         since_ms = self._clock.now_ms() - KEPT_MS

@@ -32,9 +32,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class PushedTableRows(NamedTuple):
-    """PushedTableRows of one table for one partition, checked, ids ascending, in memory of their own. `values`:
-    gradients, or first values; `counts` None: each id occurred once. `now_ms`: the table's clock when they came, where
-    that is recorded; None: it is as now."""
+    """Rows of one table for one partition, checked, in memory of their own: ids, shape (n,), ascending; `values`, shape
+    (n, dim): gradients, or first values; `counts`: how often each id occurred, None: once. `now_ms`: the table's clock
+    when they came, where that is recorded; None: now."""
 
     table: int
     ids: Ids
@@ -44,7 +44,7 @@ class PushedTableRows(NamedTuple):
 
 
 class RowQuery(NamedTuple):
-    """PushedTableRows of one table that are asked of one partition; the ids were checked."""
+    """Rows of one table that are read from one partition. The ids were checked."""
 
     table: int
     partition: PartitionId

@@ -1,7 +1,7 @@
-"""The tables of one partition: made with it, or as a checkpoint has them, and cut together.
+"""Makes the tables of one partition, empty or from a checkpoint, and cuts them together.
 
-Owns: how they come to be, and that cuts are of all or none. Invariant: tables that are given out are whole. Must not
-know: pushes, ledgers, when a partition is open.
+Invariants: tables that are returned are whole; either all tables are cut, or none. Must not know: pushes, ledgers, when
+a partition is open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardyard_ps_server.tables.table import Table
 
 Tables = Mapping[str, Table]
 Since = Mapping[str, int]
-"""Of tables by name, the generation of a cut of which not more than what has changed after it is wanted."""
+"""By table name, the generation of an earlier cut, since which changes are wanted and no more."""
 
 
 def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
@@ -29,7 +29,7 @@ def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
 
 
 def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
-    """Rows that are kept of a table are its partitions' together: each has its share, rounded up."""
+    """A bound on the rows of a table is for all partitions together. Each has its share of it, rounded up."""
     kept = -(-settings.expiry.rows_kept // len(layout.partitions))
     return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
 
@@ -41,8 +41,8 @@ def read_tables(states: tuple[TableState, ...], budget: Budget | None = None) ->
 
 
 def cut_tables(tables: Tables, since: Since) -> Mapping[str, TableCut]:
-    """Of one moment, where nothing is pushed meanwhile. A table of which it is not known what has changed since then is
-    cut whole. Raises NotReady where somebody reads a whole table, TableError; then none is cut."""
+    """Cuts all tables; nothing may be pushed meanwhile. A table that does not know what has changed since then is cut
+    whole. Raises NotReady where a reader reads a whole table, TableError; then none is cut."""
     found: dict[str, TableCut] = {}
     try:
         for name, table in tables.items():

@@ -4,10 +4,10 @@
     record    header (RECORD_HEADER_BYTES), head (a message of the protocol), payload (as it was received)
     mark      a place in the log, with a checksum: up to where it is durable, or where it ends
 
-Owns: the format, and what counts as damage. Invariants: nothing of a record is believed before its checksums were
-compared; a length that a file claims is held against the file before memory is asked for; what is not valid before the
-place up to which the log is durable is damage, named with file and offset; behind it, it is a tail that was never
-acknowledged, and ends the log. Must not know: when something is written, what records mean.
+Owns: the format, and what counts as damage. Invariants: a record is used only after its checksums were compared; a
+length that a file claims is compared with the file before memory is asked for; an invalid record in the durable part of
+the log is damage, named with file and offset; an invalid record behind it is a tail that was never acknowledged, and
+ends the log. Must not know: when something is written, what records mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KINDS: Final = frozenset(RecordKind)
 
 
 class Mark(NamedTuple):
-    """The place before byte `offset` of a segment."""
+    """Byte `offset` of a segment."""
 
     segment: int
     offset: int

@@ -1,9 +1,9 @@
-"""What a log records, as messages and back, and how partitions come back from it.
+"""The messages that a log records, and how partitions are rebuilt from them.
 
-A record holds a push as it was received, with the settings that it was to be applied with and the rows that expire with
-it, the verdict on a step, the tokens of sources that were opened, or which partitions began anew. Given to the same
-partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (ledger.md,
-rule C1). What a checkpoint has already is known by its name, and passed over.
+A record holds one of these: a push as it was received, with its settings and the ids that expire with it; the verdict
+on a step; tokens of sources that were opened; sequences that are lost; or which partitions began anew. Given to the
+same partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (ledger.md,
+rule C1). Work that the checkpoint has already is a duplicate by its name, and changes nothing.
 
 Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
 """
@@ -40,7 +40,7 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 
 def push_head(order: PushHeader) -> bytes:
-    """What is recorded of a push beside its payload."""
+    """A push without its payload, and without what is only of the exchange."""
     said = replace(
         order,
         pull=None,
@@ -67,7 +67,7 @@ def begin_head(generation: Generation, partitions: Sequence[PartitionId]) -> byt
 
 
 def verdict_head(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> bytes:
-    """`partitions`: those to which it is given."""
+    """`partitions`: those that take the verdict."""
     return push_messages.given_to_wire(verdict, partitions).SerializeToString()
 
 
@@ -78,8 +78,8 @@ def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
 def replay(
     files: LogFiles, generation: Generation, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]
 ) -> None:
-    """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says.
-    `generation`: under which they are given to another. Raises StorageUnavailable, LogDamaged, TooLarge."""
+    """Applies the log of a dead server to partitions as checkpoint `base` has them. `generation`: under which the
+    partitions are given to this server. Raises StorageUnavailable, LogDamaged, TooLarge."""
     end = files.take_over(generation)
     begins = _begins(files, files.records(base, end, payloads=False))
     counted = 0
@@ -117,13 +117,13 @@ def pieces_of(order: PushHeader, payload: Bytes) -> Iterator[tuple[PartitionId, 
 
 
 def bases_of(order: PushHeader) -> Sequence[Base | None]:
-    """What each part was computed on, as far as that is said."""
+    """The version that each part was computed on, where the worker says it."""
     worker = order.caller.incarnation
     return [Base(worker, version) for version in order.bases] or [None] * len(order.parts)
 
 
 def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
-    """Where each partition began for the last time, where it did."""
+    """Where each partition began anew for the last time, if it did."""
     found: dict[PartitionId, Mark] = {}
     for record in records:
         if record.kind is RecordKind.BEGIN:
@@ -142,7 +142,7 @@ def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Pa
         raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
     try:
         brought, gone = read_rows(layout, order, record.payload, partitions)
-    except TooLarge as error:  # what was taken was within the limits
+    except TooLarge as error:  # a push that was admitted is within the limits
         raise InvalidRequest(error.what) from error
     touched = False
     pieces = pieces_of(order, record.payload)
@@ -207,4 +207,4 @@ def _aligned(piece: Bytes) -> Bytes:
 
 
 def _check_nothing() -> None:
-    """Whoever was refused is not in the log."""
+    """A push that was refused is not in the log."""

@@ -1,7 +1,7 @@
-"""PushedTableRows in a log: those of a push as they came, when they came, and the ids that expire with it.
+"""Rows in a log: those of a push as they came, the time at which they came, and the ids that expire with it.
 
-Owns: where their bytes stand in a record. Invariant: what is read from a record is checked as a peer's bytes are, all
-of it, before anything changes. Must not know: files, what a push does.
+Owns: where their bytes are in a record. Invariant: bytes of a record are checked as a peer's bytes are, all of them,
+before anything changes. Must not know: files, what a push does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardyard_ps_server.values.versions import Bytes
 
 
 def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
-    """What expires in each partition, as a record says it, and the codes of the ids."""
+    """What expires in each partition, as a record has it: the header's part, and the codes of the ids."""
     tables: dict[int, list[tuple[PartitionId, ExpiredIds, Bytes]]] = {}
     for partition, each in gone:
         for one in each:
@@ -50,7 +50,7 @@ def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[t
 def with_times(
     pushed: Sequence[PushedRows], brought: Iterable[tuple[PartitionId, Sequence[PushedTableRows]]]
 ) -> tuple[PushedRows, ...]:
-    """The rows of a push as a record says them: with their times, where their table has a clock."""
+    """The header's part for the rows of a push, with their times where their table has a clock."""
     times = {
         (partition, each.table): each.now_ms for partition, rows in brought for each in rows if each.now_ms is not None
     }

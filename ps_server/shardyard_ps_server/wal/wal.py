@@ -1,17 +1,17 @@
 """A server's log of one job: durable, then visible, then acknowledged (docs/internals/ledger.md, rules C1 and C2).
 
-Whoever has something to record appends it, under `admission`, which makes the log's order the only order; then it waits
-until its record is durable; then for its turn. The first who waits writes and syncs for all who have appended,
-so a sync is shared by as many as come while the one before lasts.
+A thread appends its record under `admission`, so the log's order is the only order. Then it waits until the record is
+durable, then for its turn. The first thread that waits writes and syncs for all that have appended, so one sync serves
+all that come while the previous one lasts.
 
     with log.admission:             may it? then:
         ticket = log.append(...)
     log.sync(ticket)
     with log.turn(ticket):          in the order of the log: change what others see
 
-Owns: the segment that is written, tickets and turns. Invariants: a turn comes only to what is durable, in the log's
-order; after a sync, and before anything becomes visible, the fence is looked for; once writing or syncing has failed,
-nothing is durable any more, and `on_failure` is told: a server that cannot know what its disk has must stop. Must not
+Owns: the segment that is written, tickets and turns. Invariants: only a durable record gets a turn, in the log's order;
+after a sync, and before anything becomes visible, the log checks for a fence; once writing or syncing has failed,
+nothing is durable any more, and `on_failure` is called: a server that cannot know what its disk has must stop. Must not
 know: what records mean.
 """
 
@@ -43,7 +43,7 @@ from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogFiles, stor
 log = logging.getLogger("shardyard.server")
 
 PIECES_MAX: Final = 512
-"""Of one system call; Linux takes 1,024."""
+"""The most of one system call; Linux takes 1,024."""
 
 OnFailure = Callable[[ShardyardError], None]
 
@@ -57,7 +57,7 @@ class Wal:
         self._wait_registry = wait_registry
         self._on_failure = on_failure
         self.admission = threading.Lock()
-        """Held while it is decided whether something is recorded, and while it is appended."""
+        """Held while a record is decided on, and appended."""
         self._changed = threading.Condition()
         self._failure: ShardyardError | None = None
         self._writing = False
@@ -86,15 +86,15 @@ class Wal:
 
     @property
     def segment_bytes(self) -> int:
-        """Of the segment that is written: what was recorded since the last checkpoint began."""
+        """Bytes of the present segment: what was recorded since the last checkpoint began."""
         with self._changed:
             return self._offset
 
     # ---- recording
 
     def append(self, kind: RecordKind, head: bytes, *pieces: Bytes) -> int:
-        """Under `admission`. `pieces` of the payload, which must stay as they are until the ticket's turn. Raises
-        NotReady where the log has failed."""
+        """Under `admission`. Returns the record's ticket. `pieces`: of the payload; they must not change until the
+        ticket's turn. Raises NotReady where the log has failed."""
         checksum = nbytes = 0
         for piece in pieces:
             checksum = zlib.crc32(piece.data, checksum)
@@ -119,8 +119,8 @@ class Wal:
 
     @contextmanager
     def turn(self, ticket: int) -> Iterator[None]:
-        """What was recorded before has taken effect. An error that is not the record's own (a ShardyardError) stops the
-        log: others would go on without what it says."""
+        """Enters when all earlier records have taken effect. A ShardyardError is the record's own refusal. Any other
+        error stops the log, because later records would be applied without this one."""
         with self._wait_registry.over(self._applying), self._changed:
             while self._applied < ticket - 1:
                 self._check()
@@ -129,7 +129,7 @@ class Wal:
             failpoint("wal.before_apply")
             yield
         except ShardyardError as error:
-            # there is no memory now; there may be when the log is read
+            # memory is refused now, and may be there when the log is replayed: the two would differ
             if isinstance(error, TooLarge | Internal):
                 self._fail(error)
                 raise
@@ -141,7 +141,7 @@ class Wal:
         self._end_turn(ticket)
 
     def drain(self) -> None:
-        """Returns when all that was appended has taken effect. Raises NotReady where the log has failed."""
+        """Returns when all records so far have taken effect. Raises NotReady where the log has failed."""
         with self._changed:
             ticket = self._appended
         self.sync(ticket)
@@ -153,8 +153,8 @@ class Wal:
     # ---- segments
 
     def rotate(self, number: int) -> None:
-        """What is appended from now on, under `admission`, is in segment `number`; all before has taken effect when
-        this returns. A number that is not higher than the present one does nothing. Raises NotReady."""
+        """Under `admission`: later records are in segment `number`; all earlier ones have taken effect when this
+        returns. Does nothing for a number that is not higher than the present one. Raises NotReady."""
         self.drain()
         with self._wait_registry.over(self._beginning), self._changed:
             if number <= self._segment:
@@ -177,7 +177,7 @@ class Wal:
                 raise self._failed() from error
 
     def prune(self, oldest: int) -> None:
-        """Deletes the segments that no checkpoint from number `oldest` on needs. What cannot be deleted stays."""
+        """Deletes the segments that no checkpoint from `oldest` on needs. Segments that cannot be deleted stay."""
         numbers = self._files.numbers()
         first = max((number for number in numbers if number <= oldest), default=0)
         for number in numbers:
@@ -188,14 +188,14 @@ class Wal:
                     log.warning("a segment of a log was not deleted: %s", error)
 
     def close(self, *, remove: bool = False) -> None:
-        """Nothing is recorded any more. `remove`: nobody will read it."""
+        """Ends the log. `remove`: deletes it too."""
         with self._wait_registry.over(self._syncing), self._changed:
             while self._writing:
                 self._changed.wait()
             if self._fd < 0:
                 return
             self._failure = self._failure or NotReady("the log is closed")
-            if remove:  # while it is locked: whoever finds it unlocked takes its server for dead
+            if remove:  # while it is locked: a server that finds it unlocked takes this one for dead
                 self._files.remove()
             os.close(self._fd)
             os.close(self._synced_fd)
@@ -216,7 +216,7 @@ class Wal:
     # ---- inside
 
     def _begin(self, number: int, before: Mark | None) -> int:
-        """A new segment's file, with its header, durable but for its name."""
+        """Makes a segment's file with its header. All but its name is durable."""
         path = self._files.segment(number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -230,7 +230,7 @@ class Wal:
         return fd
 
     def _write(self) -> None:
-        """With the lock, which is let go meanwhile: makes durable all that was appended."""
+        """Makes durable all that was appended. Called with the lock, which is released meanwhile."""
         queue, upto = self._queue, self._appended
         mark = Mark(self._segment, self._offset)
         self._queue, self._writing = [], True
