@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import transcripts
+from tests.support import transcript_commands, transcripts
 
 FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 
@@ -15,7 +15,7 @@ FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 def test_machine_reacts_as_recorded(path: Path) -> None:
     transcript = transcripts.read(path)
     played = transcripts.Transcript(
-        transcript.head, [transcripts.play(transcript, each) for each in transcript.scenarios]
+        transcript.head, [transcript_commands.play(transcript, each) for each in transcript.scenarios]
     )
     if transcripts.RECORD:
         transcripts.write(path, played)
@@ -29,4 +29,4 @@ def test_a_reaction_that_differs_is_found() -> None:
     transcript = transcripts.read(path)
     (scenario, *_) = transcript.scenarios
     wrong = transcripts.Scenario(scenario.title, [(command, [*lines, "drop"]) for command, lines in scenario.steps])
-    assert transcripts.play(transcript, wrong) != wrong
+    assert transcript_commands.play(transcript, wrong) != wrong

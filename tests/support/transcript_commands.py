@@ -1,0 +1,418 @@
+"""The commands of transcripts (tests/support/transcripts.py): what each does to the machine of a scenario."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from typing import Any, Final
+
+import yaml
+
+from shardyard.config.settings import JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import StorageUnavailable
+from shardyard.domain.ids import Caller, Generation, MemberRole, Token
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataLease
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.evaluations import Best, Evaluation
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.service.status import describe, list_quarantined
+from shardyard_coordinator.work.feeds import FeedSpec
+from tests.support.machine_yards import MachineYard
+from tests.support.transcripts import LEASE_MS, Scenario, Stage, Transcript
+
+TICK_MS: Final = 100
+VARIABLES: Final = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FLOAT32, (3,)))
+SGD: Final = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
+FEED: Final = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
+
+Command = Callable[..., events.Event | list[str] | None]
+VERBS: Final[dict[str, Command]] = {}
+
+
+def play(transcript: Transcript, scenario: Scenario) -> Scenario:
+    """The same commands, with the reactions of the machine as it is."""
+    stage = Stage()
+    for line in transcript.head:
+        if line.startswith("> "):
+            do(stage, line[2:])
+    return Scenario(scenario.title, [(command, do(stage, command)) for command, _ in scenario.steps])
+
+
+def do(stage: Stage, command: str) -> list[str]:
+    verb, *words = shlex.split(command)
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    given = [word for word in words if "=" not in word]
+    reaction = VERBS[verb](stage, *given, **named)
+    if reaction is None:
+        return []
+    return reaction if isinstance(reaction, list) else stage.react(reaction)
+
+
+def verb(function: Command) -> Command:
+    VERBS[function.__name__.rstrip("_").replace("_", "-")] = function
+    return function
+
+
+@verb
+def yard(stage: Stage, *, servers: str = "2", checkpoints: str = "", lease_ms: str = str(LEASE_MS)) -> None:
+    """A coordinator with so many servers. `checkpoints`: where jobs are written whose settings do not say it."""
+    stage.yard = MachineYard(lease_ms=int(lease_ms), checkpoints=checkpoints or None)
+    for index in range(int(servers)):
+        stage.members[f"s{index}"] = stage.yard.register(MemberRole.SERVER, f"s:{index}")
+
+
+@verb
+def settings(stage: Stage, under: str, /, **given: str) -> None:
+    """Settings of jobs under a name: those of `default`, and these paths with values."""
+    document: dict[str, Any] = stage.settings["default"].model_dump(mode="json")
+    for path, value in given.items():
+        *sections, last = path.split(".")
+        place = document
+        for section in sections:
+            place = place[section]
+        place[last] = yaml.safe_load(value)
+    stage.settings[under] = JobSettings.model_validate(document)
+
+
+@verb
+def server(stage: Stage, name: str, *, address: str = "") -> list[str]:
+    """A server registers; one of the same address before it is replaced."""
+    stage.members[name] = stage.yard.register(MemberRole.SERVER, address or f"s:{name}")
+    return stage.shown(each for each in stage.yard.effects if not isinstance(each, effects.Reply))
+
+
+@verb
+def worker(stage: Stage, name: str, *, pid: str = "0") -> None:
+    """A worker registers; without a pid it has one of its own."""
+    stage.members[name] = stage.yard.register(MemberRole.WORKER, pid=int(pid) or None)
+
+
+@verb
+def join(stage: Stage, name: str, *, settings: str = "default", pid: str = "0") -> list[str]:
+    """A worker joins a job, by the name in its settings. It registers before, if it has not."""
+    if name not in stage.members:
+        worker(stage, name, pid=pid)
+    given = stage.settings[settings]
+    reaction = stage.react(events.JobJoined(stage.members[name], given.name, given))
+    for each in stage.yard.effects:
+        if isinstance(each, effects.Reply) and isinstance(each.answer, effects.Joined):
+            stage.callers[name] = Caller(each.answer.job, stage.members[name])
+    return reaction
+
+
+@verb
+def variables(stage: Stage, name: str) -> events.Event:
+    return events.VariablesRegistered(stage.caller(name), VARIABLES, SGD)
+
+
+@verb
+def created(stage: Stage) -> events.Event:
+    """The servers have made their partitions."""
+    return events.PartitionsCreated(stage.job())
+
+
+@verb
+def refused(stage: Stage) -> events.Event:
+    """A server refused to make its partitions."""
+    return events.PartitionsRefused(stage.job())
+
+
+@verb
+def committed(stage: Stage, name: str) -> events.Event:
+    """The worker has sent the first values."""
+    return events.VariablesCommitted(stage.caller(name))
+
+
+@verb
+def opened(stage: Stage) -> events.Event:
+    return events.PartitionsOpened(stage.job())
+
+
+@verb
+def opening_failed(stage: Stage) -> events.Event:
+    return events.OpeningFailed(stage.job())
+
+
+@verb
+def run(stage: Stage, name: str) -> list[str]:
+    """From joined to running: variables, partitions, first values. Shows the job's state alone."""
+    stage.yard.open_job(stage.caller(name), VARIABLES, SGD)
+    return status(stage)
+
+
+@verb
+def beat(
+    stage: Stage,
+    name: str,
+    *,
+    step: str = "0",
+    samples: str = "0",
+    loss: str = "",
+    reached: str = "",
+    switches: str = "0",
+    halted: str = "",
+    halt: str = "1",
+    pushed: str = "0",
+) -> events.Event:
+    """A heartbeat. `reached`: the step before which a worker of a job that stops can end; `switches`: the number of the
+    switch that the worker has made; `halted`: the worker has halted (for the halt of the number `halt`) before this
+    step, or, of data shards, has pushed so much work of its own since."""
+    metrics = (("loss", float(loss)),) if loss else ()
+    heard = int(reached) if reached else None
+    report = Report(
+        step=int(step),
+        samples=int(samples),
+        metrics=metrics,
+        reached=heard,
+        switches=int(switches),
+        pushed=int(pushed),
+        halted=(int(halt), int(halted)) if halted else None,
+    )
+    return events.HeartbeatReceived(stage.members[name], report)
+
+
+@verb
+def leave(stage: Stage, name: str, error: str = "") -> events.Event:
+    """A member says goodbye, or why it ends."""
+    return events.MemberLeft(stage.members[name], error)
+
+
+@verb
+def kill(stage: Stage, name: str) -> list[str]:
+    """The worker's agent reports that it was killed."""
+    registered = next(
+        each.registration for each in stage.yard.machine.members if each.incarnation == stage.members[name]
+    )
+    agent = stage.yard.register(MemberRole.AGENT, f"a:{name}")
+    return stage.react(events.ExitReported(agent, registered.pid, -9))
+
+
+@verb
+def fenced(stage: Stage, *names: str) -> events.Event:
+    """All servers refuse these workers."""
+    return events.WorkersFenced(stage.job(), tuple(stage.members[name] for name in names))
+
+
+@verb
+def advance(stage: Stage, ms: str, *alive: str) -> list[str]:
+    """Time passes, in ticks of 100 ms, while these members send heartbeats. Shows what the ticks did."""
+    found: list[str] = []
+    for _ in range(0, int(ms), TICK_MS):
+        stage.yard.now_ms += TICK_MS
+        for name in alive:
+            stage.yard.beat(stage.members[name])
+        stage.yard.handle(events.Ticked())
+        found += stage.shown(stage.yard.effects)
+    return found
+
+
+@verb
+def sleep(stage: Stage, ms: str) -> list[str]:
+    """The coordinator sleeps for so long, and hears nobody meanwhile."""
+    stage.yard.now_ms += int(ms)
+    return stage.react(events.Ticked())
+
+
+@verb
+def feed(stage: Stage, name: str, number: str = "0", /, **given: str) -> events.Event:
+    """`job.batches` in a worker's script: 100 samples in batches of 10, or as given."""
+    changed = {key: int(value) for key, value in given.items()}
+    return events.FeedOpened(stage.caller(name), int(number), dataclasses.replace(FEED, **changed))
+
+
+@verb
+def lease(stage: Stage, name: str, number: str = "0", *, of: str = "") -> list[str]:
+    """A worker asks for a data shard of its job, or of another worker's."""
+    caller = dataclasses.replace(stage.caller(name), job=stage.caller(of or name).job)
+    reaction = stage.react(events.LeaseRequested(caller, int(number)))
+    for each in stage.yard.effects:
+        if isinstance(each, effects.Reply) and isinstance(each.answer, DataLease):
+            stage.leases[name] = each.answer
+    return reaction
+
+
+@verb
+def give_back(stage: Stage, name: str, number: str = "0") -> events.Event:
+    """The worker gives its lease back, done or not; where it has none, it asks whether its ranks are done."""
+    held = stage.leases.get(name)
+    source, token = (held.source, held.token) if held is not None else (None, Token(0))
+    stage.asked = events.LeaseReturned(stage.caller(name), int(number), source, token)
+    return stage.asked
+
+
+@verb
+def ledgers(stage: Stage, next_sequence: str) -> events.Event:
+    """All servers have applied the batches before this one."""
+    return events.LedgerRead(stage.asked, int(next_sequence))
+
+
+@verb
+def steps(stage: Stage, step: str, *, map_age: str = "0") -> events.Event:
+    """The servers have said at which step the job is, under this map or one that is so much older."""
+    return events.StepsRead(stage.job(), Generation(stage.generation() - int(map_age)), int(step))
+
+
+@verb
+def steps_unread(stage: Stage) -> events.Event:
+    """A server did not answer."""
+    return events.StepsUnread(stage.job())
+
+
+@verb
+def stop(stage: Stage, name: str, reason: str = "") -> events.Event:
+    """A worker, or (by the name of a job) a person, stops the job."""
+    caller = stage.callers.get(name)
+    return events.StopRequested(caller, "" if caller else name, reason)
+
+
+@verb
+def switch(stage: Stage, mode: str = "", *, staleness: str = "", job: str = "") -> events.Event:
+    """A person changes the consistency mode of a job, of the only one where none is named."""
+    chosen = ConsistencyMode(mode) if mode else None
+    return events.SwitchRequested(job, chosen, int(staleness) if staleness else None)
+
+
+@verb
+def paced(stage: Stage, number: str) -> events.Event:
+    """All servers go by the switch of this number."""
+    return events.ServersPaced(stage.job(), stage.generation(), int(number))
+
+
+@verb
+def unpaced(stage: Stage) -> events.Event:
+    """A server was not told of the switch."""
+    return events.ServersUnpaced(stage.job())
+
+
+@verb
+def checkpoint(stage: Stage, *, step: str = "0", created_s: str = "0") -> events.Event:
+    """The checkpoint that is being taken is complete."""
+    number = stage.draft().number
+    return events.CheckpointTaken(stage.job(), number, number, int(step), created_s=int(created_s))
+
+
+@verb
+def checkpoint_failed(stage: Stage, error: str = "the disk is full") -> events.Event:
+    """The storage refuses the checkpoint that is being taken."""
+    return events.CheckpointFailed(stage.job(), stage.draft().number, StorageUnavailable(error))
+
+
+@verb
+def ask_checkpoint(stage: Stage, name: str = "", *, ticket: str = "0") -> events.Event:
+    """A person asks for a checkpoint of a job, or what became of the one with this ticket."""
+    return events.CheckpointRequested(None, name, int(ticket))
+
+
+@verb
+def batch(
+    stage: Stage, name: str, sequence: str, *, rank: str = "", shard: str = "", token: str = "", highest: str = "0"
+) -> events.Event:
+    """A worker announces a batch of its data shard, or a step of its rank: does it count?"""
+    source, held = stage.source(name, rank, shard)
+    return events.BatchBegun(
+        stage.caller(name), source, Token(int(token)) if token else held, int(sequence), int(highest)
+    )
+
+
+@verb
+def restored(stage: Stage) -> events.Event:
+    """The servers have read the partitions that they were given."""
+    return events.PartitionsRestored(stage.job(), stage.generation())
+
+
+@verb
+def follow(stage: Stage, reader: str, *, job: str = "", of: str = "", leaves: str = "") -> events.Event:
+    """An evaluator asks about a job: by name, or as the job of a worker. Readers have numbers."""
+    number = stage.caller(of).job if of else None
+    return events.ReaderHeard(number, job, int(reader).to_bytes(16, "big"), bool(leaves))
+
+
+@verb
+def evaluated(
+    stage: Stage, of: str, *, step: str = "0", accuracy: str = "0", at_s: str = "0", kept: str = ""
+) -> events.Event:
+    """An evaluator reports on the job of a worker, and at which URL it keeps the best version."""
+    found = Evaluation(int(step), (("accuracy", float(accuracy)),), int(at_s))
+    best = Best("accuracy", False, float(accuracy), int(step), kept, int(at_s)) if kept else None
+    return events.EvaluationReported(stage.caller(of).job, found, best)
+
+
+@verb
+def restart(stage: Stage, *, written: str = "records") -> list[str]:
+    """The coordinator restarts from all its records, or from its snapshot."""
+    return stage.shown(stage.yard.restart(from_snapshot=written == "snapshot"))
+
+
+@verb
+def status(stage: Stage, *names: str) -> list[str]:
+    """The latest job: its state, and the fields that are named."""
+    job = describe(stage.yard.machine, stage.yard.now_ms).jobs[-1]
+    shown = "".join(f" {name}={stage.said(getattr(job, name))}" for name in names)
+    failure = f" {stage.named(job.failure.what)}" if job.HasField("failure") else ""
+    state = wire.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
+    return [f"{state} workers={job.workers}{shown}{failure}"]
+
+
+@verb
+def compute(stage: Stage, name: str, shards: str, *, batches: str = "3") -> list[str]:
+    """A worker takes so many data shards, one after the other, and servers apply their batches. Shows what closed."""
+    found: list[str] = []
+    for _ in range(int(shards)):
+        lease(stage, name)
+        stage.react(give_back(stage, name))
+        found += [line for line in stage.react(ledgers(stage, batches)) if line.startswith("record data_closed")]
+    return found
+
+
+@verb
+def go_over(stage: Stage, mode: str, at: str) -> list[str]:
+    """A switch to the other mode of updates, up to the restore with which the job goes over: all workers halt, the
+    servers say the step, a checkpoint of it is complete. Shows the restore alone."""
+    to_steps = mode == "sync"
+    stage.react(switch(stage, mode))
+    for name in stage.callers:
+        stage.react(beat(stage, name, halted="0" if to_steps else at))
+    stage.react(steps(stage, at))
+    for name in () if to_steps else stage.callers:
+        stage.react(beat(stage, name, step=at))
+    sleep(stage, "100")
+    stage.react(checkpoint(stage, step=str(stage.draft().step)))
+    return [line for line in sleep(stage, "100") if line.startswith("RestorePartitions")]
+
+
+@verb
+def restore_failed(stage: Stage, error: str = "the disk is gone") -> events.Event:
+    """The servers cannot read the partitions that they were given."""
+    return events.RestoreFailed(stage.job(), stage.generation(), StorageUnavailable(error))
+
+
+@verb
+def not_finite(
+    stage: Stage,
+    name: str,
+    first: str,
+    last: str = "",
+    *,
+    count: str = "1",
+    in_a_row: str = "1",
+    highest: str = "0",
+    rank: str = "",
+    shard: str = "",
+    own: str = "",
+) -> events.Event:
+    """A worker reports that the gradient of these batches is not finite. `count`: how many it has reported."""
+    source, token = stage.source(name, rank, shard, own)
+    given = (int(first), int(last or first), "w", int(count), int(in_a_row), 40 + int(first), int(highest))
+    return events.NotFiniteReported(stage.caller(name), source, token, *given)
+
+
+@verb
+def quarantine(stage: Stage) -> list[str]:
+    """What is in quarantine, as the coordinator lists it for people."""
+    found = list_quarantined(stage.yard.machine, stage.job())
+    return [stage.said(each) for each in (*found.batches, *found.feeds)]
