@@ -246,9 +246,9 @@ def give_back(stage: Stage, name: str, number: str = "0") -> events.Event:
 
 
 @verb
-def ledgers(stage: Stage, next_sequence: str) -> events.Event:
-    """All servers have applied the batches before this one."""
-    return events.LedgerRead(stage.asked, int(next_sequence))
+def ledgers(stage: Stage, next_sequence: str, *, map_age: str = "0") -> events.Event:
+    """All servers have applied the batches before this one, under this map or one that is so much older."""
+    return events.LedgerRead(stage.asked, int(next_sequence), Generation(stage.generation() - int(map_age)))
 
 
 @verb
@@ -322,7 +322,7 @@ def batch(
 @verb
 def restored(stage: Stage) -> events.Event:
     """The servers have read the partitions that they were given."""
-    return events.PartitionsRestored(stage.job(), stage.generation())
+    return events.PartitionsRestored(stage.job(), stage.restoring())
 
 
 @verb
@@ -352,7 +352,9 @@ def restart(stage: Stage, *, written: str = "records") -> list[str]:
 def status(stage: Stage, *names: str) -> list[str]:
     """The latest job: its state, and the fields that are named."""
     job = describe(stage.yard.machine, stage.yard.now_ms).jobs[-1]
-    shown = "".join(f" {name}={stage.said(getattr(job, name))}" for name in names)
+    shown = "".join(f" {name}={stage.said(getattr(job, name))}" for name in names if name != "mode")
+    if "mode" in names:
+        shown += f" mode={stage.yard.machine.jobs[-1].settings.consistency.mode.updates.value}"
     failure = f" {stage.named(job.failure.what)}" if job.HasField("failure") else ""
     state = wire.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
     return [f"{state} workers={job.workers}{shown}{failure}"]
@@ -388,7 +390,7 @@ def go_over(stage: Stage, mode: str, at: str) -> list[str]:
 @verb
 def restore_failed(stage: Stage, error: str = "the disk is gone") -> events.Event:
     """The servers cannot read the partitions that they were given."""
-    return events.RestoreFailed(stage.job(), stage.generation(), StorageUnavailable(error))
+    return events.RestoreFailed(stage.job(), stage.restoring(), StorageUnavailable(error))
 
 
 @verb

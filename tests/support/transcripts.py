@@ -36,7 +36,9 @@ from tests.support.machine_yards import MachineYard
 
 RECORD: Final = bool(os.environ.get("PYTEST_RECORD"))
 LEASE_MS: Final = 1_000
-HIDDEN: Final = frozenset({"layout", "settings", "job", "map", "url", "fingerprint", "variables", "optimizer", "body"})
+HIDDEN: Final = frozenset(
+    {"layout", "settings", "job", "map", "url", "fingerprint", "variables", "optimizer", "body", "data_ledger"}
+)
 """Fields that are long and do not change from scenario to scenario."""
 MEMBERS: Final = frozenset({"worker", "incarnation", "server", "keeper", "log", "fenced"})
 """Fields, of effects and of records, whose numbers are members."""
@@ -178,7 +180,7 @@ class Stage:
             return self.show(value)
         if isinstance(value, Message):
             shown = re.sub(r"\b\d{10,}\b", lambda met: self.name_of(int(met.group())), str(value))
-            return "(" + " ".join(shown.split()) + ")"
+            return self.named("(" + " ".join(shown.split()) + ")")
         return "[" + " ".join(str(each).replace("\n", " ").strip() for each in value) + "]"
 
     # ---- what commands use
@@ -209,6 +211,11 @@ class Stage:
             return DataShardSource(*map(int, shard.split("."))), lease.token if lease else Token(0)
         assert lease is not None
         return lease.source, lease.token
+
+    def restoring(self) -> Generation:
+        """Of the map with which partitions are being restored; else of the latest one."""
+        attempt = self.yard.machine.jobs[-1].recovery.attempt
+        return self.generation() if attempt is None else attempt.map.generation
 
     def generation(self) -> Generation:
         """Of the map of the latest job."""

@@ -1,5 +1,5 @@
 """An asynchronous job that goes over to synchronous steps while it runs: what is waited for, at which step it begins,
-with which samples, what a restart brings back; and there and back again."""
+with which samples, what a restart brings back. Scenarios of single conditions: transcripts/draining.txt."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ import pytest
 
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard.domain import errors, limits
-from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint, UpdateMode
-from shardyard.domain.ids import Caller, Incarnation, MemberRole, PartitionId, Rank, Token, Version
+from shardyard.domain.consistency import ConsistencyMode, Durability, SwitchPoint, UpdateMode
+from shardyard.domain.ids import Caller, Incarnation, PartitionId, Rank, Token, Version
 from shardyard.domain.push_names import (
     DataLease,
     DataShardSource,
     RankSource,
-    Source,
     SourceKey,
     Watermark,
-    WorkerSource,
 )
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.core import effects, events
-from shardyard_coordinator.core.effects import LeaseClosed, SwitchTaken
+from shardyard_coordinator.core.effects import SwitchTaken
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.service import ledger_replies
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
-from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
 from shardyard_coordinator.work.step_ledger import StepLedger
-from tests.support.switching_yards import ASYNC, BOUNDED, FEED, SGD, SYNC, VARIABLES, SwitchingYard
+from tests.support.switching_yards import ASYNC, FEED, SYNC, SwitchingYard
 
 SHARD = 3
 JOB = JobSettings(
@@ -69,18 +67,12 @@ class Yard(SwitchingYard):
         for _ in range(shards):
             self.close(self.workers[0], self.leased(self.workers[0]))
 
-    def begin_writing(self) -> effects.TakeCheckpoint:
+    def write(self) -> None:
         self.tick()
         (taking,) = self.wanted(effects.TakeCheckpoint)
         assert isinstance(taking, effects.TakeCheckpoint)
-        return taking
-
-    def end_writing(self, taking: effects.TakeCheckpoint) -> None:
         number = taking.draft.number
         self.handle(events.CheckpointTaken(taking.subject.job, number, number, taking.draft.step))
-
-    def write(self) -> None:
-        self.end_writing(self.begin_writing())
 
     def go_over(self, version: int = 9) -> effects.RestorePartitions:
         """From asked to what the servers are told."""
@@ -90,123 +82,14 @@ class Yard(SwitchingYard):
         self.tick()
         return self.restoring
 
-    def opened(self, feed: int = 0, spec: FeedSpec = FEED) -> FeedOpening:
-        answer = self.handle(events.FeedOpened(self.workers[0], feed, spec))
+    def opened(self) -> FeedOpening:
+        answer = self.handle(events.FeedOpened(self.workers[0], 0, FEED))
         assert isinstance(answer, FeedOpening)
         return answer
 
     @property
     def mode(self) -> UpdateMode:
         return self.machine.jobs[-1].settings.consistency.mode.updates
-
-
-# ---- what is waited for
-
-
-def test_data_shards_that_were_begun_are_done_and_no_other_is_begun() -> None:
-    yard = Yard()
-    first, second = yard.workers
-    lease = yard.leased(first)
-    assert yard.switch().consistency == Consistency(1, SYNC)
-    assert [yard.halted(each) for each in yard.workers] == [SwitchPoint(1, drains=True)] * 2
-    waiting = yard.lease(second)
-    assert isinstance(waiting, LeaseWait)
-    assert "to go over to sync" in waiting.waiting_for
-    assert yard.leased(first) == lease, "it has the one that it has"
-    yard.tick()
-    assert not yard.wanted(effects.ReadSteps), "a data shard is under way"
-    standing = yard.job().consistency
-    assert standing.HasField("step")
-    assert (standing.step, standing.draining) == (0, f"data shard 0.0.0 (worker {first.incarnation})")
-    assert yard.close(first, lease) == LeaseClosed(done=True)
-    assert isinstance(yard.lease(first), LeaseWait)
-    yard.tick()
-    assert yard.read.versions
-    assert [key.source for key in yard.read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
-
-
-def test_what_a_lost_worker_has_begun_is_computed_by_another_first() -> None:
-    yard = Yard()
-    first, second = yard.workers
-    lease = yard.leased(first)
-    yard.switch()
-    yard.handle(events.MemberLeft(first.incarnation, "power"))
-    again = yard.leased(second)
-    assert again.source == lease.source
-    yard.halted(second)
-    assert not yard.wanted(effects.ReadSteps)
-    yard.close(second, again)
-    yard.handle(events.WorkersFenced(second.job, (first.incarnation,), ()))
-    yard.tick()
-    assert yard.wanted(effects.ReadSteps)
-
-
-def test_all_living_workers_say_that_they_push_nothing_of_their_own() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.halted(yard.workers[0])
-    yard.tick()
-    assert not yard.wanted(effects.ReadSteps)
-    yard.halted(yard.workers[1])
-    assert yard.wanted(effects.ReadSteps)
-
-
-def test_job_whose_worker_pushes_its_own_work_meanwhile_stays_as_it_is() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.halted(yard.workers[0], 1)
-    assert "stays async, since worker" in yard.told[-1]
-    assert yard.told_to_halt(yard.workers[0]) is None
-    assert isinstance(yard.lease(yard.workers[0]), DataLease)
-
-
-def test_checkpoint_that_was_begun_before_is_not_the_one(short: bool) -> None:
-    yard = Yard()
-    yard.compute(2)
-    before = yard.begin_writing()
-    yard.switch()
-    yard.settle(6)
-    yard.end_writing(before)
-    yard.tick()
-    assert yard.mode is UpdateMode.ASYNC
-    (taking,) = yard.wanted(effects.TakeCheckpoint)
-    assert isinstance(taking, effects.TakeCheckpoint)
-    yard.restart(from_snapshot=short)
-    yard.tick()
-    assert yard.mode is UpdateMode.ASYNC, "after a restart neither"
-
-
-def test_partitions_that_go_back_have_their_work_computed_again_and_the_step_is_settled_anew() -> None:
-    yard = Yard()
-    yard.write()
-    yard.compute(2)
-    yard.switch()
-    yard.settle(6)
-    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 6, True)
-    yard.register(MemberRole.SERVER, "s:1")
-    yard.handle(events.MemberLeft(yard.server, ""))
-    yard.tick()
-    yard.restored(yard.restoring)
-    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, drains=True)
-    yard.write()
-    yard.tick()
-    assert yard.mode is UpdateMode.ASYNC, "two data shards are free again"
-    yard.compute(2)
-    yard.settle(8)
-    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 8, True)
-
-
-def test_job_may_be_told_to_stay_until_it_has_gone_over() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.settle(6)
-    with pytest.raises(errors.NotReady, match="is going over to sync"):
-        yard.switch(BOUNDED, 2)
-    assert yard.switch(ASYNC).consistency == Consistency(0, ASYNC)
-    assert isinstance(yard.lease(yard.workers[0]), DataLease)
-    yard.switch()
-    yard.handle(events.StopRequested(yard.workers[0], "", "enough"))
-    assert yard.told_to_halt(yard.workers[0]) is None
 
 
 # ---- what is asked
@@ -241,110 +124,7 @@ def test_job_with_logs_or_with_steps_of_its_scripts_own_is_refused() -> None:
         yard.switch()
 
 
-def test_job_that_has_begun_no_data_set_is_not_switched() -> None:
-    with pytest.raises(errors.NotReady, match="has not begun"):
-        Yard(feed=None).switch()
-
-
-def test_data_sets_that_steps_could_not_deal_are_refused() -> None:
-    yard = Yard()
-    yard.opened(1)
-    with pytest.raises(errors.InvalidRequest, match="data set 1 was begun before all of data set 0"):
-        yard.switch()
-    small = FeedSpec(samples=7, fingerprint="f", batch_size=5, epochs=1, shuffle=True, drop_last=True)
-    with pytest.raises(errors.InvalidRequest, match="step of 2 logical ranks"):
-        Yard(feed=small).switch()
-
-
-def test_data_set_that_is_opened_meanwhile_and_steps_could_not_deal_ends_the_switch() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.opened(1)
-    yard.settle(3)
-    yard.write()
-    yard.tick()
-    assert yard.mode is UpdateMode.ASYNC
-    assert any("stays async, since data set 1" in each for each in yard.told)
-    assert yard.told_to_halt(yard.workers[0]) is None
-
-
 # ---- going over
-
-
-def test_steps_begin_above_all_versions_with_what_data_shards_have_left_of_the_epoch() -> None:
-    yard = Yard()
-    yard.compute(2)
-    restore = yard.go_over(9)
-    kinds = [each.kind for each in yard.persisted]
-    gone = kinds[kinds.index("job_went_over") :]
-    assert gone[:5] == ["job_went_over", "checkpoint_committed", "partitions_lost", "rank_given", "rank_given"]
-    assert (restore.subject.mode, restore.subject.switches, restore.subject.logical_ranks) == (UpdateMode.SYNC, 1, 2)
-    assert (len(restore.partitions), restore.step, restore.begun) == (2, 9, ())
-    assert yard.opened() == FeedOpening(SHARD, 10, 9, done=False, begun=(0, 2 * SHARD * FEED.batch_size))
-    leases = [lease for each in yard.workers for lease in yard.beat(each.incarnation).ranks]
-    assert sorted(lease.rank for lease in leases) == [0, 1]
-
-
-def test_first_step_is_not_before_one_of_which_a_worker_has_told() -> None:
-    yard = Yard()
-    yard.beat(yard.workers[0].incarnation, Report(step=12))
-    assert yard.go_over(9).step == 12
-
-
-def test_servers_have_heard_it_with_their_partitions_and_workers_with_the_map() -> None:
-    yard = Yard()
-    restore = yard.go_over()
-    waiting = yard.lease(yard.workers[0])
-    assert isinstance(waiting, LeaseWait)
-    with pytest.raises(errors.NotReady, match="goes over to sync"):
-        yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    yard.restored(restore)
-    assert yard.told_to_halt(yard.workers[0]) is None
-    placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    assert isinstance(placed, effects.VariablesPlaced)
-    assert (placed.map, placed.consistency) == (restore.map, Consistency(1, SYNC))
-    yard.tick()
-    assert not yard.wanted(effects.PaceServers)
-    assert yard.wanted(effects.TakeCheckpoint), "the newest one is asynchronous"
-    for worker in yard.workers:
-        yard.beat(worker.incarnation, Report(switches=1))
-    standing = yard.job().consistency
-    assert (standing.servers, list(standing.behind), standing.HasField("step")) == (True, [], False)
-    with pytest.raises(errors.InvalidRequest, match="leases logical ranks"):
-        yard.lease(yard.workers[0])
-
-
-def test_who_speaks_of_data_shards_afterwards_is_told_nothing_wrong() -> None:
-    yard = Yard()
-    lease = yard.leased(yard.workers[0])
-    yard.close(yard.workers[0], lease)
-    yard.restored(yard.go_over())
-    caller = yard.workers[0]
-    returned = events.LeaseReturned(caller, 0, lease.source, lease.token)
-    assert yard.handle(returned) == LeaseClosed(done=True)
-    assert yard.close(caller, lease) == LeaseClosed(done=True)
-    with pytest.raises(errors.StaleToken, match="has gone over to sync"):
-        yard.handle(events.BatchBegun(caller, lease.source, lease.token, 0, 0))
-
-
-def test_server_that_dies_before_the_next_checkpoint_stands_before_the_first_step_again() -> None:
-    yard = Yard()
-    yard.restored(yard.go_over(9))
-    yard.register(MemberRole.SERVER, "s:1")
-    yard.handle(events.MemberLeft(yard.server, ""))
-    yard.tick()
-    assert (yard.restoring.step, yard.restoring.subject.mode) == (9, UpdateMode.SYNC)
-    assert len(yard.restoring.partitions) == 2
-
-
-def test_next_checkpoint_has_its_own_steps() -> None:
-    yard = Yard()
-    yard.restored(yard.go_over(9))
-    yard.write()
-    yard.register(MemberRole.SERVER, "s:1")
-    yard.handle(events.MemberLeft(yard.server, ""))
-    yard.tick()
-    assert yard.restoring.step == 0
 
 
 def test_job_does_not_go_back_to_a_checkpoint_of_steps_that_it_has_taken_before() -> None:
@@ -432,27 +212,6 @@ def test_records_of_a_drain_that_do_not_fit_are_refused() -> None:
 # ---- there and back again
 
 
-def test_job_goes_back_to_data_shards_where_steps_end_and_their_names_mean_what_they_did(short: bool) -> None:
-    yard = Yard()
-    yard.compute(2)
-    yard.restored(yard.go_over(9))
-    for worker in yard.workers:
-        yard.beat(worker.incarnation, Report(step=10, switches=1))
-    yard.switch(ASYNC)
-    for worker in yard.workers:
-        yard.halted(worker, 10, halt=2, step=10)
-    yard.handle(events.StepsRead(yard.read.job, yard.read.map.generation, 10))
-    taking = yard.begin_writing()
-    yard.handle(events.CheckpointTaken(taking.subject.job, taking.draft.number, taking.draft.number, 10))
-    yard.tick()
-    # 6 batches of data shards, and a step of 2: the third data shard has 2 of its 3
-    assert yard.restoring.begun == ((DataShardSource(0, 0, 2), 2),)
-    yard.restored(yard.restoring)
-    yard.restart(from_snapshot=short)
-    assert yard.leased(yard.workers[0]).source == DataShardSource(0, 0, 2)
-    assert yard.opened().batches_per_data_shard == SHARD
-
-
 @pytest.mark.parametrize(
     ("ranks", "size", "accumulate", "shard"), [(1, 4, 1, 3), (2, 3, 1, 4), (3, 2, 2, 4), (4, 1, 3, 6)]
 )
@@ -537,13 +296,3 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
 def test_halt_that_drains_travels_as_it_is() -> None:
     for given in (SwitchPoint(3, drains=True), SwitchPoint(1, True, 7, True)):
         assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
-
-
-def test_own_work_of_a_worker_is_of_before_where_there_are_steps() -> None:
-    yard = Yard()
-    yard.restored(yard.go_over())
-    caller = yard.workers[0]
-    source: Source = WorkerSource(caller.incarnation)
-    said = events.NotFiniteReported(caller, source, Token(0), 0, 0, "w", count=1, in_a_row=1, step=3)
-    with pytest.raises(errors.StaleToken, match="has gone over to sync"):
-        yard.handle(said)
