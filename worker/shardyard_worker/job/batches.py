@@ -41,8 +41,10 @@ def open_batches(
         )
     if settings.epochs == 0:
         return iter(())
-    number, trainer = loop.feeds_opened, loop.need_trainer()
-    opened = partial(open_feed, trainer, reader, number=number, settings=settings, look_ahead=look_ahead)
+    assert loop.trainer is not None
+    opened = partial(
+        open_feed, loop.trainer, reader, number=loop.feeds_opened, settings=settings, look_ahead=look_ahead
+    )
     with loop.session.interrupts:
         feed = opened(loop.follow_mode(), local=loop.local, end_round=loop.end_round)
         loop.feeds_opened += 1
