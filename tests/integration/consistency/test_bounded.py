@@ -1,5 +1,5 @@
 """Bounded staleness, in yards inside this process: what a gradient is computed on lacks at most so many steps of any
-other worker, whoever joins, rests and leaves (docs/ledger.md, rule C3)."""
+other worker, whoever joins, rests and leaves (docs/internals/ledger.md, rule C3)."""
 
 from __future__ import annotations
 

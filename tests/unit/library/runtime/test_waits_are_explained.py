@@ -1,5 +1,5 @@
 """No wait of the shipped code is a mystery: each stands under a wait that is explained, or in the list below with the
-reason why it need not (docs/waits.md). A new one that does neither fails here.
+reason why it need not (docs/reference/waits.md). A new one that does neither fails here.
 
 What counts as a wait is seen from the source: calls that block, by name. A call under `with ExplainedWait(...)` or
 `with ....over(...)` (WaitRegistry) is explained by that, in nested functions too.
