@@ -636,7 +636,7 @@ class Yard:
             if left == 0 and dropped:
                 continue
             overflows = plan.wrong == "overflow" and name.first == name.last and self._is_wrong(source, name.last)
-            # what is accumulated before a data shard's last batch does not count if that is listed (docs/guides/training.md),
+            # what is accumulated before a data shard's last batch does not count if that is listed,
             # be it for the batch before it
             alone = overflows or (plan.wrong == "overflow" and self._is_wrong(source, name.last + 1))
             if plan.wrong == "nan" and left == 1:
