@@ -1,5 +1,5 @@
 """A synchronous job that goes over to asynchronous updates while it runs: before which step, with which data, what a
-restart brings back."""
+restart brings back. Scenarios of single conditions: transcripts/switching_from_steps.txt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard.domain import errors, limits
-from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint, UpdateMode
-from shardyard.domain.ids import Incarnation, MemberRole, Rank, Token
+from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint
+from shardyard.domain.ids import Incarnation, Rank, Token
 from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -20,10 +20,10 @@ from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.service.rpcs import members
 from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
-from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
+from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
 from shardyard_coordinator.work.step_ledger import StepLedger
-from tests.support.switching_yards import ASYNC, BOUNDED, FEED, SGD, SYNC, VARIABLES, SwitchingYard
+from tests.support.switching_yards import ASYNC, FEED, SYNC, SwitchingYard
 
 JOB = JobSettings(
     partitions=2,
@@ -32,7 +32,6 @@ JOB = JobSettings(
     consistency=ConsistencySettings(mode=SYNC, logical_ranks=2, staleness=4),
     data=DataSettings(batches_per_data_shard=3),
 )
-STEPS_OF_EPOCH = 10
 
 
 class Yard(SwitchingYard):
@@ -65,68 +64,7 @@ class Yard(SwitchingYard):
         return self.restoring
 
 
-# ---- before which step
-
-
-def test_job_goes_over_before_the_first_step_to_which_nobody_has_contributed() -> None:
-    yard = Yard()
-    taken = yard.switch(BOUNDED, 3)
-    assert (taken.first, taken.consistency) == (True, Consistency(1, BOUNDED, 3))
-    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1)] * 2
-    yard.halted(yard.workers[0], 4)
-    assert not yard.wanted(effects.ReadSteps), "the other one may contribute to further steps"
-    yard.halted(yard.workers[1], 5)
-    read = yard.read
-    assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
-    yard.handle(events.StepsRead(read.job, read.map.generation, 6))
-    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1, True, 6)] * 2
-    switch = yard.job().consistency
-    assert (switch.step, switch.servers) == (6, False)
-    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.SYNC
-
-
-def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> None:
-    yard = Yard()
-    yard.switch()
-    for caller in yard.workers:
-        yard.halted(caller, 3)
-    read = yard.read
-    yard.handle(events.StepsRead(read.job, type(read.map.generation)(read.map.generation + 1), 3))
-    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1)
-
-
-def test_word_of_a_halt_that_was_given_up_does_not_count_for_the_next_one() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.halted(yard.workers[0], 2)
-    assert yard.switch(SYNC).consistency == Consistency(0, SYNC)
-    assert yard.told_to_halt(yard.workers[0]) is None
-    yard.switch()
-    yard.halted(yard.workers[1], 2, halt=2)
-    yard.halted(yard.workers[0], 2, halt=1)
-    assert not yard.wanted(effects.ReadSteps)
-    yard.halted(yard.workers[0], 9, halt=2)
-    assert yard.wanted(effects.ReadSteps)
-
-
-def test_job_that_is_told_to_stop_ends_as_it_is() -> None:
-    yard = Yard()
-    yard.switch()
-    yard.handle(events.StopRequested(yard.workers[0], "", "enough"))
-    assert yard.told_to_halt(yard.workers[0]) is None
-    with pytest.raises(errors.InvalidRequest, match="told to stop"):
-        yard.switch()
-
-
 # ---- what is asked
-
-
-def test_the_same_again_is_no_other_switch_and_another_one_waits() -> None:
-    yard = Yard()
-    yard.switch(BOUNDED, 3)
-    assert not yard.switch(BOUNDED, 3).first
-    with pytest.raises(errors.NotReady, match="is going over to bounded, 3 steps"):
-        yard.switch(ASYNC)
 
 
 @pytest.mark.parametrize(
@@ -152,99 +90,6 @@ def test_job_with_logs_is_refused() -> None:
     job.settings = job.settings.model_copy(update={"durability": Durability.WAL})
     with pytest.raises(errors.InvalidRequest, match="keeps logs"):
         yard.switch()
-
-
-def test_job_that_has_begun_no_data_set_is_not_switched() -> None:
-    with pytest.raises(errors.NotReady, match="has not begun"):
-        Yard(feed=None).switch()
-
-
-# ---- going over
-
-
-def test_the_checkpoint_of_the_step_is_what_all_partitions_go_on_from_in_the_other_mode() -> None:
-    yard = Yard()
-    restore = yard.go_over(7)
-    kinds = [each.kind for each in yard.persisted]
-    assert kinds[kinds.index("job_went_over") :][:3] == ["job_went_over", "checkpoint_committed", "partitions_lost"]
-    assert (restore.subject.mode, restore.subject.switches) == (UpdateMode.ASYNC, 1)
-    assert (len(restore.partitions), restore.bases[0].number) == (2, 2)
-    # 7 steps of 2 ranks of 5 samples are 14 batches of 3 a data shard
-    assert restore.begun == ((DataShardSource(0, 0, 4), 2),)
-    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.ASYNC
-
-
-def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
-    yard = Yard()
-    yard.write(0)
-    yard.switch()
-    yard.settle(reached=7)
-    for step in range(5, 7):
-        yard.told_to_halt(yard.workers[0], step)
-        assert not yard.write(step), "nothing is wanted before the step is reached"
-    yard.told_to_halt(yard.workers[0], 7)
-    assert yard.write(6), "one that was begun before all partitions were there"
-    yard.tick()
-    assert not yard.wanted(effects.RestorePartitions)
-    assert yard.machine.jobs[-1].settings.consistency.mode.updates is UpdateMode.SYNC
-
-
-def test_workers_halt_until_there_is_a_map_and_are_given_none_of_before() -> None:
-    yard = Yard()
-    restore = yard.go_over(7)
-    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 7)
-    with pytest.raises(errors.NotReady, match="goes over to async"):
-        yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    yard.restored(restore)
-    assert yard.told_to_halt(yard.workers[0]) is None
-    placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    assert isinstance(placed, effects.VariablesPlaced)
-    assert (placed.map, placed.consistency) == (restore.map, Consistency(1, ASYNC))
-    yard.tick()
-    assert yard.wanted(effects.TakeCheckpoint), "the newest one is synchronous"
-
-
-def test_who_speaks_of_steps_afterwards_is_told_nothing_wrong() -> None:
-    yard = Yard()
-    yard.restored(yard.go_over(7))
-    caller = yard.workers[0]
-    assert yard.handle(events.LeaseReturned(caller, 0, None, Token(0))) == effects.LeaseClosed(done=False)
-    generation = yard.machine.jobs[-1].deployment.generation
-    late = events.LedgerRead(events.LeaseReturned(caller, 0, None, Token(0)), 20, generation)
-    assert yard.handle(late) == effects.LeaseClosed(done=False)
-    with pytest.raises(errors.StaleToken, match="has gone over to async"):
-        yard.handle(events.BatchBegun(caller, RankSource(Rank(0)), Token(1), 6, 0))
-
-
-def test_server_that_dies_before_the_next_checkpoint_is_given_what_was_counted_as_steps_again() -> None:
-    yard = Yard()
-    begun = yard.go_over(7)
-    yard.restored(begun)
-    lease = yard.lease(yard.workers[0])
-    assert isinstance(lease, DataLease)
-    assert lease.source == begun.begun[0][0]
-    yard.register(MemberRole.SERVER, "s:1")
-    yard.handle(events.MemberLeft(yard.server, ""))
-    yard.tick()
-    assert (yard.restoring.begun, yard.restoring.subject.mode) == (begun.begun, UpdateMode.ASYNC)
-
-
-def test_next_checkpoint_has_what_was_begun_in_its_own_ledgers() -> None:
-    yard = Yard()
-    yard.restored(yard.go_over(7))
-    assert yard.write(9)
-    yard.register(MemberRole.SERVER, "s:1")
-    yard.handle(events.MemberLeft(yard.server, ""))
-    yard.tick()
-    assert yard.restoring.begun == ()
-
-
-def test_job_whose_data_is_done_goes_over_with_nothing_left() -> None:
-    yard = Yard()
-    restore = yard.go_over(2 * STEPS_OF_EPOCH)
-    assert restore.begun == ()
-    yard.restored(restore)
-    assert isinstance(yard.lease(yard.workers[0]), FeedDone | effects.LeaseWait)
 
 
 # ---- restarts
