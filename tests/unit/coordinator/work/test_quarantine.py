@@ -1,4 +1,5 @@
-"""Batches that kill their workers: which are condemned, when, and that it is never forgotten (rule A13)."""
+"""Batches that kill their workers: which are condemned, when, and that it is never forgotten (rule A13). Further
+scenarios: transcripts/quarantine.txt."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from shardyard.config.settings import ConsistencySettings, DataSettings, JobSettings
 from shardyard.domain import limits
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
-from shardyard.domain.errors import InvalidRequest, NotFound, StaleIncarnation, StaleToken
+from shardyard.domain.errors import NotFound, StaleToken
 from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Rank, Term, Token
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, DataShardSource, LeasedSource, RankSource
@@ -92,21 +93,6 @@ class Yard(MachineYard):
         return [(each.source, each.sequence, each.deaths) for each in self.machine.jobs[0].feeds.quarantine]
 
 
-def test_batch_that_has_killed_so_many_workers_does_not_count_and_its_neighbours_do() -> None:
-    yard = Yard()
-    assert yard.lease(yard.first).careful_below == 0
-    yard.kill(yard.first)  # nobody knows at which batch
-    yard.die_at(2, 2)
-    worker = yard.hire()
-    lease = yard.lease(worker)
-    assert lease.careful_below == MAX
-    verdicts = [yard.begin(worker, SHARD, lease.token, batch).counts for batch in range(5)]
-    assert verdicts == [True, True, False, True, True]
-    assert yard.condemned() == [(SHARD, 2, 3)]
-    assert any("batch 2 of data shard 0.0.0 is in quarantine: 3 workers have died at it" in told for told in yard.told)
-    assert yard.begin(worker, SHARD, lease.token, 2) == BatchVerdict(False, MAX), "asked again it is answered alike"
-
-
 def test_deaths_at_different_batches_condemn_none() -> None:
     yard = Yard()
     yard.lease(yard.first)
@@ -115,39 +101,6 @@ def test_deaths_at_different_batches_condemn_none() -> None:
     worker = yard.hire()
     lease = yard.lease(worker)
     assert all(yard.begin(worker, SHARD, lease.token, batch).counts for batch in range(5))
-    assert yard.condemned() == []
-
-
-def test_batch_that_some_partition_has_counted_is_computed_however_many_die() -> None:
-    yard = Yard(deaths=4)
-    yard.lease(yard.first)
-    yard.kill(yard.first)
-    yard.die_at(1, 1, 1)
-    worker = yard.hire()
-    lease = yard.lease(worker)
-    assert yard.begin(worker, SHARD, lease.token, 1, highest=2).counts
-    assert yard.condemned() == []
-    assert yard.begin(worker, SHARD, lease.token, 1, highest=1).counts is False, "nobody has counted it"
-
-
-def test_workers_that_leave_do_not_count_as_deaths() -> None:
-    yard = Yard(deaths=2)
-    yard.hire()
-    yard.lease(yard.first)
-    yard.handle(events.MemberLeft(yard.first, "ValueError: no"))
-    assert yard.lease(yard.hire()).careful_below == 0
-
-
-def test_nothing_is_condemned_where_it_is_switched_off() -> None:
-    yard = Yard(deaths=0)
-    yard.lease(yard.first)
-    yard.kill(yard.first)
-    for _ in range(4):
-        worker = yard.hire()
-        lease = yard.lease(worker)
-        assert lease.careful_below == 0
-        assert yard.begin(worker, SHARD, lease.token, 0).counts
-        yard.kill(worker)
     assert yard.condemned() == []
 
 
@@ -191,23 +144,6 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     assert (again.source, again.careful_below) == (SHARD, 4), "announced as far as there is something to hear"
 
 
-def test_announcing_what_is_not_ones_own_is_refused() -> None:
-    yard = Yard()
-    lease = yard.lease(yard.first)
-    other = yard.hire()
-    with pytest.raises(StaleToken, match="does not hold data shard"):
-        yard.begin(other, SHARD, lease.token, 0)
-    with pytest.raises(InvalidRequest, match="which has 5"):
-        yard.begin(yard.first, SHARD, lease.token, 5)
-    with pytest.raises(InvalidRequest, match="asynchronous"):
-        yard.begin(yard.first, RankSource(Rank(0)), lease.token, 0)
-    with pytest.raises(NotFound):
-        yard.begin(yard.first, DataShardSource(7, 0, 0), lease.token, 0)
-    yard.kill(yard.first)
-    with pytest.raises(StaleIncarnation):
-        yard.begin(yard.first, SHARD, lease.token, 0)
-
-
 # ---- synchronous
 
 
@@ -236,22 +172,6 @@ def test_step_of_a_logical_rank_that_kills_its_workers_does_not_count() -> None:
     assert yard.condemned() == [(source, 4, 3)]
     assert yard.begin(worker, source, token, 5) == BatchVerdict(True, 5), "two steps further it is trusted again"
     assert rank_lease(yard, worker)[1] == 5, "a job that goes back to a checkpoint announces what is condemned"
-
-
-def test_death_is_laid_to_its_step_also_where_the_rank_has_gone_to_a_joining_worker() -> None:
-    yard = Yard(UpdateMode.SYNC)
-    source = RankSource(Rank(1))
-    yard.kill(yard.first)
-    first = yard.hire()
-    assert yard.begin(first, source, rank_lease(yard, first, 1)[0], 4).counts
-    second = yard.hire()
-    token, _ = rank_lease(yard, second, 1)
-    yard.kill(first)
-    assert yard.begin(second, source, token, 4).counts
-    yard.kill(second)
-    third = yard.hire()
-    assert yard.begin(third, source, rank_lease(yard, third, 1)[0], 4).counts is False
-    assert yard.condemned() == [(source, 4, 3)]
 
 
 def test_announcing_a_step_that_is_not_ones_own_is_refused() -> None:
