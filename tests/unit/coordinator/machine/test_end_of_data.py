@@ -1,5 +1,5 @@
-"""When a job's data is said to be done, and what a restore makes of that (docs/internals/ledger.md, rules A6 and
-A11)."""
+"""What a restore makes of data that was said to be done (docs/internals/ledger.md, rules A6 and A11). Further
+scenarios: transcripts/end_of_data.txt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard.domain.consistency import ConsistencyMode
-from shardyard.domain.errors import StorageUnavailable
 from shardyard.domain.ids import Generation, Incarnation, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataLease
@@ -18,7 +17,7 @@ from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.status import describe
 from shardyard_coordinator.storage.recovery import Restored
-from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.work.feeds import FeedDone, FeedSpec, LeaseWait
 from tests.support.machine_yards import MachineYard
 
 FEED = FeedSpec(4, "f", 1, 1, shuffle=False, drop_last=False)
@@ -61,10 +60,6 @@ class Yard(MachineYard):
         self.handle(events.CheckpointTaken(self.caller.job, draft.number, draft.number, step))
         return draft.number
 
-    def fail_checkpoint(self) -> None:
-        draft = self.until(effects.TakeCheckpoint).draft
-        self.handle(events.CheckpointFailed(self.caller.job, draft.number, StorageUnavailable("the disk is full")))
-
     def lease(self) -> DataLease | LeaseWait | FeedDone:
         found = self.handle(events.LeaseRequested(self.caller, 0))
         assert isinstance(found, DataLease | LeaseWait | FeedDone)
@@ -103,84 +98,6 @@ def finished(yard: Yard) -> DataLease:
     return lease
 
 
-def test_end_of_data_waits_for_the_first_checkpoint() -> None:
-    yard = Yard("async")
-    draft = yard.until(effects.TakeCheckpoint).draft
-    finished(yard)
-    assert isinstance(yard.lease(), LeaseWait), "the one under way has none of the data"
-    yard.handle(events.CheckpointTaken(yard.caller.job, draft.number, draft.number, 0))
-    assert isinstance(yard.lease(), LeaseWait)
-    yard.checkpoint()
-    assert isinstance(yard.lease(), FeedDone)
-
-
-def test_end_of_data_does_not_wait_for_a_checkpoint_that_cannot_be_written() -> None:
-    yard = Yard("async")
-    yard.fail_checkpoint()
-    finished(yard)
-    assert isinstance(yard.lease(), FeedDone)
-
-
-def test_end_of_data_is_not_told_while_a_checkpoint_without_it_may_become_the_first() -> None:
-    yard = Yard("async")
-    yard.fail_checkpoint()
-    draft = yard.until(effects.TakeCheckpoint).draft
-    finished(yard)
-    assert isinstance(yard.lease(), LeaseWait)
-    yard.handle(events.CheckpointFailed(yard.caller.job, draft.number, StorageUnavailable("the disk is full")))
-    assert isinstance(yard.lease(), FeedDone)
-
-
-def test_end_of_data_does_not_wait_where_there_are_no_checkpoints() -> None:
-    yard = Yard("async", url="never")
-    finished(yard)
-    assert isinstance(yard.lease(), FeedDone)
-
-
-def test_last_steps_wait_for_the_first_checkpoint() -> None:
-    yard = Yard("sync")
-    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    assert not yard.close(None)
-    yard.checkpoint(step=STEPS)
-    assert yard.close(None)
-
-
-def test_last_steps_do_not_wait_for_a_checkpoint_that_cannot_be_written() -> None:
-    yard = Yard("sync")
-    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    yard.fail_checkpoint()
-    assert yard.close(None)
-
-
-def test_steps_that_a_restore_has_taken_back_are_due_again() -> None:
-    yard = Yard("sync")
-    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    yard.checkpoint(step=2)
-    assert not yard.close(None), "all steps are taken, and no checkpoint has them"
-    yard.lose_server()
-    opened = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    assert isinstance(opened, FeedOpening)
-    assert not opened.done
-    assert not yard.close(None, next_sequence=2)
-    assert not yard.close(None)
-    yard.checkpoint(step=STEPS)
-    assert yard.close(None)
-
-
-def test_feed_whose_last_steps_no_checkpoint_has_is_not_told_to_be_done() -> None:
-    yard = Yard("sync")
-    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    yard.checkpoint(step=2)
-    yard.close(None)
-    opened = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    assert isinstance(opened, FeedOpening)
-    assert not opened.done
-    yard.checkpoint(step=STEPS)
-    again = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    assert isinstance(again, FeedOpening)
-    assert again.done
-
-
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_ledgers_that_were_read_before_a_restore_close_nothing(mode: str) -> None:
     yard = Yard(mode)
@@ -196,20 +113,6 @@ def test_ledgers_that_were_read_before_a_restore_close_nothing(mode: str) -> Non
     assert yard.handle(events.LedgerRead(returned, STEPS, former)) is None
     assert yard.read.map.generation == generation, "read again, under the new map"
     assert yard.handle(events.LedgerRead(returned, 1, generation)) == effects.LeaseClosed(done=False)
-
-
-def test_restore_that_fails_closes_nothing() -> None:
-    yard = Yard("sync")
-    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
-    yard.checkpoint(step=2)
-    yard.close(None)
-    yard.server = yard.add_server()
-    generation = yard.until(effects.RestorePartitions).map.generation
-    yard.handle(events.RestoreFailed(yard.caller.job, generation, StorageUnavailable("the disk is gone")))
-    again = yard.until(effects.RestorePartitions).map.generation
-    assert again > generation
-    yard.handle(events.PartitionsRestored(yard.caller.job, again))
-    assert not yard.close(None, next_sequence=2)
 
 
 def test_standing_says_what_a_recovery_has_brought_back() -> None:
