@@ -1,5 +1,5 @@
 """The end of a job that is written down: its last checkpoint, and what becomes of a job that cannot have one; and
-checkpoints that somebody asks for."""
+checkpoints that somebody asks for. Further scenarios: transcripts/last_checkpoint.txt."""
 
 from __future__ import annotations
 
@@ -139,44 +139,6 @@ def test_job_is_finished_when_its_last_checkpoint_is_committed(settings: JobSett
     assert (yard.state, yard.dropped) == (JobPhase.FINISHED, 2)
 
 
-def test_job_whose_newest_checkpoint_has_everything_ends_at_once() -> None:
-    yard = begun()
-    yard.leave()
-    assert yard.state is JobPhase.FINISHED
-
-
-def test_data_that_was_closed_without_a_step_is_written_down_too() -> None:
-    yard = begun()
-    yard.handle(events.FeedOpened(yard.worker, 0, FeedSpec(10, "f", 10, 1, shuffle=False, drop_last=False)))
-    yard.close(yard.worker, yard.lease(yard.worker))
-    yard.leave()
-    assert yard.state is JobPhase.FINISHING
-
-
-def test_checkpoint_under_way_that_has_everything_is_the_last() -> None:
-    yard = begun()
-    yard.report(step=40)
-    yard.ask()
-    yard.tick()
-    yard.leave()
-    yard.commit()
-    assert (yard.state, yard.taking) == (JobPhase.FINISHED, [])
-
-
-def test_checkpoint_under_way_that_lacks_something_is_followed_by_the_last() -> None:
-    yard = begun()
-    yard.report(step=40)
-    yard.ask()
-    yard.tick()
-    yard.report(step=41)
-    yard.leave()
-    yard.commit()
-    assert yard.state is JobPhase.FINISHING
-    yard.tick()
-    yard.commit()
-    assert yard.state is JobPhase.FINISHED
-
-
 def test_job_that_is_not_written_down_ends_at_once() -> None:
     yard = Yard(url=None)
     yard.report(step=40)
@@ -201,41 +163,6 @@ def test_job_whose_last_checkpoint_fails_tries_again_for_its_idle_time_and_says_
     assert yard.state is JobPhase.FINISHED
     late = f"without its last checkpoint: it was not written within 20 s, which failed at last by: {failure.what}"
     assert any(late in text for text in yard.told)
-
-
-def test_job_whose_storage_recovers_has_its_last_checkpoint() -> None:
-    yard = begun()
-    yard.report(step=40)
-    yard.leave()
-    for number in range(3):
-        yard.tick(1_000 << number)
-        yard.break_off()
-    yard.tick(8_000)
-    yard.commit()
-    assert yard.state is JobPhase.FINISHED
-    assert not any("without its last checkpoint" in text for text in yard.told)
-
-
-def test_job_whose_last_checkpoint_does_not_come_ends_and_says_so() -> None:
-    yard = begun()
-    yard.report(step=40)
-    yard.leave()
-    yard.tick()
-    yard.tick(SETTINGS.idle_ms)
-    assert yard.state is JobPhase.FINISHED
-    assert any("it was not written within 20 s" in text for text in yard.told)
-
-
-def test_next_coordinator_takes_the_last_checkpoint() -> None:
-    yard = begun()
-    yard.report(step=40)
-    yard.leave()
-    yard.tick()
-    yard.restart()
-    assert yard.state is JobPhase.FINISHING
-    yard.tick()
-    yard.commit()
-    assert yard.state is JobPhase.FINISHED
 
 
 @pytest.mark.parametrize("restarts", [False, True])
