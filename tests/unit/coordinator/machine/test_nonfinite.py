@@ -13,7 +13,6 @@ from shardyard.domain.errors import (
     NonFiniteGradient,
     StaleIncarnation,
     StaleToken,
-    StraddlingRange,
     TooLarge,
     WorkerQuarantined,
 )
@@ -148,41 +147,6 @@ def test_batches_whose_gradient_is_not_finite_do_not_count_and_are_listed_with_t
     ), yard.told
 
 
-def test_who_goes_on_with_the_data_shard_is_told_that_its_batch_does_not_count() -> None:
-    yard = Yard()
-    lease = yard.lease(yard.one)
-    yard.report(yard.one, SHARD, lease.token, 2)
-    yard.kill(yard.one)
-    again = yard.lease(yard.other)
-    assert (again.source, again.careful_below > 2) == (SHARD, True)
-    begun = events.BatchBegun(yard.caller(yard.other), SHARD, again.token, 2, 0)
-    verdict = yard.handle(begun)
-    assert isinstance(verdict, effects.BatchVerdict)
-    assert verdict.counts is False
-
-
-def test_what_some_partition_has_counted_is_not_listed_as_what_does_not_count() -> None:
-    yard = Yard()
-    lease = yard.lease(yard.one)
-    with pytest.raises(StraddlingRange, match="what is before #2"):
-        yard.report(yard.one, SHARD, lease.token, 1, 3, highest=2)
-    assert yard.counted() == (0, 0)
-    assert yard.report(yard.one, SHARD, lease.token, 0, 1, count=1, highest=2) == DECIDED
-    assert (yard.condemned(), yard.counted()) == ([], (1, 0))
-    assert yard.report(yard.one, SHARD, lease.token, 2, 3, count=2, highest=2) == DECIDED
-    assert yard.condemned() == [(SHARD, 2), (SHARD, 3)]
-
-
-def test_report_that_is_sent_again_is_counted_once() -> None:
-    yard = Yard()
-    lease = yard.lease(yard.one)
-    for _ in range(3):
-        assert yard.report(yard.one, SHARD, lease.token, 1, count=1) == DECIDED
-    assert yard.condemned() == [(SHARD, 1)]
-    assert yard.counted() == (1, 0)
-    assert [each.kind for each in yard.persisted].count("not_finite") == 1
-
-
 def test_nothing_is_decided_while_a_checkpoint_may_have_copied_the_ledger_already() -> None:
     yard = Yard(checkpoints="memory://c")
     lease = yard.lease(yard.one)
@@ -232,14 +196,6 @@ def test_worker_that_keeps_sending_them_is_out_and_others_have_its_work() -> Non
         yard.lease(yard.one)
     assert yard.lease(yard.other).source == SHARD
     assert not yard.the_job.suspects.has(SHARD), "nobody has died"
-
-
-def test_job_does_not_wait_at_its_end_for_a_worker_that_is_out() -> None:
-    yard = Yard()
-    lease = yard.lease(yard.one)
-    yard.report(yard.one, SHARD, lease.token, 0, in_a_row=3)
-    yard.handle(events.MemberLeft(yard.other, ""))
-    assert yard.the_job.phase is JobPhase.FINISHED
 
 
 def test_synchronous_the_ranks_of_a_worker_that_is_out_go_to_the_others() -> None:
