@@ -1,7 +1,7 @@
 """`job.batches` and `job.look_ahead` as iterators.
 
-Owns: that there is one feed at a time, and another one of the same data where the job changes its mode. Must not know:
-which samples a batch has.
+Owns: the rule that one feed is open at a time. When the job changes its mode, another feed continues the same data.
+Must not know: which samples a batch has.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _iterate(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
 
 
 def _go_through(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Generator[Any, None, None]:
-    """All batches, in whatever mode the job goes by."""
+    """Yields all batches and follows changes of the job's mode."""
     while True:
         loop.feed = feed
         try:
@@ -92,7 +92,7 @@ def _go_through(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Generator[A
 
 
 def announce(loop: TrainingLoop, ahead: ReadAhead[B]) -> Iterator[B]:
-    """A script's own batches, each announced before its turn."""
+    """Yields a script's own batches. Each is announced before it is yielded."""
     if loop.upcoming is not None or loop.feed is not None:
         raise _two_look_aheads()
 

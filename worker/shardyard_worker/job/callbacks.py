@@ -1,7 +1,8 @@
 """Functions of the script that are called between two steps (docs/guides/training.md).
 
-Owns: the functions, and what they were told already. Invariant: they are called in the thread that trains, between two
-steps, in the order in which they were given; what one of them raises reaches the script. Must not know: what a job is.
+Owns: the functions, and the events they have already been called for. Invariant: the thread that trains calls them
+between two steps, in the order in which they were registered; what one of them raises reaches the script. Must not
+know: what a job is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ J = TypeVar("J")
 
 
 class Callbacks(Generic[J]):
-    """`job`: the first argument of each function. `checkpoint`: the newest that it had before this worker came."""
+    """`job`: the first argument of each function. `checkpoint`: the job's newest one when this worker joined."""
 
     def __init__(self, job: J, checkpoint: CheckpointTaken | None) -> None:
         self._job = job
@@ -37,7 +38,7 @@ class Callbacks(Generic[J]):
             callback(self._job, metrics)
 
     def between_steps(self, checkpoint: CheckpointTaken | None, stop: Stop | None) -> None:
-        """`checkpoint`: the newest; `stop`: set once this worker has no more steps to compute."""
+        """`checkpoint`: the job's newest one. `stop`: given once this worker has no more steps to compute."""
         if checkpoint is not None and checkpoint.number > self._checkpoint:
             self._checkpoint = checkpoint.number
             for on_checkpoint in self.on_checkpoint:

@@ -1,4 +1,4 @@
-"""Joins a job: `sy.connect()` with its settings read."""
+"""Joins a job: `sy.connect()`, once the settings are read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shardyard_worker.session.tensorboard import TensorBoardWriter
 
 
 def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
-    """Joins the job of the settings' name in the yard at `settings.coordinator`, else starts it.
+    """Joins the settings' job in the yard at `settings.coordinator`. Starts it if there is none of that name.
 
-    `network`: how to reach it; gRPC unless given. `on_close` is called when the job has been left. Raises
+    `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job. Raises
     CoordinatorUnavailable, ConfigurationError, JobFailed.
     """
     tune_malloc()

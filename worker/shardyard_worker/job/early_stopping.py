@@ -13,7 +13,7 @@ log = logging.getLogger("shardyard.worker")
 
 
 class StoppableJob(Protocol):
-    """What of a job is needed here."""
+    """The part of `Job` that this module needs."""
 
     @property
     def step(self) -> int: ...
@@ -54,7 +54,7 @@ class EarlyStopping:
         self.best: float | None = None
         """The best value so far."""
         self.best_step = 0
-        """The job's step at which it was logged."""
+        """The job's step at which the best value was logged."""
         self.waited = 0
         """How many values in a row were no better."""
 

@@ -1,6 +1,6 @@
 """A job, as a training script sees it.
 
-Owns: what `sy.connect()` gives back. `training_loop` has the steps, `prepare` and `batches` what their names say. Must
+Owns: what `sy.connect()` returns. `training_loop` runs the steps, `prepare` and `batches` do what their names say. Must
 not know: how a yard is started, bytes, partitions.
 """
 
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where the model should be."""
+        """The device that the model should be on."""
         return self._device
 
     @property
@@ -105,48 +105,49 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The number of updates applied, as far as this worker has seen. In local mode: the steps that a logical rank
-        has taken by itself, up to where this worker stands."""
+        """The number of updates applied, as far as this worker has seen. In local mode: the number of local steps that
+        each logical rank has taken so far."""
         return self._loop.step
 
     @property
     def gradient_norm(self) -> float | None:
-        """The 2-norm of the last gradient over all parameters, before it was clipped; in a synchronous job, of the last
-        step's mean. None before the first, and in a job without job.clip.norm."""
+        """The 2-norm of the last gradient over all parameters, before clipping. Synchronous: of the last step's mean
+        gradient. None before the first step, and in a job without job.clip.norm."""
         return None if self._loop.trainer is None else self._loop.trainer.pushes.gradient_norm
 
     @property
     def step_due(self) -> bool:
-        """Whether to call `optimizer.step()` after the batch at hand: with `accumulate` it is the last of those whose
-        gradients are one push. Always true without `accumulate`."""
+        """Whether to call `optimizer.step()` after the current batch. With `accumulate` only the last batch of each
+        push is due. Always true without `accumulate`."""
         feed = self._loop.feed
         return feed is None or feed.work is None or feed.work.due
 
     @property
     def chief(self) -> bool:
-        """True in one worker: the living one that joined first. The one to evaluate, print and save.
+        """True in one worker: the living one that joined first. Use it to evaluate, print and save in one process only.
 
-        If it dies, another worker becomes chief. Once it has left without an error there is none, so that what it does
-        is done once.
+        If the chief dies, another worker becomes chief. If it leaves without an error, no worker is chief afterwards,
+        so its work is done once.
         """
         return self._session.chief
 
     @property
     def should_stop(self) -> bool:
-        """True once the job is told to stop and this worker has no more steps to compute: in a synchronous job all
-        workers see it at the same step. A loop of the script's own asks this; job.batches ends by itself."""
+        """True once the job was told to stop and this worker has no more steps to compute. In a synchronous job all
+        workers see it at the same step. Ask this in a loop of your own; job.batches ends by itself."""
         return self._loop.should_stop
 
     @property
     def stopping(self) -> Stop | None:
-        """Which worker has told the job to stop, and why, as far as this worker knows: `reason`, `worker`, `step`."""
+        """The `reason`, `worker` and `step` of the stop, if this worker knows of one. Otherwise None."""
         return self._loop.stopping
 
     def stop(self, reason: str = "") -> None:
-        """Ends the job for all its workers before its data does. Returns at once.
+        """Ends the job for all workers before its data ends. Returns at once.
 
-        Asynchronous: after the batch at hand. Synchronous: before a step that all workers agree on, this worker's next
-        or the one after it. The first reason stands. A last checkpoint is written when all workers have left.
+        Asynchronous: the job ends after the current batch. Synchronous: it ends before a step that all workers agree
+        on, this worker's next one or the one after. The first call's reason is kept. A last checkpoint is written when
+        all workers have left.
 
         Raises InvalidRequest for a reason that is too long, JobFailed.
 
@@ -164,35 +165,36 @@ class Job:
     # ---- what a script is told
 
     def on_step(self, callback: StepCallback) -> StepCallback:
-        """`callback(job)` after each step of this worker (asynchronous), each step of the job (synchronous).
+        """Calls `callback(job)` after each step: of this worker (asynchronous), of the job (synchronous).
 
-        All `on_...` callbacks run in the thread that trains. What they raise ends the script unless it catches it. They
-        can be used as decorators.
+        All `on_...` callbacks run in the thread that trains. An error that one raises ends the script unless the script
+        catches it. All can be used as decorators.
         """
         self._callbacks.on_step.append(callback)
         return callback
 
     def on_log(self, callback: LogCallback) -> LogCallback:
-        """`callback(job, metrics)` with each call of `job.log`: numbers, and tensors of one element, by name."""
+        """Calls `callback(job, metrics)` at each `job.log`. `metrics`: numbers and one-element tensors by name."""
         self._callbacks.on_log.append(callback)
         return callback
 
     def on_checkpoint(self, callback: CheckpointCallback) -> CheckpointCallback:
-        """`callback(job, checkpoint)` after a step, when this worker knows of a newer one: `number`, `step`."""
+        """Calls `callback(job, checkpoint)` after a step if there is a newer checkpoint. It has `number` and `step`."""
         self._callbacks.on_checkpoint.append(callback)
         return callback
 
     def on_stop(self, callback: StopCallback) -> StopCallback:
-        """`callback(job, stop)` once `job.should_stop` is true, before job.batches ends: `reason`, `worker`, `step`."""
+        """Calls `callback(job, stop)` once `job.should_stop` is true, before job.batches ends. `stop` has `reason`,
+        `worker` and `step`."""
         self._callbacks.on_stop.append(callback)
         return callback
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Reports metrics by name: numbers, or tensors of one real element.
 
-        `shardyard status` and the progress display show the last value of each, TensorBoard all of them
-        (metrics.tensorboard). Tensors are read when the next heartbeat is due, so a GPU is not waited for here. Raises
-        InvalidRequest for other values, and for a name that is too long.
+        `shardyard status` and the progress display show the last value of each metric, TensorBoard shows all values
+        (metrics.tensorboard). Tensors are read when the next heartbeat is due, so the call does not wait for a GPU.
+        Raises InvalidRequest for other values, and for a name that is too long.
 
         >>> with sy.connect() as job:
         ...     job.log(loss=0.25, accuracy=torch.tensor(0.9))
@@ -214,14 +216,14 @@ class Job:
     def prepare(
         self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
     ) -> tuple[Model, JobOptimizer] | tuple[Model, JobOptimizer, JobScheduler]:
-        """Moves the optimizer, and the parameters that it has, to the servers.
+        """Moves the optimizer and its parameters to the servers.
 
-        Returns the same model, whose parameters and persistent buffers now hold the job's values; an optimizer whose
-        `step()` pushes the gradients and pulls the parameters; and, if one was given, the scheduler as a function of
-        the job's step: it stands where it would after one call of its `step()` for each step of the job.
+        Returns the same model and a `JobOptimizer`. The model's parameters and persistent buffers now hold the job's
+        values. The optimizer's `step()` pushes the gradients and pulls the parameters. With a `scheduler`, also returns
+        a `JobScheduler`, whose rates are those after as many scheduler steps as the job has taken.
 
-        In local mode the optimizer stays here, whatever its kind: `step()` is its own. The servers get the sum of these
-        steps once in `job.consistency.steps` steps.
+        In local mode any optimizer is accepted, and it stays in this process: `step()` runs it here. The servers get
+        the sum of its steps once every `job.consistency.steps` steps.
 
         Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
 
@@ -243,10 +245,11 @@ class Job:
         *,
         enabled: bool = True,
     ) -> JobScaler:
-        """Before `prepare`: a torch.amp.GradScaler, with its methods, whose scale is that of the job: one for all
-        workers, in its checkpoints, and given to those that join. All workers make the same call.
+        """Returns a torch.amp.GradScaler with one scale for all workers. Call it before `prepare`, in all workers
+        alike.
 
-        In a synchronous job a step that overflows in one logical rank is skipped for all. Raises InvalidRequest.
+        The scale is written into the job's checkpoints and given to workers that join. In a synchronous job a step
+        whose gradients overflow in one logical rank is skipped for all. Raises InvalidRequest.
         """
         self._session.check()
         if self._loop.trainer is not None or self._scaler is not None:
@@ -290,12 +293,13 @@ class Job:
         accumulate: int = 1,
         look_ahead: LookAhead | None = None,
     ) -> Iterator[Any]:
-        """Batches of the dataset such that over all workers each sample counts once an epoch, whichever process dies.
+        """Yields batches of the dataset. Each sample counts once an epoch over all workers, even if processes die.
 
-        Tensors are on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous).
-        Call `optimizer.step()` once for each batch; with `accumulate`, once for so many batches, whose gradients
-        together are one push: where `job.step_due`. `look_ahead(batch)` says what the modules of tables will be given,
-        for example `{model.words: batch[0]}`: a step then brings the rows of the next batch along.
+        Tensors are on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous), in
+        samples. Call `optimizer.step()` once for each batch. With `accumulate`, call it where `job.step_due` is true:
+        once for `accumulate` batches, whose gradients are one push. `look_ahead(batch)` returns the ids that the
+        modules of tables will look up, for example `{model.words: batch[0]}`; each step then fetches the next batch's
+        rows too.
 
         Ends when all samples are counted. If you `break`, the unread batches go to other workers. All workers must make
         the same calls in the same order. Raises UnseekableDataset, FeedConflict, InvalidRequest, JobFailed.
@@ -312,10 +316,10 @@ class Job:
         return open_batches(self._loop, Reader(dataset, self._device, collate_fn), settings, look_ahead)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
-        """The same batches, a script's own, read a step ahead: a step brings the rows of the next batch along.
-        `ids_of(batch)`: as job.batches' `look_ahead`. `accumulate`: of how many batches a step is.
+        """Yields a script's own batches, read one step ahead, so that each step fetches the next batch's rows too.
 
-        Raises InvalidRequest.
+        `ids_of(batch)`: as `look_ahead` in job.batches. `accumulate`: the number of batches in a step. Raises
+        InvalidRequest.
         """
         self._loop.need_trainer()
         if accumulate < 1:
@@ -327,8 +331,8 @@ class Job:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients are accumulated: none is sent while backward computes (worker.overlap), since another
-        backward adds to them before `optimizer.step()`. job.batches' `accumulate` does so by itself."""
+        """Accumulates gradients inside the block: backward sends none of them while it computes (worker.overlap), since
+        a later backward adds to them before `optimizer.step()`. job.batches' `accumulate` does this by itself."""
         trainer = self._loop.need_trainer()
         before, trainer.accumulates_by_hand = trainer.accumulates_by_hand, True
         try:
@@ -339,9 +343,9 @@ class Job:
     # ---- variables without a model
 
     def register(self, variables: Mapping[str, torch.Tensor], *, optimizer: str = "sgd", **settings: float) -> None:
-        """Gives the job variables by name, with first values, and the optimizer that updates them.
+        """Gives the job named variables with their initial values, and the optimizer that updates them.
 
-        `optimizer` and `settings` as in docs/reference/optimizers.md, for example `optimizer="adam", lr=1e-3`. All
+        `optimizer` and `settings` are as in docs/reference/optimizers.md, for example `optimizer="adam", lr=1e-3`. All
         workers start from the first worker's values. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict,
         InvalidRequest.
 
@@ -364,11 +368,11 @@ class Job:
         self._loop.begin(made, OptimizerSpec(optimizer, groups), lambda: groups)
 
     def push(self, gradients: Mapping[str, torch.Tensor], *, samples: float = 1.0, **settings: float) -> None:
-        """Pushes gradients by name, each with its variable's shape and dtype; variables that are not named are left
-        alone. In a synchronous job returns when the step is complete. `samples`: the weight of this push in the mean of
-        a synchronous step. `settings` replace those in force for this push, for example `lr=0.1`.
+        """Pushes gradients by name, each with its variable's shape and dtype. Variables that are not named stay as they
+        are. In a synchronous job it returns when the step is complete.
 
-        Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
+        `samples`: the weight of this push in the mean of a synchronous step. `settings` replace the current ones for
+        this push, for example `lr=0.1`. Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
         """
         trainer = self._loop.need_trainer()
         if self._is_local:
@@ -380,13 +384,13 @@ class Job:
             first = dict(zip(setting_names(kind), groups[0], strict=True))
             groups = (make_group(kind, first | settings),)
         sent = [gradients.get(variable.spec.name) for variable in trainer.variables]
-        if trainer.pushes.clipper is not None:  # in place, and these are the script's
+        if trainer.pushes.clipper is not None:  # it clips in place, and these tensors are the script's
             sent = [tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor for tensor in sent]
         self._loop.contribute(StepInput(sent, samples, groups))
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Copies of the variables' values by name, of all or of `names`. Asynchronous: the newest. Synchronous: those
-        of this step. Raises UnknownVariable, JobFailed."""
+        """Returns copies of the variables by name, of all or of `names`, in their shapes and dtypes. Asynchronous: the
+        newest values. Synchronous: those of the current step. Raises UnknownVariable, JobFailed."""
         trainer = self._loop.need_trainer()
         if self.mode is UpdateMode.ASYNC and self._loop.strategy is not None:
             with self._session.interrupts:
@@ -404,11 +408,11 @@ class Job:
     # ---- checkpoints, and what compression keeps
 
     def checkpoint(self) -> int:
-        """Takes a checkpoint of the job that contains all that this worker has pushed. Returns the checkpoint's number
-        when it is committed. Other workers train on meanwhile.
+        """Takes a checkpoint that contains all that this worker has pushed. Returns its number once it is committed.
+        Other workers train on meanwhile.
 
-        Raises InvalidRequest where the job has no checkpoints (job.checkpoint.url), StorageUnavailable and other errors
-        that kept it from being written, JobFailed.
+        Raises InvalidRequest if the job has no checkpoints (job.checkpoint.url), StorageUnavailable and other errors of
+        writing it, JobFailed.
         """
         self._loop.need_trainer()
         with self._session.interrupts:
@@ -418,16 +422,16 @@ class Job:
         return number
 
     def compression_state(self) -> dict[str, torch.Tensor]:
-        """Copies of what compression keeps in this worker, by name, for example "residual.fc1.weight"
-        (docs/guides/compression.md); empty without any. Between two steps."""
+        """Returns copies of this worker's compression state by name, for example "residual.fc1.weight"
+        (docs/guides/compression.md). It is empty without compression. Call it between two steps."""
         trainer = self._loop.need_trainer()
         with trainer.pushes.between_pushes():
             state = {} if trainer.pushes.feedback is None else trainer.pushes.feedback.state_dict()
         return {name: torch.from_numpy(value.copy()) for name, value in state.items()}
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `compression_state` gave, here or in another worker. Raises UnknownVariable, ShapeMismatch
-        and DTypeMismatch, having changed nothing."""
+        """Loads what `compression_state` returned, in this worker or another. Raises UnknownVariable, ShapeMismatch and
+        DTypeMismatch; then nothing has changed."""
         trainer = self._loop.need_trainer()
         if trainer.pushes.feedback is None:
             if state:
@@ -441,7 +445,7 @@ class Job:
     # ---- leaving
 
     def close(self, error: str = "") -> None:
-        """Leaves the job. The second time does nothing. `error`: why the script has failed, if it has."""
+        """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
         if self._closed:
             return
         with self._session.interrupts:
@@ -466,7 +470,7 @@ class Job:
                 self._on_close()
 
     def _close_at_exit(self) -> None:
-        """For a script without `with`. Python keeps there what the script has raised, if it has."""
+        """Leaves the job of a script without `with`. At exit Python still has the script's error, if there was one."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 

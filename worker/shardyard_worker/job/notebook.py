@@ -1,5 +1,5 @@
-"""How a job looks in a notebook. Invariant: whatever a name or a reason has in it is text, never markup. Must not know:
-what the rows say."""
+"""How a job looks in a notebook. Invariant: names and reasons are escaped; they are never read as markup. Must not
+know: what the rows say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """HTML: a title, and rows of a name and a value."""
+    """Returns HTML: a title, and rows of a name and a value."""
     cells = "".join(
         f'<tr><th style="text-align: left">{escape(name)}</th><td style="text-align: left">{escape(value)}</td></tr>'
         for name, value in rows

@@ -1,7 +1,7 @@
-"""`job.prepare`: a model's parameters and its optimizer move to the servers.
+"""`job.prepare`: moves a model's parameters and its optimizer to the servers.
 
-In: model, optimizer, scheduler. Out: an optimizer whose `step()` pushes gradients and pulls parameters; in local mode,
-one that runs the script's own optimizer, and exchanges values once a round. Must not know: how a push travels.
+In: model, optimizer, scheduler. Out: an optimizer whose `step()` pushes gradients and pulls parameters. In local mode
+its `step()` runs the script's own optimizer, and values are exchanged once a round. Must not know: how a push travels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prepare(
 
 
 class _GradientStep:
-    """What `optimizer.step()` does: collects the gradients of parameters and rows, and contributes them."""
+    """`optimizer.step()`: collects the gradients of parameters and rows, and contributes them."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _GradientStep:
     def _unscaled(
         self, gradients: list[torch.Tensor | None], scaled: Scaled | None
     ) -> tuple[list[torch.Tensor | None], bool]:
-        """Gradients as they are sent, and whether they are beyond their format, and so not sent."""
+        """Returns the gradients as they are sent, and whether one overflows its format; then none is sent."""
         if scaled is None:
             return gradients, False
         if self._scaler is None and not self._warned_of_scaler:

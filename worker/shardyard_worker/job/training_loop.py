@@ -1,8 +1,8 @@
-"""A worker's steps: what happens between `optimizer.step()` and the strategy, in whatever mode the job is.
+"""A worker's steps: from `optimizer.step()` to the strategy, in any mode of the job.
 
-Owns: the trainer, the strategy of the present mode, the feed that batches come from, the rounds of local mode.
-Invariant: a strategy is replaced only between two steps, where the job has changed its mode. Must not know: models,
-optimizers, what a script sees.
+Owns: the trainer, the strategy of the current mode, the feed of batches, the rounds of local mode. Invariant: a
+strategy is replaced only between two steps, after the job has changed its mode. Must not know: models, optimizers, what
+a script sees.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = logging.getLogger("shardyard.worker")
 Groups = tuple[tuple[float, ...], ...]
 
 LOOK_AHEAD_METRIC = "look_ahead_hits"
-"""Of the rows that forwards have asked for since look-ahead began, the share that was there."""
+"""The share of the rows that forwards needed that were already fetched, since look-ahead began."""
 
 
 class TrainingLoop:
-    """Of one job, for the thread that trains."""
+    """The steps of one job. Only the thread that trains uses it."""
 
     def __init__(self, session: Session, metrics: MetricLog, callbacks: Callbacks[Any]) -> None:
         self.session = session
@@ -50,21 +50,21 @@ class TrainingLoop:
         self._callbacks = callbacks
         self.trainer: Trainer | None = None
         self.places: dict[str, int] = {}
-        """Of the variables, by name."""
+        """The number of each variable, by name."""
         self.strategy: Strategy | None = None
         self.local: LocalRounds | None = None
         self.feed: Feed | None = None
         self.feeds_opened = 0
         self.upcoming: Upcoming | None = None
-        """Of a script's own batches (`job.look_ahead`)."""
+        """A script's own batches (`job.look_ahead`)."""
         self.rows: RemoteRows | None = None
         self.settings: Callable[[], Groups] = tuple
-        """Of the optimizer, as they are now."""
+        """The optimizer's current settings."""
         self.own_steps = 0
-        """Steps outside of job.batches."""
+        """Steps outside job.batches."""
         self._scaler: JobScaler | None = None
         self._last_step = 0
-        """The last one after which callbacks were called."""
+        """The last step after which callbacks were called."""
 
     # ---- what is known
 
@@ -91,7 +91,7 @@ class TrainingLoop:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the script announces the ids of its next batches now."""
+        """Whether the script announces the ids of its next batches."""
         return self.upcoming is not None or (self.feed is not None and self.feed.upcoming is not None)
 
     def need_trainer(self) -> Trainer:
@@ -116,8 +116,8 @@ class TrainingLoop:
         tables: TableBinding | None = None,
         scaler: JobScaler | None = None,
     ) -> Trainer:
-        """Registers the variables, and brings the first values into them. `settings`: of the optimizer, as they are
-        now."""
+        """Registers the variables and gets their initial values. `settings` returns the optimizer's current
+        settings."""
         self.session.check()
         if self.trainer is not None:
             raise InvalidRequest(
@@ -137,12 +137,12 @@ class TrainingLoop:
         return trainer
 
     def begin_rounds(self, local: LocalRounds) -> None:
-        """Steps are local from now on."""
+        """From now on steps are local."""
         self.local = local
         self._last_step = self.step
 
     def follow_mode(self) -> Strategy:
-        """The strategy of the mode that the job goes by now, begun."""
+        """Starts and returns the strategy of the job's current mode."""
         strategy = self.strategy
         while strategy is None or isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
             if strategy is not None:
@@ -150,7 +150,7 @@ class TrainingLoop:
             if self._scaler is not None:
                 self._scaler.follow(by_steps=self.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer())
-            # which may meet the map of the mode after its own
+            # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
                 strategy.begin()
         return strategy
@@ -187,18 +187,18 @@ class TrainingLoop:
                 is_last = local.taken == local.steps
             if is_last:
                 self.end_round()
-        if self.step > self._last_step:  # a worker with several ranks takes a step of the same number for each
+        if self.step > self._last_step:  # a worker with several ranks takes the same step once for each
             self._last_step = self.step
             self._callbacks.after_step()
         self.between_steps()
         return loss
 
     def end_round(self) -> None:
-        """Contributes what this worker's local steps have come to."""
+        """Contributes the sum of this worker's local steps."""
         local = self.local
         assert local is not None
         sending = local.outer(self.settings())
-        looked_at = self.session.job_settings.nonfinite is not NonFinite.ALLOW  # on the way, and reported
+        looked_at = self.session.job_settings.nonfinite is not NonFinite.ALLOW  # checked on the way, and reported
         try:
             self._count(sending if local.finite or looked_at else None)
         finally:
@@ -207,7 +207,7 @@ class TrainingLoop:
         self._metrics.log({name: count for name, count in lost.items() if count})
 
     def _count(self, sending: StepInput | None) -> bool:
-        """Pushes a step. Whether the work is this worker's."""
+        """Pushes a step. Returns whether the work is this worker's."""
         if self.feed is not None:
             self.feed.push(sending)
             return self.feed.work is None or not self.feed.work.lost
@@ -224,11 +224,11 @@ class TrainingLoop:
         return True
 
     def between_steps(self) -> None:
-        """Calls the script's functions where there is something new."""
+        """Calls the script's callbacks for what is new."""
         self._callbacks.between_steps(self.session.checkpoint, self.stopping if self.should_stop else None)
 
     def report_rows(self) -> None:
-        """Metrics of look-ahead and of the cache of rows."""
+        """Reports metrics of look-ahead and of the row cache."""
         if self.rows is not None and self.rows.looked_up:
             self._metrics.log({LOOK_AHEAD_METRIC: self.rows.came_ahead / self.rows.looked_up})
         cache = None if self.trainer is None else self.trainer.cache
@@ -240,14 +240,14 @@ class TrainingLoop:
     # ---- the end
 
     def drain(self) -> None:
-        """Waits for the push under way."""
+        """Waits for the push in flight."""
         try:
             self.present_strategy().drain()
         except LostWork:
             log.info("the last batch was computed by another worker as well; this one's does not count")
 
     def finish(self, error: str) -> None:
-        """A push may still be under way: it counts if it was acknowledged, and an error that it meets is raised."""
+        """Ends the steps. A push in flight counts once it is acknowledged; an error that it meets is raised."""
         if self.strategy is None or self.trainer is None:
             return
         try:
@@ -255,7 +255,7 @@ class TrainingLoop:
                 self.trainer.router.close()
             else:
                 if self.local is not None and self.local.owes:
-                    self.end_round()  # of a script's own data, whose last round may be a shorter one
+                    self.end_round()  # the last round of a script's own data may be shorter
                 self.strategy.leave(self.settings())
                 self.trainer.values.complete()
         except LostWork:

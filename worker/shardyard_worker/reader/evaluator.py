@@ -1,7 +1,7 @@
-"""A running job, as an evaluating script sees it: snapshots of its values, what they are worth, the best of them kept.
+"""`sy.follow()`: a running job as an evaluating script sees it. It yields snapshots, takes metrics, keeps the best.
 
-Owns: what `sy.follow()` gives back. Invariants: training never waits for it; what `keep_best` keeps are the values that
-were read, whatever the script has done to its model since. Must not know: partitions, pins, how a script is launched.
+Owns: what `sy.follow()` returns. Invariants: training never waits for it; `keep_best` keeps the values that were read,
+even if the script has changed its model since. Must not know: partitions, pins, how a script is launched.
 """
 
 from __future__ import annotations
@@ -57,23 +57,26 @@ from shardyard_worker.training.model_variables import as_written
 log = logging.getLogger("shardyard.evaluator")
 
 FOLLOWS_VARIABLE: Final = "SHARDYARD_FOLLOWS"
-"""The number of the run that a launched script follows: the same one when it is started again."""
+"""The number of the run that a launched script follows. It stays the same when the script is restarted."""
 LOOK_AGAIN_S: Final = 0.2
 TRY_AGAIN_S: Final = 0.5
 
 Mode = Literal["max", "min"]
 
 _ROWS: Final = re.compile(r"(^|\.)table\.(ids|rows|seed)$")
-"""Of a table, in a state dict."""
+"""Matches a table's entries in a state dict."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One consistent version of a job's values. `step`: of a synchronous job its step; else so many updates at least
-    have all partitions. `versions`: (life, number) of each partition.
+    """One consistent version of a job's values.
 
-    `with snapshot:` around its evaluation gives it up where servers do not hold its rows any more (VersionPassed): the
-    block ends there, and the loop goes on with a newer one.
+    `step`: the step of a synchronous job; otherwise every partition has at least this many updates. `versions`: (life,
+    number of updates) of each partition; a restore raises the life. `names`, `arrays`: the variables, each array in its
+    variable's shape.
+
+    Evaluate inside `with snapshot:`. If servers have dropped its rows (VersionPassed), the block ends there without an
+    error, and the loop goes on with a newer snapshot.
     """
 
     step: int
@@ -83,7 +86,7 @@ class Snapshot:
     given_up: Callable[[errors.VersionPassed], None] | None = field(default=None, repr=False, compare=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of all values by name, on the CPU."""
+        """Returns copies of all values by name, on the CPU, in the variables' shapes."""
         return {name: torch.from_numpy(each.copy()) for name, each in zip(self.names, self.arrays, strict=True)}
 
     def __enter__(self) -> Self:
@@ -99,8 +102,8 @@ class Snapshot:
 
 
 def follow(settings: Settings, *, name: str, network: Network | None = None) -> Run:
-    """Waits for the job `name` (empty: the only one) of the yard at `settings.coordinator`. `network`: how to reach it;
-    gRPC unless given. Raises CoordinatorUnavailable, InvalidRequest, NotFound, ConfigurationError."""
+    """Waits for the job `name` (empty: the only one) in the yard at `settings.coordinator`. `network`: how to reach it,
+    gRPC by default. Raises CoordinatorUnavailable, InvalidRequest, NotFound, ConfigurationError."""
     tune_malloc()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
@@ -127,7 +130,7 @@ def follow(settings: Settings, *, name: str, network: Network | None = None) -> 
 
 
 class Run:
-    """A job that somebody else trains. Use it as a context manager. Not thread-safe."""
+    """A job that other processes train. Use it as a context manager. Not thread-safe."""
 
     def __init__(
         self, follower: ReaderSession, network: Network, settings: Settings, files: TensorBoardWriter | None
@@ -140,7 +143,7 @@ class Run:
         self._files = files
         self._leases = Leases()
         self._held: PinnedVersion | None = None
-        """Of the newest snapshot, where its rows are looked up."""
+        """The pin of the newest snapshot, if its rows are looked up."""
         self._rows: PinnedRows | None = None
         self._model: torch.nn.Module | None = None
         self._rows_of: tuple[JobLayout, UpdateMode] | None = None
@@ -151,11 +154,11 @@ class Run:
         self._judged: tuple[str, Mode] | None = None
         self._closed = False
         self.device = pick_device(settings.worker.device, 0)
-        """Where the model should be."""
+        """The device that the model should be on."""
 
     @property
     def name(self) -> str:
-        """The job's."""
+        """The job's name."""
         return self._follower.name
 
     @property
@@ -165,19 +168,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Of the newest snapshot."""
+        """The step of the newest snapshot; 0 before the first."""
         return 0 if self._snapshot is None else self._snapshot.step
 
     # ---- snapshots
 
     def snapshots(self, model: torch.nn.Module | None = None, *, every_s: float | None = None) -> Iterator[Snapshot]:
-        """Versions of the job, the newest at each time, at most one in `every_s` seconds (evaluator.every_s), each of
-        them once; the last one is that with which the job ends. `model`: its parameters and buffers are given the
-        values, in place; what the job does not have is left alone.
+        """Yields the newest version of the job, each version once, at most one every `every_s` seconds
+        (evaluator.every_s). The last one is the job's final version. `model`: its parameters and buffers are set to the
+        values, in place; those that the job does not have stay as they are.
 
-        A job that has not begun yet, partitions that move and a coordinator that is away are waited for. Raises
-        ShapeMismatch, DTypeMismatch and UnknownVariable where the model is another one than the job's, UnsupportedModel
-        where it has tables without rows, what the job has failed with, CoordinatorLost.
+        Waits while the job has not begun, partitions move or the coordinator is away. Raises ShapeMismatch,
+        DTypeMismatch and UnknownVariable if the model is not the job's, UnsupportedModel if it has tables without rows,
+        InvalidRequest for `every_s`, the error that the job failed with, CoordinatorLost.
         """
         wait_s = self._settings.evaluator.every_s if every_s is None else every_s
         if not 0 <= wait_s < math.inf:
@@ -194,8 +197,8 @@ class Run:
             self._follower.wait(begun + wait_s)
 
     def _next(self, *, rows: bool) -> Snapshot | None:
-        """The next version that differs from the one before; None: the job has ended with that one. `rows`: those of
-        tables are held, until the next is asked for."""
+        """Waits for the next version that differs from the last one. Returns None if the job ended with the last one.
+        `rows`: rows of tables stay pinned until the next call."""
         self._let_go()
         why = ""
         with ExplainedWait(lambda: f"a new version of job {self.name}{why}", logger=log) as wait:
@@ -234,7 +237,7 @@ class Run:
         former = () if self._snapshot is None or self._is_given_up else self._snapshot.versions
         if not rows:
             return self._snapshots.read(view, former)
-        held = self._hold_on(self._snapshots.hold(view))  # first: values may take longer to come than a lease lasts
+        held = self._hold_on(self._snapshots.hold(view))  # first: reading the values may take longer than a lease
         try:
             values = None if held.versions == former else self._snapshots.values(held)
         except BaseException:
@@ -262,7 +265,7 @@ class Run:
             view = self._held.view
             of = self._rows_of
             if self._rows is None or of is None or of[0] is not view.layout or of[1] is not view.mode:
-                # rows of a step belong to its parameters; of versions that are nobody's together any newer one will do
+                # synchronous: rows must be of the parameters' step; otherwise rows of any newer version will do
                 self._rows_of = view.layout, view.mode
                 self._rows = PinnedRows(view.layout, None if view.mode is UpdateMode.SYNC else self._newer)
             self._rows.show(self._held.look_up, self._held.read_rows)
@@ -270,8 +273,8 @@ class Run:
         load_into(model, snapshot)
 
     def _newer(self) -> Reads:
-        """Reads a version in the place of one that servers do not hold any more. Raises VersionPassed where none will
-        come."""
+        """Pins a newer version after servers have dropped the old one. Raises VersionPassed if the job has ended and
+        there is none."""
         why = ""
         with (
             self._renewing,
@@ -280,7 +283,7 @@ class Run:
             lost, self._held = self._held, None
             if lost is not None and not lost.is_lost:
                 self._held = lost
-                return lost.look_up, lost.read_rows  # another thread has asked
+                return lost.look_up, lost.read_rows  # another thread has renewed it already
             if lost is not None:
                 self._leases.release(lost)
             while True:
@@ -312,8 +315,9 @@ class Run:
     # ---- what was found
 
     def report(self, **metrics: float | torch.Tensor) -> None:
-        """What the newest snapshot is worth: shown by `shardyard status`, on standard output, and by TensorBoard
-        (metrics.tensorboard). Returns at once. Raises InvalidRequest for what is not one real number."""
+        """Reports metrics of the newest snapshot. `shardyard status`, standard output and TensorBoard
+        (metrics.tensorboard) show them. Returns at once. Raises InvalidRequest for a value that is not one real
+        number."""
         snapshot = self._need_snapshot()
         found = {name: float(checked_metric(name, value)) for name, value in metrics.items()}
         if len(self._metrics | found) > METRICS_MAX:
@@ -326,14 +330,16 @@ class Run:
         self._tell(snapshot, None)
 
     def keep_best(self, metric: str, mode: Mode = "max", *, into: str | None = None, rows: bool = True) -> bool:
-        """Keeps the newest snapshot, in the place of the one that was the best before, if the reported `metric` says
-        that it is better: larger (`mode` "max") or smaller ("min"). Whether it was, and could be kept. `rows`: with all
-        rows of the tables of the model that was given to `snapshots`, which are read from the servers now; a version
-        that servers do not hold any more by then is not kept, and the log says so.
+        """Keeps the newest snapshot if its reported `metric` is better than that of the kept one, which it then
+        replaces. Better means larger (`mode` "max") or smaller ("min"). Returns whether it was kept.
 
-        It is kept in the folder JOB/best of the job's checkpoints, or below `into` (evaluator.into): a folder or any
-        URL that fsspec knows. Raises InvalidRequest for a metric that was not reported, ConfigurationError where there
-        is no such place, StorageUnavailable.
+        The snapshot goes to the folder JOB/best of the job's checkpoints, or below `into` (evaluator.into): a folder,
+        or a URL that fsspec knows. `rows`: also keeps all rows of the tables of the model that was given to
+        `snapshots`. They are read from the servers now; if servers have dropped that version, nothing is kept and the
+        log says so.
+
+        Raises InvalidRequest for a metric that was not reported, ConfigurationError if there is no such place,
+        StorageUnavailable.
         """
         snapshot = self._need_snapshot()
         if mode not in ("max", "min"):
@@ -378,8 +384,8 @@ class Run:
         return True
 
     def _all_rows(self, spools: ExitStack) -> Iterator[TensorSource]:
-        """Of the model's tables, by the names that its state dict has for them; they are in files until `spools` ends.
-        Raises VersionPassed, StorageUnavailable."""
+        """Yields the rows of the model's tables under their names in its state dict. They are in files until `spools`
+        ends. Raises VersionPassed, StorageUnavailable."""
         if self._model is None or self._rows is None:
             return
         found: dict[Table, Spool] = {}
@@ -394,7 +400,7 @@ class Run:
                 yield TensorSource(prefix + "seed", DType.INT64, (), partial(bytes_of, seed))
 
     def _former(self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode) -> BestManifest | None:
-        """What is kept, where that can be compared with this."""
+        """Returns what is kept now, if it can be compared with this snapshot."""
         try:
             former = folder.load()
             if former is None:
@@ -453,11 +459,12 @@ class Run:
         wait_ms: int | None = None,
         cached_rows: int | None = None,
     ) -> ServedModel:
-        """The job's rows, and with `model` its parameters, for who answers requests with them, from any threads: each
-        answer of one version that was the newest at most `staleness_ms` before (serving.staleness_ms). `model`: the
-        job's; copies of it are given the values. `wait_ms`: how long a request waits for such a version
-        (serving.wait_ms); `cached_rows`: so many rows of each table, those asked for most, stay in this process for as
-        long as their version is read (serving.cached_rows). It ends with the run. Raises InvalidRequest.
+        """Serves the job's rows, and with `model` its parameters, to any threads. Each answer is of one version, which
+        was the newest at most `staleness_ms` milliseconds before (serving.staleness_ms).
+
+        `model`: the job's model; the values are put into copies of it. `wait_ms`: how long a request waits for such a
+        version (serving.wait_ms). `cached_rows`: how many rows of each table, the most requested ones, this process
+        caches while their version is read (serving.cached_rows). Serving ends with the run. Raises InvalidRequest.
         """
         if self._closed:
             raise errors.InvalidRequest(
@@ -479,7 +486,7 @@ class Run:
     # ---- leaving
 
     def close(self) -> None:
-        """Leaves the job alone. The second time does nothing."""
+        """Stops following the job. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -504,7 +511,7 @@ class Run:
 
 
 def _spooled(table: Table, spools: ExitStack) -> Spool:
-    """All rows of a table. Raises VersionPassed, StorageUnavailable."""
+    """Reads all rows of a table. Raises VersionPassed, StorageUnavailable."""
     try:
         return spools.enter_context(spooled(table.dim, lambda: table.source.pieces(table)))
     except OSError as error:
@@ -516,7 +523,7 @@ def _spooled(table: Table, spools: ExitStack) -> Spool:
 
 
 def load_into(model: torch.nn.Module, snapshot: Snapshot) -> None:
-    """Gives parameters and buffers of a model the values of their names, in place, having checked all of them. Raises
+    """Sets a model's parameters and buffers to the values of their names, in place, once all are checked. Raises
     UnknownVariable, ShapeMismatch, DTypeMismatch, UnsupportedModel."""
     there: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):

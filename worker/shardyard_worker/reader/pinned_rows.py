@@ -1,8 +1,9 @@
-"""Rows of a job that this process follows, as the modules of a model ask for them.
+"""Rows of a followed job, as the modules of a model ask for them.
 
-Owns: the port `RowSource` over a version that servers hold. Invariants: what a model reads is of the version that it
-was given; in a job that is not synchronous, where that is lost, of a newer one, each partition as it was at one moment;
-nothing is ever changed. Safe for several threads. Must not know: parameters, when versions are taken.
+Owns: a `RowSource` over a version that is pinned on servers. Invariants: a model reads rows of the version that it was
+given; if that is lost and the job is not synchronous, it reads rows of a newer version, in which each partition is as
+it was at one moment; nothing is ever changed. Safe for several threads. Must not know: parameters, when versions are
+taken.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, unique_ids
 from shardyard_worker.rows.row_prefetch import RowQuery
 
 LookUpRows = Callable[[Sequence[RowQuery]], Sequence[Float32s]]
-"""Of each table, at most once, the rows of unique_ids ids; all of one version. Raises VersionPassed."""
+"""Returns the rows of each table's unique ids, all of one version. Each table is named at most once. Raises
+VersionPassed."""
 ReadRows = Callable[[int, int, PartitionId], list[tuple[Int64s, Float32s]]]
-"""Of a table, by its number and dim, all rows of a partition, of one version, each id once. Raises VersionPassed."""
+"""Returns all rows that a table, given by its number and dim, has in a partition, each id once, of one version. Raises
+VersionPassed."""
 Reads = tuple[LookUpRows, ReadRows]
 
 
 class PinnedRows:
-    """`renew`: how rows of a newer version are read, where one was lost; None: nobody may read another one."""
+    """`renew`: pins a newer version after one was lost. None: no newer one may be read."""
 
     def __init__(self, layout: JobLayout, renew: Callable[[], Reads] | None = None) -> None:
         self._numbers = numbers_of(layout)
@@ -38,7 +41,7 @@ class PinnedRows:
         self._read_all: ReadRows | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PinnedRows:
-        """A copy of a model reads the same rows."""
+        """A copy of a model shares these rows."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,8 +52,8 @@ class PinnedRows:
         )
 
     def show(self, read: LookUpRows | None, read_all: ReadRows | None = None) -> None:
-        """How rows of a version are read, from here on, and all of a table, where they may be; None: of none, for
-        now."""
+        """Sets the version that is read from now on. `read_all`: reads all rows of a table, if that is allowed. `read`
+        None: no version can be read for now."""
         with self._lock:
             self._read, self._read_all = read, read_all
 
@@ -80,7 +83,7 @@ class PinnedRows:
         raise _all_rows(table)
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
-        """A partition at a time. Raises VersionPassed, InvalidRequest where nobody may read all rows."""
+        """Yields a partition at a time. Raises VersionPassed, InvalidRequest if all rows may not be read."""
         for partition in range(self._partitions):
             yield from self._read_partition(table, PartitionId(partition))
 
@@ -105,8 +108,8 @@ class PinnedRows:
 
 
 def bind(tables: dict[str, Table], layout: JobLayout, source: RowSource) -> None:
-    """From here on these are the job's tables of their names, and have their rows from `source`. A table that the job
-    does not have is left alone if it has rows of its own. Raises UnsupportedModel, ShapeMismatch."""
+    """Makes these the job's tables of the same names, with their rows from `source`. A table that the job does not have
+    is left alone if it has rows of its own. Raises UnsupportedModel, ShapeMismatch."""
     theirs = {settings.name: settings for settings in layout.tables}
     for name, table in tables.items():
         if name not in theirs:

@@ -1,11 +1,11 @@
-"""A version of a job that servers hold for a reader: one step of a synchronous job, or of each partition one version.
+"""A version of a job that servers hold for a reader: one step of a synchronous job, or one version of each partition.
 
-While it is held, rows of tables are looked up as they were in it, whatever is pushed beside. It is lost where servers
-die or partitions move, where a lease runs out, or where more rows have changed since than servers keep.
+While it is held, look-ups give the rows as they were in it, whatever is pushed meanwhile. It is lost if servers die,
+partitions move, a lease runs out, or more rows have changed since than servers keep.
 
-Owns: the look-ups by a pin, its renewal and its end. Invariants: what one version answers is of that version, or it
-raises VersionPassed; once lost it never answers again; whoever holds it releases it, or its leases run out where this
-process dies. Safe for several threads. Must not know: torch, how a version is chosen.
+Owns: look-ups under a pin, its renewal and its end. Invariants: a look-up answers from this version or raises
+VersionPassed; once lost, it never answers again; its holder releases it, or its leases run out when this process dies.
+Safe for several threads. Must not know: torch, how a version is chosen.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from shardyard_worker.rows.row_prefetch import RowQuery
 from shardyard_worker.session.retry import RetryPolicy
 
 LEASE_MS: Final = 30_000
-"""Of a pin: for so long a server holds a version for a reader that has died."""
+"""The lease of a pin: a server holds a version for this long after its reader has died."""
 RENEW_MS: Final = 7_500
 CALL_TIMEOUT_MS: Final = 5_000
 LOOK_UP_TIMEOUT_MS: Final = 30_000
 READ_ROWS_TIMEOUT_MS: Final = 600_000
-"""That may take longer than a lease, which is renewed beside it."""
+"""This may be longer than a lease, which is renewed meanwhile."""
 
 GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
-"""What a server says that does not hold the version."""
+"""The errors of a server that does not hold the version."""
 
 Everywhere = Callable[["Sequence[ReadServer]", Callable[["ReadServer"], Any]], list[Any]]
-"""Asks several servers at one time."""
+"""Asks several servers at the same time."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What a reader must know of a job. `ended`: its values do not change any more."""
+    """What a reader must know of a job. `ended`: its values no longer change."""
 
     job: JobId
     mode: UpdateMode
@@ -75,8 +75,8 @@ class ReadServer:
 
 @dataclass(frozen=True)
 class Pin:
-    """What servers know a held version by. `number`: the step that was named, None: the newest; `rows`: those of tables
-    are held too."""
+    """Identifies a held version on servers. `number`: the step that was asked for; None: the newest. `rows`: rows of
+    tables are held too."""
 
     name: bytes
     number: int | None
@@ -86,7 +86,7 @@ class Pin:
 def ask_for(
     view: View, server: ReadServer, pin: Pin, wait_registry: WaitRegistry, *, wait_ms: int
 ) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """Takes, or renews, a pin on one server: what it holds there, or lacks."""
+    """Takes or renews a pin on one server. Returns what the server holds and lacks."""
     generation = view.map.generation
     wish = PinRequest(
         view.reader,
@@ -106,7 +106,7 @@ def ask_for(
 def release(
     view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Everywhere, wait_registry: WaitRegistry
 ) -> None:
-    """A server that cannot be reached lets go when the lease runs out."""
+    """Releases a pin. A server that cannot be reached drops it when the lease runs out."""
     request = wire.UnpinRequest(caller=common_messages.caller_to_wire(view.reader), pin=pin.name)
 
     def let_go(server: ReadServer) -> None:
@@ -118,8 +118,8 @@ def release(
 
 
 class PinnedVersion:
-    """`versions`: of all partitions. `as_of`: a moment (time.monotonic) since which nothing newer was pushed before it
-    was held: how old it is counts from there."""
+    """`versions`: of all partitions. `as_of` (time.monotonic, seconds): nothing newer had been pushed before this
+    moment. The version's age counts from here."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class PinnedVersion:
         self._everywhere = everywhere
         self._wait_registry = wait_registry
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held while leases are renewed, or end
+        self._turn = threading.Lock()  # held while leases are renewed or ended
         self._lost: errors.VersionPassed | None = None
 
     @property
@@ -153,13 +153,13 @@ class PinnedVersion:
             return self._lost is not None
 
     def check(self) -> None:
-        """Raises VersionPassed where it is known to be lost."""
+        """Raises VersionPassed if the version is known to be lost."""
         with self._lock:
             if self._lost is not None:
                 raise self._lost.anew()
 
     def look_up(self, asked: Sequence[RowQuery], timeout_ms: int = LOOK_UP_TIMEOUT_MS) -> list[Float32s]:
-        """Of each table the rows of its ids, shape (m, dim), in one round trip. Raises VersionPassed, and
+        """Returns the rows of each table's ids, shape (m, dim), in one round trip. Raises VersionPassed,
         MalformedPayload."""
         self.check()
         found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
@@ -168,7 +168,7 @@ class PinnedVersion:
 
         def ask(server: ReadServer) -> None:
             for question in by_server[server.incarnation]:
-                self.check()  # it may have waited for a thread behind others, who were not answered
+                self.check()  # it may have waited for a thread behind look-ups that failed
                 header = table_messages.look_up_to_header(
                     LookupRequest(
                         self.view.reader,
@@ -193,9 +193,9 @@ class PinnedVersion:
         return found
 
     def read_rows(self, table: int, dim: int, partition: PartitionId) -> list[tuple[Int64s, Float32s]]:
-        """All rows of a table in a partition, in pieces, each id once. Ids that have got a row since are there too,
-        with what they read as in this version. Waits while the server reads them for somebody else. Raises
-        VersionPassed, MalformedPayload."""
+        """Reads all rows of a table in a partition, in pieces, each id once. Ids that have got a row since are
+        included, with the values that they read as in this version. Waits while the server reads the table for another
+        reader. Raises VersionPassed, MalformedPayload."""
         server = next(server for server in self.servers if partition in server.partitions)
         what = f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
         patience = RetryPolicy(0, self.check, what)
@@ -217,12 +217,12 @@ class PinnedVersion:
             frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
             return _once(table_messages.rows_from_frames(frames, dim, server.peer.name))
         except errors.NotReady:
-            raise  # the version is there; somebody reads the table, or a checkpoint does
+            raise  # the version is held; another reader or a checkpoint reads the table
         except (*GONE, errors.Unavailable) as error:
             raise self._lose(error) from None
 
     def renew(self) -> None:
-        """Its leases last from now on. A server that does not answer may hold it all the same."""
+        """Renews the leases from now on. A server that does not answer may still hold the version."""
         with self._turn:
             if not self.is_lost:
                 self._renew()
@@ -239,7 +239,7 @@ class PinnedVersion:
         except errors.ShardyardError as error:
             self._lose(error)
             return
-        # the second: a pin that was given anew may be of the same version, and its rows of another moment (hybrid)
+        # the second: a new pin may have the same version, but rows of another moment (hybrid)
         is_another = any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions))
         if is_another or (time.monotonic() - self._renewed) * 1000 >= LEASE_MS:
             self._lose(errors.VersionPassed("its lease had run out when it was to be renewed"))
@@ -247,7 +247,7 @@ class PinnedVersion:
         self._renewed = asked
 
     def release(self) -> None:
-        """It answers nothing from here on."""
+        """From now on it answers no look-up."""
         with self._lock:
             self._lost = self._lost or errors.VersionPassed(f"step {self.step} of job {self.view.job}, which was left")
         with self._turn:
@@ -261,7 +261,7 @@ class PinnedVersion:
 
 
 class Leases:
-    """Renews what is held while its holder does something else, in a thread of its own from the first on."""
+    """Renews held versions in a thread of its own, which starts with the first one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -270,7 +270,7 @@ class Leases:
         self._thread: threading.Thread | None = None
 
     def keep(self, held: PinnedVersion) -> None:
-        """After `close`, releases it at once."""
+        """After `close`, releases the version at once."""
         with self._lock:
             is_closed = self._stop.is_set()
             if not is_closed:
@@ -282,7 +282,7 @@ class Leases:
             held.release()
 
     def release(self, held: PinnedVersion) -> None:
-        """The second time does nothing."""
+        """A second call does nothing."""
         with self._lock:
             if held not in self._held:
                 return
@@ -290,7 +290,7 @@ class Leases:
         held.release()
 
     def close(self) -> None:
-        """Releases all."""
+        """Releases all versions."""
         with self._lock:
             self._stop.set()
         if self._thread is not None:
@@ -309,12 +309,12 @@ class Leases:
 
 
 def numbers_of(layout: JobLayout) -> Mapping[str, int]:
-    """The tables of a job by name."""
+    """Maps the names of a job's tables to their numbers."""
     return {table.name: number for number, table in enumerate(layout.tables)}
 
 
 def _once(pieces: list[tuple[Int64s, Float32s]]) -> list[tuple[Int64s, Float32s]]:
-    """Without the rows of ids that came before."""
+    """Drops the rows of ids that came before."""
     ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
     first = np.unique(ids, return_index=True)[1]
     if first.size == ids.size:

@@ -1,11 +1,10 @@
-"""A reader's standing with the coordinator: which job it follows, where that stands, what it has to tell.
+"""A reader's connection to the coordinator: which job it follows, the job's state, and the reports that it sends.
 
-A reader is no member: it has no incarnation, takes no work and is waited for by nobody, so there is nothing that a
-fence would have to keep it from. It is known by a random name that it says again every second, and what it holds on
-servers has a lease of its own.
+A reader is not a member: it has no incarnation, takes no work, and no process waits for it, so it needs no fence. It
+sends a random name every second, by which the coordinator knows it. What it holds on servers has leases of its own.
 
-Owns: the thread that asks. Invariants: what is told is told in order, each until it is taken; a coordinator that does
-not answer is waited for, at most its grace time. Must not know: values, servers, what is evaluated.
+Owns: the thread that asks. Invariants: reports are sent in order, each until it is accepted; if the coordinator does
+not answer, the reader waits at most the grace time. Must not know: values, servers, what is evaluated.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ ASK_MS: Final = 1_000
 LOOK_AGAIN_MS: Final = 200
 CALL_TIMEOUT_MS: Final = 3_000
 TELL_LAST_MS: Final = 5_000
-"""How long a reader that leaves tries to tell what it has found."""
+"""How long a reader that leaves tries to send its last reports."""
 TOLD_MAX: Final = 256
-"""Reports that wait for a coordinator that is away; beyond, the oldest are forgotten."""
+"""Reports that wait while the coordinator is away. If there are more, the oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class JobNews:
-    """What the coordinator said last. `view`: None where there are no values to be read, yet or any more; `url`: of the
-    job's checkpoints, empty: it has none."""
+    """The coordinator's last reply. `view`: None while there are no values to read. `url`: of the job's checkpoints;
+    empty if it has none."""
 
     state: wire.JobState
     failure: errors.ShardyardError | None
@@ -55,7 +54,7 @@ class JobNews:
 
 
 class ReaderSession:
-    """`job`: the number of a run; 0: the next or present one of the name. `begin` first, `close` last."""
+    """`job`: the number of a run; 0: the current or next run of the name. Call `begin` first, `close` last."""
 
     def __init__(self, network: Network, coordinator: str, *, job: JobId, name: str, grace_ms: int) -> None:
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
@@ -74,8 +73,8 @@ class ReaderSession:
         self.name = name
 
     def begin(self) -> None:
-        """Waits until there is such a job, and for the coordinator as long as its grace time. Raises
-        CoordinatorUnavailable, InvalidRequest; NotFound for a number that the coordinator does not know."""
+        """Waits until there is such a job. Waits for the coordinator at most its grace time. Raises
+        CoordinatorUnavailable, InvalidRequest, NotFound for a number that the coordinator does not know."""
         silent_since: float | None = None
         said = ""
         with ExplainedWait(lambda: f"job {self.name or 'of any name'} to begin{said}", logger=log) as wait:
@@ -100,7 +99,8 @@ class ReaderSession:
 
     @property
     def heard(self) -> JobNews:
-        """Raises what the job, or its coordinator, was lost by; not where the job has ended before."""
+        """The last news. Raises the error that the job or its coordinator was lost by, unless the job had ended
+        before."""
         with self._changed:
             assert self._heard is not None, "not begun"
             if self._lost is not None and not self._heard.has_ended:
@@ -108,7 +108,7 @@ class ReaderSession:
             return self._heard
 
     def wait(self, until: float, over: Callable[[JobNews], bool] = lambda _: False) -> JobNews:
-        """What was heard, at `until` (time.monotonic), or as soon as the job has ended or it is `over`."""
+        """Waits until `until` (time.monotonic), the job has ended, or `over` is true. Returns the last news."""
         while True:
             heard = self.heard
             left = until - time.monotonic()
@@ -123,7 +123,7 @@ class ReaderSession:
             self._to_tell.append(request)
 
     def close(self) -> None:
-        """Tells what is left to be told, and that this reader leaves. The second time does nothing."""
+        """Sends the reports that are left, and says that this reader leaves. A second call does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -153,7 +153,7 @@ class ReaderSession:
                 self._lose(error)
                 return
             except Exception as error:
-                # a defect here must not look like a job that trains on
+                # a defect here must not look as if the job trained on
                 log.exception("the job is not followed any more")
                 self._lose(errors.Internal(f"the job is not followed any more: {type(error).__name__}: {error}"))
                 return
@@ -186,7 +186,7 @@ class ReaderSession:
             self._changed.notify_all()
 
     def _tell(self) -> None:
-        """Raises Unavailable; what is refused is told to the log."""
+        """Sends the reports that wait. Raises Unavailable. A report that is refused is logged."""
         while True:
             with self._changed:
                 if not self._to_tell:

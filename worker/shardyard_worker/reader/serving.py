@@ -1,13 +1,13 @@
-"""A job's rows and parameters for who answers requests with them, while others train it.
+"""Serves a job's rows and parameters to request handlers while other processes train it.
 
-Every answer is of one version: of a synchronous job one step, else of each partition one version, all pinned at one
-moment; a version is as old as the moment before which nothing of it was newest. A thread of its own takes the next one
-before the present one is too old, with the rows that were asked for most, so that requests wait for nobody; who asks
-when there is none that is young enough waits for it.
+Every answer is of one version: one step of a synchronous job, otherwise one version of each partition, all pinned at
+one moment. A version's age counts from a moment at which it was still the newest. A background thread takes the next
+version before the current one is too old, and first fetches the rows that were requested most, so that requests do not
+wait. A request waits only if no version is young enough.
 
-Owns: the versions that are being read, and their change. Invariants: no answer is of a version that is older than
-`staleness_ms` when it is begun, but of a job that has ended; a version is let go when the last who reads it has left;
-training is never waited for, and never waits. Safe for several threads. Must not know: pins, how rows travel.
+Owns: the versions that are read, and their replacement. Invariants: a version is at most `staleness_ms` old when an
+answer from it begins, unless the job has ended; a version is released when its last reader has left; training never
+waits for serving, and serving never waits for training. Safe for several threads. Must not know: pins, how rows travel.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
 log = logging.getLogger("shardyard.serving")
 
 STEP_WAIT_SHARE: Final = 4
-"""A step that is named ahead is waited for a quarter of the staleness, at most."""
+"""The wait for a step that was named ahead is at most a quarter of the staleness."""
 STEP_WAIT_MS_MAX: Final = 2_000
 REFRESH_SHARE: Final = 2
-"""The next version is taken when the present one is half as old as it may be."""
+"""The next version is taken when the current one has half its maximum age."""
 TRY_AGAIN_MS: Final = 100
 SLICE_MS: Final = 200
 CLOSE_MS: Final = 4_000
 SPARE_MODELS_MAX: Final = 2
-"""Copies of the model that nobody reads are kept for the versions to come."""
+"""Unused copies of the model that are kept for later versions."""
 
 Load = Callable[[torch.nn.Module, Sequence[str], Sequence[npt.NDArray[Any]]], None]
-"""Gives a model's parameters and buffers values, by name."""
+"""Sets a model's parameters and buffers, by name."""
 
 
 @dataclass(frozen=True)
 class ServedRows:
-    """Rows of one version. `rows`: by table, shape (*ids.shape, dim), float32. `step`, `versions`: as of a Snapshot.
-    `age_ms`: how long before the answer was begun the version was taken."""
+    """Rows of one version. `rows`: by table, shape (*ids.shape, dim), float32. `step`, `versions`: as in Snapshot.
+    `age_ms`: the version's age when the answer began, in milliseconds."""
 
     rows: dict[str, torch.Tensor]
     step: int
@@ -70,8 +70,8 @@ class ServedRows:
 
 @dataclass(frozen=True)
 class ServingCounts:
-    """Since it began to serve. `rows`: unique_ids ids that were looked up; `hits`: those of them that had been read of
-    their version before; `versions`: that were taken; `waits`: requests that had to wait for one."""
+    """Counts since serving began. `rows`: unique ids looked up; `hits`: those whose rows were cached; `versions`:
+    versions taken; `waits`: requests that waited for a version."""
 
     rows: int = 0
     hits: int = 0
@@ -85,8 +85,8 @@ class ServingCounts:
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """`staleness_ms`: how old a version may be when an answer is begun; `wait_ms`: how long a request waits for one;
-    `cached_rows`: so many rows of each table stay here, of one version at a time."""
+    """`staleness_ms`: the maximum age of a version when an answer begins. `wait_ms`: how long a request waits for one.
+    `cached_rows`: the number of rows cached of each table, of one version at a time."""
 
     staleness_ms: int
     wait_ms: int
@@ -94,7 +94,7 @@ class ServingOptions:
 
 
 class ServedVersion:
-    """One version, for as long as its `with` block lasts. Safe for several threads."""
+    """One version, valid inside its `with` block. Safe for several threads."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class ServedVersion:
 
     @property
     def step(self) -> int:
-        """Of a synchronous job its step; else so many updates at least have all partitions."""
+        """The step of a synchronous job; otherwise every partition has at least this many updates."""
         return self._held.step
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """(life, number) of each partition."""
+        """(life, number of updates) of each partition; a restore raises the life."""
         return self._held.versions
 
     @property
     def age_ms(self) -> float:
-        """How long ago it was taken, or was seen to be the newest."""
+        """Milliseconds since it was taken, or was last seen to be the newest."""
         return (time.monotonic() - self.as_of) * 1000
 
     @property
     def model(self) -> torch.nn.Module:
-        """A copy of the model that was given to `serve`, with parameters and rows of this version. It is shared by all
-        who read the version: use it under `torch.no_grad()`, and change nothing. Raises InvalidRequest."""
+        """A copy of the model that was given to `serve`, with this version's parameters and rows. All readers of the
+        version share it: use it under `torch.no_grad()`, and do not change it. Raises InvalidRequest."""
         if self._model is None:
             raise errors.InvalidRequest("the model of a version, where none was given", todo="run.serve(model)")
         return self._model
@@ -146,9 +146,9 @@ class ServedVersion:
         return self._hot
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By table the rows of ids of any shape, int64 or int32: shape (*ids.shape, dim); all tables in one round trip.
-        An id without a row reads as its initial values. Raises VersionPassed where servers do not hold the version any
-        more, InvalidRequest for a table that the job does not have, DTypeMismatch, TooLarge."""
+        """Returns rows by table, shape (*ids.shape, dim), float32, for ids of any shape, int64 or int32. All tables
+        take one round trip. An id without a row reads as its initial values. Raises VersionPassed if servers have
+        dropped the version, InvalidRequest for a table that the job does not have, DTypeMismatch, TooLarge."""
         asked: list[RowQuery] = []
         found: list[UniqueIds] = []
         for name, each in ids.items():
@@ -165,7 +165,7 @@ class ServedVersion:
         }
 
     def fetch(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
-        """Of each table, at most once, the rows of unique_ids ids, shape (m, dim)."""
+        """Returns the rows of each table's unique ids, shape (m, dim). Each table is named at most once."""
         self._held.check()
         if self._hot is None:
             self._count(sum([each.found.ids.size for each in asked]), 0)
@@ -191,7 +191,8 @@ class ServedVersion:
 
 
 class ServedModel:
-    """Rows and parameters of a job, each answer of one version. Use it as a context manager, from any threads."""
+    """Serves rows and parameters of a job, each answer from one version. Use it as a context manager, from any
+    thread."""
 
     def __init__(
         self,
@@ -222,12 +223,12 @@ class ServedModel:
     # ---- reading
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> ServedRows:
-        """By table the rows of ids of any shape, int64 or int32, all of one version. Where that is lost in the middle,
-        since a server has died or partitions have moved, it begins again with another.
+        """Returns rows by table for ids of any shape, int64 or int32, all of one version. If that version is lost
+        meanwhile, because a server died or partitions moved, it starts again with another one.
 
-        Raises DeadlineExceeded where there is no version that is young enough for `wait_ms`, InvalidRequest for a table
-        that the job does not have, DTypeMismatch, TooLarge; what the job has failed with; CoordinatorLost; NotFound
-        where it has ended and its servers have let it go.
+        Raises DeadlineExceeded if there was no version that is young enough within `wait_ms`, InvalidRequest for a
+        table that the job does not have, DTypeMismatch, TooLarge, the error that the job failed with, CoordinatorLost,
+        NotFound if the job has ended and its servers have dropped it.
         """
         until = time.monotonic() + self._options.wait_ms / 1000
         while True:
@@ -241,8 +242,8 @@ class ServedModel:
 
     @contextmanager
     def version(self) -> Iterator[ServedVersion]:
-        """One version, which stays as it is until the block is left: for several look-ups, or for the model. Raises as
-        `look_up`; within the block VersionPassed where servers do not hold it any more."""
+        """Gives one version that does not change inside the block: for several look-ups, or for the model. Raises as
+        `look_up`; inside the block it raises VersionPassed if servers have dropped the version."""
         with self._version(time.monotonic() + self._options.wait_ms / 1000) as (version, _):
             try:
                 yield version
@@ -257,7 +258,7 @@ class ServedModel:
 
     @contextmanager
     def _version(self, until: float) -> Iterator[tuple[ServedVersion, float]]:
-        """With its age in milliseconds, by which it was found young enough."""
+        """Gives a version, and the age in milliseconds at which it was found young enough."""
         version, age_ms = self._take(until)
         try:
             yield version, age_ms
@@ -289,8 +290,8 @@ class ServedModel:
                 wait.tick()
 
     def _enter(self) -> tuple[ServedVersion, float] | None:
-        """The present version, if it is young enough, with its age in milliseconds: one more reads it from here on.
-        Called with the lock held. Raises what the job, or this, has ended with."""
+        """Returns the current version and its age in milliseconds, if it is young enough, and counts one more reader of
+        it. Called with the lock held. Raises what the job, or serving, has ended with."""
         if self._stop.is_set():
             raise errors.InvalidRequest("rows of a job that is not served any more", why="it was closed", todo="")
         if self._failed is not None:
@@ -320,7 +321,7 @@ class ServedModel:
             self._end(version)
 
     def _pass(self, version: ServedVersion, error: errors.VersionPassed) -> None:
-        """It is lost: the next one is taken at once."""
+        """Marks the version as lost: the next one is taken at once."""
         with self._changed:
             self._why = error.what
         log.info("version at step %d of job %s is lost: %s", version.step, self._follower.name, error.what)
@@ -346,7 +347,7 @@ class ServedModel:
                 self._fail(error)
                 return
             except Exception as error:
-                # a defect here must not look like a job that stands
+                # a defect here must not look like a job that makes no progress
                 log.exception("the job is not served any more")
                 self._fail(errors.Internal(f"the job is not served any more: {type(error).__name__}: {error}"))
                 return
@@ -356,7 +357,7 @@ class ServedModel:
             self._wake.wait(max(0.0, begun + pause_ms / 1000 - time.monotonic()))
 
     def _refresh(self) -> bool:
-        """Whether the newest version is the present one now."""
+        """Returns whether the newest version is now the current one."""
         heard = self._follower.heard
         if heard.failure is not None:
             raise heard.failure
@@ -378,7 +379,7 @@ class ServedModel:
                 current.as_of, current.is_last = held.as_of, held.view.ended
                 self._changed.notify_all()
             return True
-        self._leases.keep(held)  # first: values may take longer to come than a lease lasts
+        self._leases.keep(held)  # first: reading the values may take longer than a lease
         try:
             version = self._made(held, current)
         except BaseException:
@@ -415,7 +416,7 @@ class ServedModel:
         return version
 
     def _fill(self, model: torch.nn.Module, held: PinnedVersion, former: ServedVersion | None) -> None:
-        if former is not None and former.held.versions == held.versions:  # then it has these values
+        if former is not None and former.held.versions == held.versions:  # it already has these values
             with torch.no_grad():
                 for target, source in zip(_tensors(model), _tensors(former.model), strict=True):
                     target.copy_(source)
@@ -424,7 +425,7 @@ class ServedModel:
         self._load(model, [spec.name for spec in held.view.layout.variables], values.arrays)
 
     def _model_of(self, view: View) -> torch.nn.Module:
-        """One that nobody reads."""
+        """Returns a copy that no version uses."""
         assert self._given is not None
         with self._changed:
             if self._models:
@@ -436,7 +437,7 @@ class ServedModel:
         return model
 
     def _end(self, version: ServedVersion) -> None:
-        """Nobody reads it any more."""
+        """Releases a version without readers."""
         if version._model is not None:
             with self._changed:
                 if len(self._models) < SPARE_MODELS_MAX:
@@ -455,7 +456,7 @@ class ServedModel:
     # ---- leaving
 
     def close(self) -> None:
-        """Lets all versions go. The second time does nothing."""
+        """Releases all versions. A second call does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -463,7 +464,7 @@ class ServedModel:
         with self._changed:
             self._changed.notify_all()
         self._thread.join(CLOSE_MS / 1000)
-        with self._changed:  # who reads has begun before
+        with self._changed:  # readers that began before still use their version
             self._changed.wait_for(lambda: not self._readers, CLOSE_MS / 1000)
         self._leases.close()
         self._snapshots.close()
@@ -478,8 +479,8 @@ class ServedModel:
 
 
 def _is_same(current: PinnedVersion, newest: PinnedVersion) -> bool:
-    """Whether one is as good as the other. Rows of a hybrid job change in the midst of a step, and who reads does not
-    know a hybrid job from a synchronous one."""
+    """Whether both give the same values. Rows of a hybrid job change within a step, and a reader cannot tell a hybrid
+    job from a synchronous one."""
     if current.is_lost or current.versions != newest.versions or current.view.map != newest.view.map:
         return False
     view = newest.view

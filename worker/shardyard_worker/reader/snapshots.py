@@ -1,9 +1,9 @@
 """One consistent version of a job's values, read from its servers while training goes on.
 
-Owns: the pins under which it reads, and the memory that it reads into. Invariants: of a synchronous job a snapshot is
-one step on all partitions; of any other the newest of each partition, each whole, pinned on all servers at one moment;
-the pins are released however the reading ends, but for a version that is asked to stay held; by their lease where this
-process dies. Must not know: torch, what values are for, when they are wanted.
+Owns: the pins under which it reads, and the memory that it reads into. Invariants: a snapshot of a synchronous job is
+one step on all partitions; of any other job it is the newest version of each partition, each whole, pinned on all
+servers at one moment. Pins are released however the read ends, unless the version stays held on request; if this
+process dies, their leases run out. Must not know: torch, what values are for, when they are wanted.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Array = npt.NDArray[Any]
 
 PULL_TIMEOUT_MS: Final = 600_000
 SLICE_MS: Final = 250
-"""How long a server holds the question whether a step has come."""
+"""How long a server holds the call that asks whether a step has come."""
 STEP_WAIT_MS: Final = 2_000
-"""How long a step that was named ahead is waited for, before the one that stands is taken."""
+"""How long to wait for a step that was named ahead, before the current one is taken instead."""
 STEPS_AHEAD: Final = 2
 STEPS_AHEAD_MAX: Final = 1 << 20
 TRIES: Final = 12
 CALLERS_MAX: Final = 16
 
 AGAIN: Final = (errors.Refused, errors.NotFound, errors.NotReady, errors.Unavailable, errors.TooLarge)
-"""What is worth another try, with what is known of the job by then: partitions move, servers die and come back, steps
-pass, and other readers' pins run out."""
+"""Errors after which the caller tries again with newer knowledge of the job: partitions move, servers die and come
+back, steps pass, and pins of other readers run out."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape; they are the reader's
-    until its next snapshot."""
+    """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape. They belong to the
+    reader until its next snapshot."""
 
     step: int
     versions: tuple[Version, ...]
@@ -58,7 +58,7 @@ class Values:
 
 
 class Snapshots:
-    """For one thread, which is not the last to use it: `close`. A version that it holds may be read by others."""
+    """For one thread, except `close`. Other threads may read a version that it holds."""
 
     def __init__(self, network: Network, wait_registry: WaitRegistry) -> None:
         self._network = network
@@ -74,8 +74,8 @@ class Snapshots:
             peer.close()
 
     def read(self, view: View, former: tuple[Version, ...] = ()) -> Values | None:
-        """A snapshot; None where that is of the versions `former`. Raises errors of AGAIN: try again with a newer view;
-        and InvalidRequest, MalformedPayload."""
+        """Reads a snapshot. Returns None if its versions are `former`. Raises InvalidRequest, MalformedPayload, and the
+        errors in AGAIN: then try again with a newer view."""
         held = self.hold(view, rows=False)
         try:
             return None if held.versions == former else self.values(held)
@@ -83,13 +83,13 @@ class Snapshots:
             held.release()
 
     def hold(self, view: View, *, rows: bool = True, step_wait_ms: int = STEP_WAIT_MS) -> PinnedVersion:
-        """A version, held until it is released. `rows`: those of tables can be looked up. Raises as `read`."""
+        """Holds a version until it is released. `rows`: its tables' rows can be looked up. Raises as `read`."""
         servers = self._servers(view.map)
         pin, versions, as_of = self._pin(view, servers, rows=rows, step_wait_ms=step_wait_ms)
         return PinnedVersion(view, servers, pin, versions, as_of, self._everywhere, self._wait_registry)
 
     def values(self, held: PinnedVersion) -> Values:
-        """Of a version that is held. Raises as `read`."""
+        """Reads the values of a held version. Raises as `read`."""
         view, versions = held.view, held.versions
         arrays = self._memory(view.layout)
 
@@ -100,7 +100,7 @@ class Snapshots:
             with self._wait_registry.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
                 self._everywhere(held.servers, pull)
         except BaseException:
-            self._received, self._arrays = {}, None  # a pull that was left behind may still write there
+            self._received, self._arrays = {}, None  # a pull that was given up may still write there
             raise
         return Values(held.step, versions, arrays)
 
@@ -109,7 +109,7 @@ class Snapshots:
     def _pin(
         self, view: View, servers: Sequence[ReadServer], *, rows: bool, step_wait_ms: int
     ) -> tuple[Pin, tuple[Version, ...], float]:
-        """A pin, what it holds, and a moment at which that was the newest, or was not yet."""
+        """Returns a pin, what it holds, and a moment at which that was the newest version or did not exist yet."""
         if view.mode is UpdateMode.ASYNC:
             pin, as_of = Pin(secrets.token_bytes(16), None, rows), time.monotonic()
             try:
@@ -118,17 +118,17 @@ class Snapshots:
                 if "newest" not in refused.facts:
                     raise
                 raise _of_another_kind(view) from None
-        number: int | None = None  # servers answer with where they stand
+        number: int | None = None  # servers answer with their current step
         ahead = STEPS_AHEAD
         for _ in range(TRIES):
             pin, as_of = Pin(secrets.token_bytes(16), number, rows), time.monotonic()
             try:
                 versions = self._complete(view, servers, pin, step_wait_ms)
-                if number is None:  # no server of a synchronous job gives that
+                if number is None:  # no server of a synchronous job accepts that
                     release(view, servers, pin, self._everywhere, self._wait_registry)
                     raise _of_another_kind(view)
                 return pin, versions, as_of
-            except _NotReached as standing:  # training stands, or its steps are long
+            except _NotReached as standing:  # training has paused, or its steps are long
                 number = standing.step
             except errors.InvalidRequest as passed:
                 if "newest" not in passed.facts:
@@ -138,10 +138,10 @@ class Snapshots:
         raise errors.NotReady(f"a step of job {view.job} to be read: steps pass faster than they can be named")
 
     def _complete(self, view: View, servers: Sequence[ReadServer], pin: Pin, step_wait_ms: int) -> tuple[Version, ...]:
-        """Pins everywhere, and waits for the version; leaves nothing pinned where it raises."""
+        """Pins on all servers, then waits for the version. Leaves no pin behind if it raises."""
         until = time.monotonic() + step_wait_ms / 1000
         try:
-            # named on all servers before it is waited for on one
+            # first named on all servers, then waited for on each
             said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._wait_registry, wait_ms=0))
             with self._wait_registry.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
                 while any(missing for _, missing in said):
@@ -212,8 +212,8 @@ class Snapshots:
         return found
 
     def _everywhere(self, servers: Sequence[ReadServer], work: Callable[[ReadServer], R]) -> list[R]:
-        """At one time. Raises the error of the first server that has one, of those whose steps have passed the highest,
-        once all have answered."""
+        """Runs `work` for all servers at the same time. Once all have answered, raises the first server's error; of
+        steps that have passed, the one with the highest step."""
         calls = [self._threads.submit(work, server) for server in servers]
         failed = [error for error in (call.exception() for call in calls) if error is not None]
         if failed:
@@ -226,7 +226,7 @@ def _of_another_kind(view: View) -> errors.NotReady:
 
 
 class _NotReached(Exception):
-    """A step that was named has not come in time. `step`: the one that partitions stand at, or come to."""
+    """A named step has not come in time. `step`: the one at which the partitions are, or that they are computing."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
