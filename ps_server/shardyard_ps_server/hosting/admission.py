@@ -39,9 +39,9 @@ def check_coordinator(store: Store, caller: Caller) -> None:
 def admit(
     store: Store, caller: Caller, server: Incarnation, generation: Generation, *, reads: bool = False
 ) -> HostedJob:
-    """The job that a request is about. Raises StaleIncarnation, StaleGeneration, NotFound, InvalidRequest.
+    """Finds the job that a request is about. Raises StaleIncarnation, StaleGeneration, NotFound, InvalidRequest.
 
-    `reads`: the caller may have no incarnation, as the coordinator and readers. Others must have one.
+    `reads`: the caller may have no incarnation, like the coordinator and readers. Others must have one.
     """
     with store.lock:
         identity = store.identity
@@ -61,14 +61,14 @@ def admit(
 
 
 def check_still_admitted(store: Store, hosted: HostedJob, header: PushHeader) -> None:
-    """For partitions, before they change: what was true when the push was admitted still is."""
+    """Repeats the checks of admission just before partitions change, since their answers may have changed meanwhile."""
     if admit(store, header.caller, header.server, header.generation) is not hosted:
         raise NotFound(f"job {hosted.job} was dropped while {header.name} was on its way")
 
 
 def admit_push(store: Store, header: PushHeader, before: PushHeader | None = None) -> HostedJob:
-    """Checks all of a push but its payload. `before`: a header of the same worker that was admitted. Members that both
-    headers share were checked then."""
+    """Checks everything of a push except its payload. `before`: an admitted header of the same worker. Members that
+    both headers share are not checked again."""
     hosted = admit(store, header.caller, header.server, header.generation)
     first_values = header.kind is PushKind.VALUES
     if first_values == hosted.open:
@@ -112,8 +112,8 @@ def _check_parts(hosted: HostedJob, header: PushHeader) -> None:
         expected = 0 if header.kind is PushKind.EMPTY else partition.payload.expected_bytes(part)
         whole = header.shared_at is not None or header.rest is not None
         if whole and part.payload_bytes and header.kind is not PushKind.EMPTY:
-            expected = partition.payload.nbytes  # read in place, with the blocks that are absent
-        if first_values:  # first rows come in pushes of their own
+            expected = partition.payload.nbytes  # read in place, so the blocks that were not pushed have bytes too
+        if first_values:  # first rows come in separate pushes
             expected = 0 if header.rows else partition.payload.nbytes
         if part.payload_bytes != expected:
             raise ShapeMismatch(f"partition {part.partition} with {part.payload_bytes} bytes; expected {expected}")
@@ -132,7 +132,7 @@ def check_requested_rows(
     bytes_max: int = limits.ROWS_ANSWERED_BYTES_MAX,
     code: RowCode = RowCode.FLOAT32,
 ) -> None:
-    """Checks a look-up before its ids come. Raises InvalidRequest, MalformedPayload, TooLarge, NotFound."""
+    """Checks a look-up before its ids arrive. Raises InvalidRequest, MalformedPayload, TooLarge, NotFound."""
     nbytes = check_wanted(hosted.layout.tables, requested, code)
     if nbytes > bytes_max:
         raise TooLarge(

@@ -1,7 +1,7 @@
-"""One job on this server: its partitions, its generation and rules, and what is lent or pinned of it.
+"""One job on this server: its partitions, its generation and rules, and which buffers are lent or pinned.
 
-Invariants: all partitions of a job have its rules; a generation that is not the job's is refused. Must not know: other
-jobs, and who may ask.
+Invariants: all partitions of a job have its rules; a request with another generation is refused. Must not know: other
+jobs, which callers are allowed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from shardyard_ps_server.wal.wal import Wal
 
 @dataclass(frozen=True)
 class CreateRequest:
-    """The partitions `owned` of a job, which the coordinator gives to this server, and what they begin with.
+    """The partitions `owned`, which the coordinator gives to this server, and their initial state.
 
-    `staleness`: the bound of an asynchronous job, if it has one, which was set by mode switch number `switches`.
-    `working`: the workers that take steps at this moment."""
+    `staleness`: the bound of an asynchronous job, if it has one. Mode switch number `switches` set it. `working`: the
+    workers that take steps now."""
 
     job: JobId
     generation: Generation
@@ -51,7 +51,7 @@ class CreateRequest:
 
 @dataclass(frozen=True)
 class HeldValues:
-    """Buffers of partitions' versions. Nobody writes them until they are released."""
+    """Buffers of partitions' versions. They do not change until they are released."""
 
     buffers: tuple[tuple[Partition, Bytes], ...] = ()
 
@@ -66,20 +66,20 @@ class HeldValues:
 
 @dataclass(frozen=True)
 class TableCount:
-    """What this server has of a table."""
+    """Counts of one table over this server's partitions."""
 
     name: str
     rows: int
     nbytes: int
-    """Memory of rows and index."""
+    """Bytes of memory for rows and index."""
     ids: int
-    """Ids in the index, with those that are only counted; `homes`: how many fit."""
+    """Ids in the index, including those that are only counted and have no row yet; `homes`: how many ids fit."""
     homes: int
     admitted: int
-    """Rows that pushes have made, and ids that have `expired`, since the partitions are here."""
+    """Rows that pushes created, and ids that have `expired`, since this server got the partitions."""
     expired: int
     cold_rows: int
-    """Rows in a file, and the bytes that it takes of the disk; why the disk takes no more, if so."""
+    """Rows in the file on disk, and the bytes that the file takes; why the disk takes no more, if so."""
     disk_bytes: int
     disk_refused: str
 
@@ -95,12 +95,13 @@ class HostedJob:
     saver: Saver
     wal: Wal | None = None
     ssp_clock: SspClock | None = None
-    """Of an asynchronous job."""
+    """Only in an asynchronous job."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
-    """Partitions that it has owned, or began to restore. A new one of that number takes over the memory."""
+    """Partitions that this server owned earlier, or began to restore. A new one of the same number reuses the
+    memory."""
     lent: dict[Incarnation, deque[HeldValues]] = field(default_factory=dict)
-    """What workers on this machine may still be reading."""
+    """Buffers that workers on this machine may still be reading."""
     pins: Pins = field(default_factory=Pins)
     rows_in_flight: LookupsInFlight = field(default_factory=lambda: LookupsInFlight(SystemClock()))
 
@@ -110,12 +111,13 @@ class HostedJob:
 
     @cached_property
     def protects_looked_up_rows(self) -> bool:
-        """Whether a row could expire between its look-up and its push. In a synchronous job the step decides that."""
+        """Whether a row could expire between its look-up and its push. Never in a synchronous job, where the step
+        decides what expires."""
         return not self.rules.rows_have_versions and any(each.expiry != ExpirySettings() for each in self.layout.tables)
 
     @property
     def nbytes(self) -> int:
-        """The size of one version of all partitions."""
+        """Bytes of one version of all partitions."""
         return sum(partition.payload.nbytes for partition in self.partitions.values())
 
     def find(self, partition: PartitionId) -> Partition:
@@ -136,8 +138,8 @@ class HostedJob:
             )
 
     def starts_empty(self, request: CreateRequest) -> bool:
-        """Whether nothing that is here stays: with logs, after a server has died before anything was built on first
-        values. Raises InvalidRequest if something was."""
+        """Whether nothing here is kept. This happens in a job with logs after a server died before any work was
+        counted. Raises InvalidRequest if some was."""
         if self.wal is None or request.generation <= self.generation or request.restore.url:
             return False
         for number in sorted(self.partitions):
@@ -147,8 +149,8 @@ class HostedJob:
         return True
 
     def changes_mode(self, request: CreateRequest) -> bool:
-        """Whether the job goes on in another mode, from a checkpoint. Then nothing that is here stays, and pushes that
-        are under way do not count. Raises InvalidRequest."""
+        """Whether the job changes its mode, starting from a checkpoint. Then nothing here is kept, and pushes under way
+        do not count. Raises InvalidRequest."""
         mode, generation, entries = request.rules.mode, request.generation, request.restore.entries
         if mode is self.mode or generation < self.generation:
             return False
@@ -162,7 +164,7 @@ class HostedJob:
         return True
 
     def check_same_job(self, request: CreateRequest) -> None:
-        """Raises StaleGeneration, InvalidRequest for partitions that do not fit the job that is here."""
+        """Raises StaleGeneration, and InvalidRequest for partitions that do not fit the job on this server."""
         if request.generation < self.generation:
             raise StaleGeneration(
                 f"partitions of job {self.job} at generation {request.generation}; this server is at {self.generation}",
@@ -180,7 +182,7 @@ class HostedJob:
 
     @contextmanager
     def quiescent(self) -> Iterator[None]:
-        """Inside, the log takes no records, and all records are applied."""
+        """Inside, the log accepts no records, and all earlier records have been applied."""
         if self.wal is None:
             yield
             return
@@ -226,7 +228,7 @@ class HostedJob:
         return found
 
     def release_partitions(self) -> None:
-        """The job does not use these partitions any more."""
+        """Frees what the partitions hold, since the job no longer uses them."""
         for former in self.partitions.values():
             former.forget_bases()
             former.drop_tables()

@@ -1,7 +1,7 @@
-"""How rows of tables are looked up on this server, or read as a whole.
+"""Looks up rows of tables on this server, or reads whole tables.
 
-In: requests, with the ids of rows as encoded bytes. Out: the rows, one after the other, float32 or coded. A look-up
-changes nothing but one thing: rows that a worker has looked up do not expire before its push (`rows_in_flight`).
+In: requests, with the ids of rows as encoded bytes. Out: the rows, concatenated, float32 or encoded. A look-up has one
+side effect: the rows that a worker looked up do not expire before its push (`rows_in_flight`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NO_WORKER: Final = Incarnation(0)
 
 
 def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
-    """The rows of a request outside of an exchange, as `find_rows`. Raises InvalidRequest, MalformedPayload, TooLarge,
-    NotReady if there are no first values or a version does not come in time, NotFound if it has passed."""
+    """Returns the rows of a request outside of an exchange, like `find_rows`. Raises InvalidRequest, MalformedPayload,
+    TooLarge, NotReady if there are no first values or a version does not come in time, NotFound if it has passed."""
     hosted = admit(store, request.caller, request.server, request.generation, reads=True)
     hosted.check_open()
     check_requested_rows(hosted, request.wanted, code=request.code)
@@ -47,7 +47,7 @@ def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
     worker = request.caller.incarnation
     found = find_rows(store, hosted, queries, request.number, until, request.code, request.pin, worker=worker)
     store.count_sent(len(found))
-    hosted.check_generation(request.generation)  # partitions may have gone back, or moved, meanwhile
+    hosted.check_generation(request.generation)  # meanwhile partitions may have been restored or moved
     return found
 
 
@@ -78,15 +78,16 @@ def find_rows(
     *,
     worker: Incarnation = NO_WORKER,
 ) -> Bytes:
-    """The rows, one after the other, float32 or coded. In a synchronous job all rows of a partition have one version.
+    """Returns the rows, concatenated, float32 or encoded. In a synchronous job all rows of a partition have one
+    version.
 
-    `number`: that version; it is waited for until `until` (time.monotonic); None: the newest. `pin`: the version that
-    a reader has pinned. `into`: the worker's memory, of the right size, for rows that are not coded. `worker`: may push
-    the rows later, and until then they do not expire. Raises what look_up_rows and look_up_pinned raise.
+    `number`: that version, for which the call waits until `until` (time.monotonic); None: the newest. `pin`: the
+    version that a reader has pinned. `into`: the worker's memory for rows that are not encoded, of exactly their size.
+    `worker`: may push the rows later; until then they do not expire. Raises what look_up_rows and look_up_pinned raise.
     """
     if worker != NO_WORKER and hosted.protects_looked_up_rows:
         hosted.rows_in_flight.begin(worker, [(TablePart(partition, table), ids) for table, partition, ids in queries])
-        if store.is_fenced(worker):  # since it was admitted
+        if store.is_fenced(worker):  # it may have been fenced since it was admitted
             hosted.rows_in_flight.forget([worker])
     dims = [hosted.layout.tables[each.table].dim for each in queries]
     nbytes = 4 * sum([dim * each.ids.size for dim, each in zip(dims, queries, strict=True)])
@@ -119,8 +120,8 @@ def read_rows(
     table: int,
     pin: bytes = b"",
 ) -> Iterator[tuple[Ids, Floats]]:
-    """All rows of a table in one partition, in pieces, as they are between two updates. `pin`: as they were in the
-    version that a reader has pinned. Raises NotReady while another caller reads them, NotFound, VersionPassed."""
+    """Yields all rows of a table in one partition, in pieces, as they are between two updates. `pin`: as they were in
+    the version that a reader has pinned. Raises NotReady while another caller reads them, NotFound, VersionPassed."""
     hosted = admit(store, caller, server, generation, reads=True)
     hosted.check_open()
     table_at(hosted.layout.tables, table)

@@ -1,7 +1,7 @@
 """What the coordinator orders: partitions created, opened, saved or dropped; members fenced; sources forgotten.
 
-Each order may come again and then changes nothing. `admission.check_coordinator` has refused the orders of a
-coordinator that was replaced.
+An order that is repeated changes nothing. `admission.check_coordinator` has already refused the orders of a coordinator
+that was replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from shardyard_ps_server.wal.replay import pass_over_head
 
 
 def fence(store: Store, incarnations: Iterable[int]) -> None:
-    """Refuses these members from now on. What they had recorded before counts, and is applied when this returns."""
+    """Refuses these members from now on. What was recorded of theirs before counts, and is applied when this
+    returns."""
     fenced = {Incarnation(number) for number in incarnations}
     with store.lock:
         fresh = fenced - store.identity.fenced
@@ -42,7 +43,7 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
             with suppress(NotReady):
                 hosted.wal.drain()
     for hosted in store.hosted():
-        if hosted.ssp_clock is not None:  # an order to expect them may have come after they were fenced
+        if hosted.ssp_clock is not None:  # a late order may have told the clock to expect them
             hosted.ssp_clock.forget(fenced)
 
 
@@ -50,19 +51,19 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
 
 
 def create(store: Store, request: CreateRequest) -> None:
-    """Takes partitions over, with zeros for values or as a checkpoint has them.
+    """Takes partitions over, with zeros as values or with the state in a checkpoint.
 
-    Partitions that are here stay as they are, unless the request restores them; then they get a new life. A higher
-    generation takes away the partitions that the request does not name. A job with logs that is given a higher
-    generation without a checkpoint starts empty. The same request again changes nothing.
+    Partitions that are here already stay as they are, unless the request restores them; then they start a new life.
+    With a higher generation, partitions that the request does not name are removed. A job with logs that gets a higher
+    generation without a checkpoint starts empty. Repeating a request changes nothing.
 
-    Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises, and has
-    then changed nothing.
+    Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises. After an
+    error nothing has changed.
     """
     _check_create(store, request)
     job = request.job
     store.loops.begin(job, request.layout, request.rules.mode, request.rules.stale, request.rules.clipping)
-    if request.restore.entries:  # they are open at once; the coordinator waits long for this call
+    if request.restore.entries:  # they open at once; the coordinator allows this call a long time
         store.loops.await_loaded(job, wait_ms=None)
     elif request.layout.tables:
         store.loops.await_loaded(job)
@@ -79,7 +80,7 @@ def create(store: Store, request: CreateRequest) -> None:
         if hosted is not None and not changes_mode and not hosted.starts_empty(request):
             if hosted.ssp_clock is not None:
                 hosted.ssp_clock.set_bound(request.staleness, request.switches)
-                if request.generation > hosted.generation:  # otherwise they were announced before
+                if request.generation > hosted.generation:  # otherwise an earlier call has announced them
                     hosted.ssp_clock.expect(request.working)
             provisioning.give(store, hosted, request, loaded)
             return
@@ -94,7 +95,7 @@ def create(store: Store, request: CreateRequest) -> None:
         if hosted is not None:
             hosted.pins.clear()
             if changes_mode:
-                hosted.generation = request.generation  # partitions now refuse pushes that were admitted before
+                hosted.generation = request.generation  # now partitions refuse pushes that were admitted before
                 hosted.release_partitions()
             hosted.regions.close()
 
@@ -115,7 +116,7 @@ def _check_create(store: Store, request: CreateRequest) -> None:
 
 
 def open_partitions(store: Store, job: JobId, generation: Generation) -> None:
-    """First values are complete: pushes and pulls may begin. Raises NotReady while the job's loops are compiled."""
+    """Begins pushes and pulls: first values are complete. Raises NotReady while the job's loops are being compiled."""
     hosted = store.find(job)
     hosted.check_generation(generation)
     store.loops.await_loaded(job)
@@ -143,7 +144,7 @@ def drop(store: Store, job: JobId) -> None:
 def save(
     store: Store, caller: Caller, server: Incarnation, generation: Generation, request: SaveRequest, url: str
 ) -> list[Saved]:
-    """Writes all partitions of a job into a checkpoint. A job with a log begins a new segment of it before. Raises what
+    """Writes all partitions of a job into a checkpoint. A job with a log begins a new segment first. Raises what
     Saver.save raises."""
     hosted = admit(store, caller, server, generation, reads=True)
     hosted.check_open()
@@ -157,9 +158,9 @@ def save(
         assert store.logs is not None
         store.logs.prune(job=hosted.job, server=store.incarnation, generation=generation, needed=request.logs)
     partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-    # with a log, between steps: a part of the next step that is in the old segment would be lost
+    # with a log, save between steps: parts of the next step in the old segment would be lost
     saved = hosted.saver.save(partitions, request, open_storage(url), between=hosted.wal is not None)
-    hosted.check_generation(generation)  # otherwise some may have been saved before a restore, others after it
+    hosted.check_generation(generation)  # otherwise some could be saved before a restore and others after it
     return saved
 
 
@@ -172,8 +173,8 @@ def forget_sources(
     workers: Sequence[Incarnation],
     floor: Token,
 ) -> None:
-    """Rule A7. `workers` have left, and are refused from now on. Raises InvalidRequest in a synchronous job: tokens of
-    ranks live as long as the job."""
+    """Rule A7. `workers` have left, and are refused from now on. Raises InvalidRequest in a synchronous job, where the
+    tokens of ranks live as long as the job."""
     hosted = admit(store, caller, server, generation, reads=True)
     if hosted.mode is UpdateMode.SYNC:
         raise InvalidRequest(f"sources to be forgotten in job {hosted.job}, which is sync")
@@ -186,7 +187,7 @@ def forget_sources(
 def pass_over(
     store: Store, caller: Caller, server: Incarnation, generation: Generation, worker: Incarnation, next_sequence: int
 ) -> None:
-    """Rule A11: a worker's own source goes on at `next_sequence`, past pushes that a restore has lost. Raises
+    """Rule A11: a worker's own source continues at `next_sequence` and skips the pushes that a restore has lost. Raises
     InvalidRequest in a synchronous job, which computes them again."""
     hosted = admit(store, caller, server, generation, reads=True)
     if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
@@ -205,7 +206,7 @@ def pass_over(
     hosted.wal.sync(ticket)
     with hosted.wal.turn(ticket):
         for number in sorted(hosted.partitions):
-            hosted.partitions[number].pass_over(key, next_sequence, lambda: None)  # checked when it was appended
+            hosted.partitions[number].pass_over(key, next_sequence, lambda: None)  # it was checked when it was appended
 
 
 def set_staleness(

@@ -1,9 +1,9 @@
 """Versions that readers pin: an evaluator reads one version whole, while updates go on (rule C7).
 
 Owns: the pins of one job on one server, by the names that readers gave them, with their leases. Invariants: at most
-limits.PINS_MAX at a time; the memory that updates need beside a pin is allocated before the pin is given, so no update
-fails for it; what a pin holds is released once, however it ends. Safe for several threads. Must not know: messages, the
-time.
+limits.PINS_MAX at a time; the memory that updates need because of a pin is allocated before the pin is granted, so no
+update fails for it; what a pin holds is released once, however it ends. Safe for several threads. Must not know:
+messages, the time.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Pins:
         lease_ms: int,
         rows: bool = False,
     ) -> Pin:
-        """A new pin, or the one of that name with a new lease. `rows`: rows of tables can be looked up by it. Raises
-        InvalidRequest (facts: newest) if the version has passed, or another pin has the name, NotReady, TooLarge."""
+        """Returns a new pin, or renews the lease of the pin of that name. `rows`: the pin is also for looking up table
+        rows. Raises InvalidRequest (facts: newest) if the version has passed, or another pin has the name, NotReady,
+        TooLarge."""
         self.expire(now_ms)
-        pin = self._renewed(name, number, now_ms + lease_ms)  # also while another one is taken
+        pin = self._renewed(name, number, now_ms + lease_ms)  # renewing does not wait for `_taking`
         if pin is not None:
             return pin
         with self._taking:
@@ -74,7 +75,7 @@ class Pins:
             return pin
 
     def _renewed(self, name: bytes, number: int | None, until_ms: int) -> Pin | None:
-        """The pin of that name, if there is one. Raises InvalidRequest."""
+        """Renews and returns the pin of that name, if there is one. Raises InvalidRequest."""
         with self._lock:
             pin = self._pins.get(name)
             if pin is not None:
@@ -86,8 +87,8 @@ class Pins:
     def hold(
         self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
     ) -> list[tuple[Partition, Version, Bytes]]:
-        """The pinned values, held once more while they are sent: the lease may run out meanwhile. Raises NotFound, and
-        InvalidRequest if the version has not come yet."""
+        """Returns the pinned values, held once more while they are sent, since the lease may run out meanwhile. Raises
+        NotFound, and InvalidRequest if the version does not exist yet."""
         self.expire(now_ms)
         with self._lock:
             found = self._found(name, partitions)
@@ -104,13 +105,13 @@ class Pins:
     def rows(
         self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
     ) -> dict[PartitionId, tuple[Partition, VersionPin]]:
-        """The partitions in which a pin's rows are looked up, with the pinned version. Raises NotFound."""
+        """Returns the partitions in which a pin's rows are looked up, with the pinned version. Raises NotFound."""
         self.expire(now_ms)
         with self._lock:
             return self._found(name, partitions)
 
     def _found(self, name: bytes, partitions: Sequence[PartitionId]) -> dict[PartitionId, tuple[Partition, VersionPin]]:
-        """All that a pin has; the lock is held. Raises NotFound if one of these partitions is missing."""
+        """Returns what a pin has of these partitions. The caller holds the lock. Raises NotFound if one is missing."""
         pin = self._pins.get(name)
         if pin is None:
             raise NotFound(
@@ -131,7 +132,7 @@ class Pins:
             _let_go(pin)
 
     def expire(self, now_ms: int) -> None:
-        """Releases those whose lease has run out."""
+        """Releases pins whose lease has run out."""
         with self._lock:
             late = [name for name, pin in self._pins.items() if pin.until_ms <= now_ms]
             pins = [self._pins.pop(name) for name in late]
@@ -139,7 +140,7 @@ class Pins:
             _let_go(pin)
 
     def clear(self) -> None:
-        """Releases all: partitions move, go back, or are dropped."""
+        """Releases all pins, because partitions move, are restored, or are dropped."""
         with self._lock:
             pins, self._pins = list(self._pins.values()), {}
         for pin in pins:
@@ -160,8 +161,8 @@ def _want(
 
 
 def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """What a pin holds, or at `until` (time.monotonic) what it lacks. Raises NotFound if partitions have gone back
-    before the named version came."""
+    """Waits until `until` (time.monotonic) at most. Returns what a pin holds, or what it lacks. Raises NotFound if
+    partitions were restored before the named version came."""
     parts: list[PulledPart] = []
     missing: list[NotReadyPart] = []
     for partition, wanted in pin.wanted:

@@ -1,7 +1,8 @@
-"""How partitions become a job's: made, filled from a checkpoint and from logs, then given.
+"""How a job gets partitions: they are made, filled from a checkpoint and from logs, then attached to the job.
 
-Owns: the order of that. Invariants: everything is read and checked before anything changes; partitions are filled while
-no job has them, since that takes long and may fail; they become the job's in one moment, while nothing is under way.
+Owns: the order of these steps. Invariants: everything is read and checked before anything changes; partitions are
+filled before they belong to a job, since that takes long and may fail; all are attached in one moment, while nothing is
+under way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardyard_ps_server.wal.wal import Wal
 
 
 def load(store: Store, hosted: HostedJob | None, request: CreateRequest) -> list[Loaded]:
-    """Reads the partitions that the request restores and that are not restored yet, and checks them."""
+    """Reads and checks the partitions that the request restores, except those that are restored already."""
     restore, layout, job = request.restore, request.layout, request.job
     if not restore.entries:
         return []
@@ -51,8 +52,8 @@ def load(store: Store, hosted: HostedJob | None, request: CreateRequest) -> list
 def begin(
     store: Store, request: CreateRequest, loaded: Sequence[Loaded], ssp_clock: SspClock | None, wal: Wal | None
 ) -> HostedJob:
-    """A job with all its partitions. `wal`: the job's log, if it has one here already. Raises as `give`, and leaves
-    nothing behind."""
+    """Makes a job with all its partitions. `wal`: the job's log, if it is here already. Raises what `give` raises, and
+    then leaves nothing behind."""
     job, layout = request.job, request.layout
     total = sum(layout.partitions[p].payload_bytes for p in request.owned)
     regions = ShmRegions(total, shareable=store.shareable)
@@ -77,8 +78,8 @@ def begin(
 
 
 def give(store: Store, hosted: HostedJob, request: CreateRequest, loaded: Sequence[Loaded]) -> None:
-    """Makes partitions, fills them, and makes them the job's. New partitions, and those with a log to replay, are
-    filled before; the others are restored in the moment of the change."""
+    """Makes and fills partitions, and attaches them to the job. New partitions, and those with a log to replay, are
+    filled before that moment; the others are restored in it."""
     owned = request.owned
     restored = {each.state.partition for each in loaded}
     made = _make(store, hosted, [p for p in owned if p not in hosted.partitions], restored=restored)
@@ -95,7 +96,7 @@ def give(store: Store, hosted: HostedJob, request: CreateRequest, loaded: Sequen
             ticket = hosted.wal.append(RecordKind.BEGIN, head, NO_BYTES)
             hosted.wal.sync(ticket)
             with hosted.wal.turn(ticket):
-                pass  # later records of the log belong to these partitions
+                pass  # only records after this one belong to these partitions
         hosted.generation = request.generation  # first, so that pushes under the old one are refused
         hosted.pins.clear()
         before, hosted.partitions = hosted.partitions, partitions
@@ -130,7 +131,7 @@ def _replay(store: Store, request: CreateRequest, restored: Mapping[PartitionId,
 def _make(
     store: Store, hosted: HostedJob, numbers: Sequence[PartitionId], *, restored: Collection[PartitionId]
 ) -> dict[PartitionId, Partition]:
-    """`restored`: will be restored, so a spare partition serves as well as a new one."""
+    """`restored`: the partition will be restored, so a spare one will do as well as a new one."""
     found = {}
     for number in numbers:
         spare = hosted.spare.get(number) if number in restored else None
@@ -145,6 +146,6 @@ def _make(
             )
         except TooLarge as error:
             raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
-        if number in restored:  # until it is the job's
+        if number in restored:  # until it belongs to the job
             hosted.spare[number] = found[number]
     return found

@@ -1,7 +1,7 @@
-"""How values of this server are handed out: for a moment, for a worker in shared memory, or pinned for a reader.
+"""How this server hands out values: for a moment, to a worker in shared memory, or pinned for a reader.
 
-In: admitted pulls. Out: the buffers of versions, which nobody writes until they are released. A pull waits at most
-`wait_ms`, for its version and for slower workers (`ssp_clock`), then says what is missing. Nothing here changes values.
+In: admitted pulls. Out: the buffers of versions, which do not change until they are released. A pull waits at most
+`wait_ms` for its version and for slower workers (`ssp_clock`), then says what is missing. Nothing here changes values.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shardyard_ps_server.values.versions import Bytes
 
 
 def report_progress(store: Store, hosted: HostedJob, worker: Incarnation, report: SspReport) -> int | None:
-    """Notes how far a worker is, after its push was counted. Gives the clock of a worker that joins. Raises
+    """Notes a worker's progress, after its push was counted. Returns the clock of a worker that joins. Raises
     InvalidRequest in a synchronous job."""
     if hosted.ssp_clock is None:
         raise InvalidRequest(f"the progress of worker {worker} in job {hosted.job}, which is {hosted.mode.value}")
     clock = hosted.ssp_clock.report(worker, report)
-    if store.is_fenced(worker):  # since it was admitted
+    if store.is_fenced(worker):  # it may have been fenced since it was admitted
         hosted.ssp_clock.forget([worker])
     return clock
 
 
 def hold(hosted: HostedJob, pull: PullHeader, report: SspReport | None = None) -> tuple[ExchangeReply, HeldValues]:
-    """Waits for what an admitted pull asks for, at most `pull.wait_ms`. With a `report` it also waits for slower
-    workers. Gives one buffer for each partition, or none if something is missing. The caller releases or lends them."""
+    """Waits at most `pull.wait_ms` for what an admitted pull asks for. With a `report` it also waits for slower
+    workers. Returns one buffer per partition, or none if something is missing. The caller must release or lend them."""
     if pull.pin:
         return _hold_pinned(hosted, pull)
     until = time.monotonic() + pull.wait_ms / 1000
@@ -88,7 +88,7 @@ def _hold_pinned(hosted: HostedJob, pull: PullHeader) -> tuple[ExchangeReply, He
 
 
 def lend(store: Store, hosted: HostedJob, worker: Incarnation, held: HeldValues) -> None:
-    """A worker reads these buffers in shared memory. They come back at its exchange after the next (`reclaim`)."""
+    """Lends buffers in shared memory to a worker. They come back at its second exchange from now (`reclaim`)."""
     with store.lock:
         fenced = worker in store.identity.fenced
         if not fenced:
@@ -98,7 +98,8 @@ def lend(store: Store, hosted: HostedJob, worker: Incarnation, held: HeldValues)
 
 
 def reclaim(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
-    """A worker has begun its next exchange: it no longer reads what was lent before the last answer."""
+    """Takes back what was lent before the last answer: the worker has begun its next exchange and no longer reads
+    it."""
     with store.lock:
         lent = hosted.lent.get(worker, ())
         done = [lent.popleft() for _ in range(len(lent) - 1)] if isinstance(lent, deque) else []
@@ -107,7 +108,7 @@ def reclaim(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
 
 
 def reclaim_all(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
-    """A worker has detached or was declared dead."""
+    """Takes back all buffers of a worker that has detached or was declared dead."""
     with store.lock:
         lent = hosted.lent.pop(worker, ())
     for held in lent:
@@ -116,13 +117,13 @@ def reclaim_all(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
 
 
 def keep_base(store: Store, hosted: HostedJob, worker: Incarnation, reply: ExchangeReply, held: HeldValues) -> None:
-    """Keeps the values that a worker computes on next, if the job compensates stale gradients. They are kept until the
-    worker's next push, or until it is refused."""
+    """Keeps the values on which a worker computes its next step, if the job compensates stale gradients. They are kept
+    until the worker pushes again or is refused."""
     if hosted.rules.stale is None or not hosted.rules.stale.compensation:
         return
-    for part, (partition, buffer) in zip(reply.parts, held.buffers, strict=False):  # no buffers if some are missing
+    for part, (partition, buffer) in zip(reply.parts, held.buffers, strict=False):  # none if values are missing
         partition.remember_base(worker, part.version, buffer)
-    if store.is_fenced(worker):  # since it was admitted
+    if store.is_fenced(worker):  # it may have been fenced since it was admitted
         _forget_base(hosted, worker)
 
 
@@ -136,9 +137,9 @@ def _forget_base(hosted: HostedJob, worker: Incarnation) -> None:
 
 
 def pin(store: Store, request: PinRequest) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """Pins a version of all partitions of a job here. Gives what the pin has, or what it still lacks. The same request
-    again renews the lease. Raises InvalidRequest (facts: newest) if that version has passed, NotFound if it will not
-    come, NotReady, TooLarge."""
+    """Pins a version of all partitions of a job on this server. Returns what the pin has, or what it still lacks.
+    Repeating the request renews the lease. Raises InvalidRequest (facts: newest) if that version has passed, NotFound
+    if it will not come, NotReady, TooLarge."""
     hosted = admit(store, request.caller, request.server, request.generation, reads=True)
     hosted.check_open()
     partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
@@ -162,7 +163,7 @@ def pin(store: Store, request: PinRequest) -> tuple[tuple[PulledPart, ...], tupl
 
 
 def unpin(store: Store, job: JobId, name: bytes) -> None:
-    """Releases a pin. If it does not exist, nothing happens."""
+    """Releases a pin, if it exists."""
     with store.lock:
         hosted = store.jobs.get(job)
     if hosted is not None:

@@ -1,8 +1,8 @@
-"""How a push reaches the partitions of this server, and what is recorded before.
+"""How a push is recorded, and how it reaches the partitions of this server.
 
 In: admitted headers with complete payloads. Out: one result for each part. All parts of a push are validated before
-one is applied (rule A4). With a log, the push is durable before it is applied, and whether it counts is decided when
-its record is appended: records before it are the only thing that can change the outcome.
+any is applied (rule A4). With a log, the push is durable before it is applied. Whether it counts is decided when its
+record is appended, because only earlier records can change the outcome.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardyard_ps_server.wal.wal import Wal
 Work = tuple[Partition, Contribution]
 
 POOL_BYTES_MIN: Final = limits.MIB
-"""Pushes of at least this size use several threads, one partition each."""
+"""Pushes of at least this many bytes use several threads, one partition each."""
 
 
 def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
-    """Sets first values: for each partition all of its values or none; or first rows, over those that it has."""
+    """Sets first values: all values of a partition or none of them; or first rows, over the rows that are there."""
 
     def check_current() -> None:
         check_still_admitted(store, hosted, header)
@@ -58,17 +58,17 @@ def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Byt
 def push(
     store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES
 ) -> tuple[PartResult, ...]:
-    """Applies each part of a push once, in its partition's turn. `rows`: the bytes of its table rows."""
+    """Applies each part of a push once, when its partition's turn comes. `rows`: the bytes of its table rows."""
     by_partition = _rows_by_partition(hosted.layout, header, rows) if header.rows else {}
     if hosted.wal is not None and header.shared_at is not None:
-        payload = _aligned_copy(payload)  # the log and the update must read the same (rule C5)
+        payload = _aligned_copy(payload)  # the log and the update must read the same bytes (rule C5)
     groups = header.groups if header.kind is PushKind.GRADIENT else None
     work: list[Work] = []
     coded = any(part.code_bytes for part in header.parts)
     for part, (partition, piece), base in zip(header.parts, pieces_of(header, payload), bases_of(header), strict=True):
         target = hosted.find(partition)
         if coded and not part.code_bytes and len(piece):
-            piece = _aligned_copy(piece)  # the code before it may end at any byte
+            piece = _aligned_copy(piece)  # the code before this piece may end at any byte
         full, present = target.payload.unpack(part, piece)
         table_rows = by_partition.get(partition, ())
         contribution = Contribution(
@@ -106,7 +106,8 @@ def _apply(store: Store, hosted: HostedJob, header: PushHeader, work: Sequence[W
 def _record_and_apply(
     store: Store, wal: Wal, hosted: HostedJob, header: PushHeader, payload: Bytes, work: Sequence[Work], rows: Bytes
 ) -> tuple[PartResult, ...]:
-    """As `_apply`, after the push is durable. Appending decides whether it counts, and which rows expire with it."""
+    """Like `_apply`, but first makes the push durable. Appending decides whether it counts, and which rows expire with
+    it."""
     with ExitStack() as over:
         with wal.admission:
             check_still_admitted(store, hosted, header)
@@ -128,7 +129,7 @@ def _record_and_apply(
                 return _push_all(store, header, decided, _checked_at_append)
             except BaseException as error:
                 torn = _torn([target for target, _ in decided])
-                if torn is not None:  # the log and the partitions differ now
+                if torn is not None:  # now the log and the partitions differ
                     raise torn.anew() from error
                 raise
 
@@ -178,7 +179,7 @@ def _give_verdict(
 def open_sources(
     hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
 ) -> list[tuple[SourceKey, list[Watermark]]]:
-    """Writes tokens to all partitions, and gives their watermarks (rule A5). Raises StaleToken, TooLarge, and
+    """Announces tokens to all partitions, and returns their watermarks (rule A5). Raises StaleToken, TooLarge, and
     InvalidRequest for a source that this job cannot have."""
     for key, _ in sources:
         hosted.check_leased(key)
@@ -219,7 +220,7 @@ def _checked_at_append() -> None:
 
 
 def _rows_by_partition(layout: JobLayout, header: PushHeader, rows: Bytes) -> dict[PartitionId, list[PushedTableRows]]:
-    """The table rows of a push, all of them checked."""
+    """Returns the table rows of a push, all of them checked."""
     found: dict[PartitionId, list[PushedTableRows]] = {}
     for partition, each in unpack_pushed(layout, header.rows, rows):
         found.setdefault(partition, []).append(each)

@@ -1,17 +1,17 @@
 """Bounded staleness: which worker is too far ahead, and the wait for the slowest.
 
 Stale synchronous parallel (Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
-NIPS 2013): the values that a worker computes step c on contain all pushes of the others up to step c - bound. A
-worker's clock is the number of its steps whose pushes this server has. Workers join at the clock of the slowest. Nobody
-waits for a worker that rests, has left, or is declared dead (docs/internals/ledger.md, rule C3). A job may have a bound
-at one time and none at another.
+NIPS 2013): the values on which a worker computes step c contain all pushes of the others up to step c - bound. A
+worker's clock is the number of its steps whose pushes this server has. A worker joins at the clock of the slowest. No
+worker waits for one that rests, has left, or was declared dead (docs/internals/ledger.md, rule C3). The bound of a job
+can be set and removed while it runs.
 
 Example, with a bound of 2 and clocks {a: 7, b: 4}: worker a asks for the values of its next step. It lacks 7 - 4 = 3
 steps of b, which is more than 2. So `await_slower` waits until b has reported clock 5.
 
 Invariants: a clock never falls while its worker takes steps; a worker that joins does not set another one back; reports
-from before a rest change nothing, however late they come; of two orders the one of the later switch is in force,
-whichever comes last. Safe for several threads.
+from before a rest change nothing, however late they arrive; of two orders, the one of the later mode switch is in
+force, whichever arrives last. Safe for several threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Incarnation
 
 UNREPORTED: Final = -1
-"""The clock of a worker that takes steps, and has not reported to this server."""
+"""The clock of a worker that takes steps but has not reported to this server yet."""
 
 
 class SspClock:
-    """The clocks of one asynchronous job on one server. Without a `bound` nobody waits, and no clocks are kept.
-    `switches` numbers the mode switch of the job that has set the bound."""
+    """The clocks of one asynchronous job on one server. Without a `bound` no worker waits, and no clocks are kept.
+    `switches` numbers the job's mode switch that set the bound."""
 
     def __init__(self, bound: int | None, switches: int = 0) -> None:
         self._bound = bound
@@ -41,7 +41,7 @@ class SspClock:
         self._staleness_max = 0
         self._clocks: dict[Incarnation, int] = {}
         self._rested: dict[Incarnation, int] = {}
-        """For each worker the last epoch that has ended with a rest: reports of it may come late."""
+        """For each worker, the last epoch that ended with a rest: reports of it may arrive late."""
 
     @property
     def bound(self) -> int | None:
@@ -49,27 +49,27 @@ class SspClock:
 
     @property
     def staleness_max(self) -> int:
-        """The most steps of another worker that were missing in values that were given, under this bound."""
+        """Under this bound, the most steps of another worker that were missing in values handed out."""
         with self._changed:
             return self._staleness_max
 
     def agrees(self, bound: int | None, switches: int) -> bool:
-        """Whether no order of the same switch has set another bound."""
+        """Whether no order of the same mode switch has set another bound."""
         return switches != self._switches or bound == self._bound
 
     def set_bound(self, bound: int | None, switches: int) -> None:
-        """Changes the bound, unless the order is no later than the one in force."""
+        """Changes the bound, unless the order is not later than the one in force."""
         with self._changed:
             if switches <= self._switches:
                 return
             self._switches = switches
-            if bound is None or self._bound is None:  # workers report again by themselves when there is a bound
+            if bound is None or self._bound is None:  # with a new bound, workers report again by themselves
                 self._clocks.clear()
             self._bound, self._staleness_max = bound, 0
             self._changed.notify_all()
 
     def expect(self, workers: Iterable[Incarnation]) -> None:
-        """The coordinator says which workers take steps. Others that have not reported here do not."""
+        """Notes which workers take steps, as the coordinator says. All others that have not reported here do not."""
         if self._bound is None:
             return
         with self._changed:
@@ -78,34 +78,35 @@ class SspClock:
             self._changed.notify_all()
 
     def report(self, worker: Incarnation, report: SspReport) -> int | None:
-        """Takes a worker's report, after the push of its exchange was counted. Gives the clock of one that joins."""
+        """Takes a worker's report, after the push of its exchange was counted. Returns the clock of a worker that
+        joins."""
         with self._changed:
             clock = self._update(worker, report)
             self._changed.notify_all()
         return clock if report.phase is SspPhase.JOINS else None
 
     def _update(self, worker: Incarnation, report: SspReport) -> int:
-        """The worker's clock from now on."""
+        """Returns the worker's clock from now on."""
         if report.epoch <= self._rested.get(worker, -1):
             return report.clock
         if report.phase is SspPhase.RESTS:
             self._rested[worker] = report.epoch
             self._clocks.pop(worker, None)
             return report.clock
-        if self._bound is None:  # the worker does not know that yet, or knows a later bound already
+        if self._bound is None:  # the worker has not learned of this yet, or knows a later bound already
             return report.clock
         clock, known = report.clock, self._clocks.get(worker, UNREPORTED)
         if report.phase is SspPhase.JOINS:
             if known != UNREPORTED:
-                return known  # it has joined, and asks again
+                return known  # it has joined already and repeats its request
             others = [each for other, each in self._clocks.items() if other != worker and each != UNREPORTED]
             clock = min(others, default=clock)
         self._clocks[worker] = max(clock, known)
         return self._clocks[worker]
 
     def forget(self, workers: Iterable[Incarnation]) -> None:
-        """These workers are refused from now on, so no report of theirs can come late."""
-        # a worker that reports at this moment is forgotten by the thread that takes its report
+        """Forgets workers that are refused from now on, so that none of their reports can arrive late."""
+        # if a worker reports at this moment, the thread that takes the report forgets it
         if not (self._clocks or self._rested):
             return
         with self._changed:
@@ -115,11 +116,11 @@ class SspClock:
             self._changed.notify_all()
 
     def await_slower(self, worker: Incarnation, report: SspReport, until: float) -> str:
-        """Waits at most until `until` (time.monotonic) for workers that are too far behind. Gives what it still waits
-        for, empty if the values may be given. Raises InvalidRequest if the wait could never end."""
+        """Waits until `until` (time.monotonic) at most for workers that are too far behind. Returns what it still waits
+        for, or "" if the values may be given. Raises InvalidRequest if the wait could never end."""
         with self._changed:
             while (bound := self._bound) is not None:
-                if report.ahead > bound and self._switches:  # the worker does not know this bound yet
+                if report.ahead > bound and self._switches:  # the worker has not learned of this bound yet
                     report = replace(report, ahead=bound)
                 elif report.ahead > bound:
                     raise InvalidRequest(
@@ -136,7 +137,7 @@ class SspClock:
             return ""
 
     def _too_far_behind(self, worker: Incarnation, report: SspReport, bound: int) -> tuple[Incarnation, int] | None:
-        """The slowest of the other workers and its clock, if the values must wait for it."""
+        """Returns the slowest of the other workers and its clock, if the values must wait for it."""
         slowest = min(((clock, other) for other, clock in self._clocks.items() if other != worker), default=None)
         if slowest is None:
             return None

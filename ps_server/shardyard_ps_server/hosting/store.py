@@ -1,7 +1,7 @@
 """What one server holds: its jobs, its identity, and what all requests share.
 
 `Store` is state only. Requests are functions over it: `admission` checks them, `pushes`, `pulls` and `lookups` serve
-workers and readers, `orders` carries out what the coordinator decides. Each raises ShardyardErrors for what it refuses,
+workers and readers, `orders` carries out what the coordinator decides. Each raises a ShardyardError when it refuses,
 and has then changed nothing. All are safe for several threads.
 """
 
@@ -29,20 +29,20 @@ log = logging.getLogger("shardyard.server")
 
 @dataclass
 class Counters:
-    """What `shardyard status` shows of a server."""
+    """The counters of a server that `shardyard status` shows."""
 
     pushes_applied: int = 0
     pushes_duplicate: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
     streams: int = 0
-    """Open exchange streams: one for each worker and job. `streams_attached` of them use shared memory."""
+    """Open exchange streams: one per worker and job. `streams_attached` of them use shared memory."""
     streams_attached: int = 0
 
 
 @dataclass
 class Identity:
-    """As which incarnation the coordinator knows this server, and which incarnations the server refuses."""
+    """The incarnation under which the coordinator knows this server, and the incarnations that the server refuses."""
 
     incarnation: Incarnation = Incarnation(0)
     term: Term = Term(0)
@@ -57,8 +57,8 @@ def _log_failure(failure: ShardyardError) -> None:
 @dataclass(kw_only=True, eq=False)
 class Store:
     """`shareable`: whether versions are put into shared memory. `logs`: the folder of logs; without one, jobs that need
-    a log are refused. `on_failure` is called when the server must stop: a log cannot be written, or memory ran out in
-    the middle of a push. `budget`: the memory for rows of tables; without one there is no bound."""
+    a log are refused. `on_failure` is called when the server must stop because a log cannot be written, or memory ran
+    out in the middle of a push. `budget`: the memory for rows of tables; None: no bound."""
 
     shareable: bool = True
     logs: LogRoot | None = None
@@ -66,14 +66,14 @@ class Store:
     budget: Budget | None = None
     counters: Counters = field(default_factory=Counters)
     wait_registry: WaitRegistry = field(default_factory=lambda: WaitRegistry(logger=log))
-    """Everything that this server waits for, for its log and for the coordinator."""
+    """All current waits of this server, including those of its log and those for the coordinator."""
     pool: BatchPool = field(default_factory=BatchPool)
     jobs: dict[JobId, HostedJob] = field(default_factory=dict)
     identity: Identity = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        """Guards `jobs`, `identity`, `counters`, and what jobs lend. Held for moments only."""
+        """Guards `jobs`, `identity`, `counters`, and what jobs lend. Held only briefly."""
         self.creating = threading.Lock()
         """Held while partitions are created, which may read a whole checkpoint."""
         self.loops = JobLoops(self.wait_registry)
@@ -95,7 +95,7 @@ class Store:
         return self.identity.incarnation
 
     def become(self, incarnation: Incarnation, term: Term) -> None:
-        """The coordinator has registered this server."""
+        """Takes the incarnation that the coordinator gave this server at registration."""
         with self.lock:
             self.identity = Identity(incarnation, term, set())
 
@@ -131,7 +131,7 @@ class Store:
             self.counters.bytes_sent += nbytes
 
     def begin_stream(self) -> bool:
-        """Whether the stream may stay open between exchanges. Each open stream keeps a thread."""
+        """Counts a stream, and returns whether it may stay open between exchanges. Each open stream keeps a thread."""
         with self.lock:
             self.counters.streams += 1
             return self.counters.streams <= limits.EXCHANGE_STREAMS_MAX

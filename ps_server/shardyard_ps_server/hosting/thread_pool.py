@@ -1,8 +1,8 @@
 """Threads that apply the partitions of one large push side by side.
 
-Owns: a fixed number of threads, which start at the first work that needs them. Invariants: a caller works on its own
-batch too, so it never waits for work that no thread has begun, however many callers there are; partitions share no
-state, so the number of threads changes no bit. Must not know: what the work is.
+Owns: a fixed number of threads, which start when work first needs them. Invariants: a caller works on its own batch
+too, so it never waits for work that no thread has begun, however many callers there are; partitions share no state, so
+the number of threads does not change a single bit. Must not know: what the work is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 THREADS_MAX = 4
-"""Updates run at the memory's speed, which a few cores use up."""
+"""Updates are limited by memory bandwidth, which a few cores use up."""
 
 
 class _Batch(Generic[T]):
-    """The works of one call. Free threads take them in order, each once."""
+    """The work items of one call. Free threads take them in order, each once."""
 
     def __init__(self, works: Sequence[Callable[[], T]]) -> None:
         self._works = works
@@ -32,7 +32,7 @@ class _Batch(Generic[T]):
         self._ended = threading.Event()
 
     def help(self) -> None:
-        """Does works until none is left to take."""
+        """Runs work items until none is left to take."""
         while True:
             with self._lock:
                 index = self._taken
@@ -49,7 +49,7 @@ class _Batch(Generic[T]):
                     self._ended.set()
 
     def finish(self) -> list[T]:
-        """The results in order, once all works have ended. Raises the first error in order."""
+        """Returns the results in order, once all work items have ended. Raises the first error in order."""
         self._ended.wait()
         if self._errors:
             raise self._errors[min(self._errors)]
@@ -57,7 +57,7 @@ class _Batch(Generic[T]):
 
 
 class BatchPool:
-    """`size` threads, the caller's among them; 1 does all work in the caller's. Safe for several callers at once."""
+    """`size` threads, including the caller's; with 1, the caller's thread does all work. Safe for several callers."""
 
     def __init__(self, size: int | None = None) -> None:
         self.size = min(len(os.sched_getaffinity(0)), THREADS_MAX) if size is None else size
@@ -68,8 +68,8 @@ class BatchPool:
         self._closed = False
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Does all works and gives their results in order. All are done even where one fails; then the first error in
-        order is raised. After `close`, the caller does them alone."""
+        """Runs all work items and returns their results in order. If some fail, the others still run; then the first
+        error in order is raised. After `close`, the caller's thread runs them alone."""
         helpers = min(self.size, len(works)) - 1
         if not works:
             return []
@@ -80,7 +80,7 @@ class BatchPool:
         return batch.finish()
 
     def close(self) -> None:
-        """Ends the threads, after the works that they are at. May be called again."""
+        """Ends the threads after their current work items. May be called again."""
         with self._changed:
             self._closed = True
             self._calls.clear()
@@ -108,4 +108,4 @@ class BatchPool:
                     return
                 batch = self._calls.popleft()
             batch.help()
-            del batch  # nor the payloads that its works hold
+            del batch  # a waiting thread must not keep payloads in memory
