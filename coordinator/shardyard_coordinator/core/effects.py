@@ -1,8 +1,9 @@
-"""What the machine wants done: one frozen value per effect, imperative; and its answers to requests.
+"""What the machine wants done, one frozen value per effect, and its answers to requests.
 
-Invariant: of the effects of one event, all `Persist` come first. A request's effects have exactly one `Reply`, unless
-they have `CreatePartitions` or `OpenPartitions` (ask again once these are done), or `ReadLedger`, `ReadWatermarks` or
-`SkipLostPushes` (what these bring brings the reply, or the next of them). Must not know: how an effect is carried out.
+Invariant: among the effects of one event, all `Persist` come first. The effects of a request have exactly one `Reply`.
+There are two exceptions. With `CreatePartitions` or `OpenPartitions`, the caller asks again once these are done. With
+`ReadLedger`, `ReadWatermarks` or `SkipLostPushes`, the reply comes with the event that follows them, or with a later
+one. Must not know: how an effect is carried out.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from shardyard_coordinator.work.straggler_verdicts import MissedBatch
 
 
 class JobPhase(enum.Enum):
-    """STARTING waits for variables and first values; FINISHING has no worker any more, and waits for its last
-    checkpoint; FINISHED and FAILED are ends."""
+    """STARTING waits for variables and first values. FINISHING has no workers left and waits for its last checkpoint.
+    FINISHED and FAILED are final."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -55,20 +56,19 @@ class JobPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write a record to the journal. `body` is made of what JSON knows."""
+    """Write a record to the journal. `body` holds only JSON types."""
 
     kind: str
     body: Mapping[str, object]
 
 
 def records_of(job: JobId, entries: Iterable[Entry]) -> list[Persist]:
-    """A job's records."""
     return [Persist(kind, {"job": job, **body}) for kind, body in entries]
 
 
 @dataclass(frozen=True, slots=True)
 class LogMessage:
-    """Say it to the people who read the log."""
+    """Write a message to the log."""
 
     text: str
     warning: bool = False
@@ -76,7 +76,7 @@ class LogMessage:
 
 @dataclass(frozen=True, slots=True)
 class CreatePartitions:
-    """Then PartitionsCreated, once all servers of the job answered, or PartitionsRefused."""
+    """Followed by PartitionsCreated once all servers of the job have answered, or by PartitionsRefused."""
 
     job: JobId
     server: Server
@@ -96,7 +96,7 @@ class CreatePartitions:
 
 @dataclass(frozen=True, slots=True)
 class OpenPartitions:
-    """Then PartitionsOpened, once all servers of the job answered, or OpeningFailed."""
+    """Followed by PartitionsOpened once all servers of the job have answered, or by OpeningFailed."""
 
     job: JobId
     server: Server
@@ -105,8 +105,8 @@ class OpenPartitions:
 
 @dataclass(frozen=True, slots=True)
 class FenceOnServers:
-    """Then WorkersFenced, whichever servers answered. `map`: where the books of what the workers held are; None where
-    nobody needs to know."""
+    """Followed by WorkersFenced, whichever servers answered. `map`: the partitions whose ledgers have what the workers
+    held; None if nobody needs to know."""
 
     job: JobId
     servers: tuple[Server, ...]
@@ -117,7 +117,7 @@ class FenceOnServers:
 
 @dataclass(frozen=True, slots=True)
 class ReadLedger:
-    """Then LedgerRead, if all servers answered."""
+    """Followed by LedgerRead if all servers answered."""
 
     job: JobId
     map: PartitionMap
@@ -126,7 +126,7 @@ class ReadLedger:
 
 @dataclass(frozen=True, slots=True)
 class ReadWatermarks:
-    """Then WatermarksRead, if all servers answered."""
+    """Followed by WatermarksRead if all servers answered."""
 
     job: JobId
     map: PartitionMap
@@ -135,7 +135,7 @@ class ReadWatermarks:
 
 @dataclass(frozen=True, slots=True)
 class ReadDeparted:
-    """Then DepartedRead or DepartedUnread. `workers`: that are gone."""
+    """Followed by DepartedRead or DepartedUnread. `workers`: workers that are gone."""
 
     job: JobId
     map: PartitionMap
@@ -144,8 +144,8 @@ class ReadDeparted:
 
 @dataclass(frozen=True, slots=True)
 class ReadSteps:
-    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops, or goes over to another mode;
-    `versions`: what is read is no step, but the highest version of any partition."""
+    """Followed by StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops or changes its mode.
+    `versions`: read the highest version of any partition instead of a step."""
 
     job: JobId
     map: PartitionMap
@@ -155,8 +155,8 @@ class ReadSteps:
 
 @dataclass(frozen=True, slots=True)
 class PaceServers:
-    """Then ServersPaced, once all servers of the map answered, or ServersUnpaced. `consistency`: what values wait for
-    from here on."""
+    """Followed by ServersPaced once all servers of the map have answered, or by ServersUnpaced. `consistency`: the mode
+    and the bound that the servers follow from now on."""
 
     job: JobId
     map: PartitionMap
@@ -165,7 +165,7 @@ class PaceServers:
 
 @dataclass(frozen=True, slots=True)
 class SkipLostPushes:
-    """Then LostPushesSkipped, if all servers answered."""
+    """Followed by LostPushesSkipped if all servers answered."""
 
     job: JobId
     map: PartitionMap
@@ -176,9 +176,9 @@ class SkipLostPushes:
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any. With
-    logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs. `keepers`
-    are the workers with error feedback."""
+    """Followed by CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed checkpoint, 0 if
+    there is none. With logs, `oldest` is the oldest checkpoint that may be restored, and `logs` are the servers whose
+    logs it needs. `keepers`: the workers with error feedback."""
 
     subject: Subject
     map: PartitionMap
@@ -193,7 +193,7 @@ class TakeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A checkpoint, and for each partition the servers whose logs say what came after it."""
+    """A checkpoint, and for each partition the servers whose logs have what came after it."""
 
     number: int
     logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSources:
-    """Nothing follows: a server that was not reached forgets after the next checkpoint."""
+    """No event follows. A server that was not reached forgets the sources after the next checkpoint."""
 
     job: JobId
     map: PartitionMap
@@ -212,10 +212,10 @@ class ForgetSources:
 
 @dataclass(frozen=True, slots=True)
 class RestorePartitions:
-    """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
-    same; `working`: the workers that have work; `begun`: data shards of which all partitions have counted the batches
-    before a number as steps, when the job was synchronous; `step`: before which all logical ranks stand, of a job that
-    was asynchronous then; else 0."""
+    """Followed by PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that lead to the same
+    state with longer logs. `working`: the workers that have work. `begun`: data shards that were partly computed as
+    steps while the job was synchronous, each with the number of the first batch that is not counted in all partitions.
+    `step`: of a job that was asynchronous at that checkpoint, the step that all logical ranks compute next; else 0."""
 
     subject: Subject
     map: PartitionMap
@@ -236,7 +236,7 @@ class DropJob:
 
 @dataclass(frozen=True, slots=True)
 class ForgetServer:
-    """The server is gone; close what is open to it."""
+    """The server is gone. Close the connections to it."""
 
     server: Incarnation
 
@@ -246,7 +246,7 @@ class ForgetServer:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """It was done; there is nothing more to say."""
+    """The request was carried out. There is nothing more to report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +256,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
-    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole;
-    `checkpoint`: the newest; `consistency`: what a job that was switched goes by; `halt`: of a job that goes over from
-    synchronous to asynchronous updates."""
+    """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
+    worker's error feedback should take over. `gone_back`: the generation with which the whole job last went back to a
+    checkpoint. `checkpoint`: the newest one. `consistency`: the mode and the bound of a job that was switched. `halt`:
+    set while the job changes from synchronous to asynchronous updates."""
 
     job_state: JobPhase | None = None
     failure: ShardyardError | None = None
@@ -294,8 +294,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class VariablesPlaced:
-    """A job's variables lie so. `initializer`: the asking worker sends the first values; `feedback`, `gone_back`: as in
-    HeartbeatReply; `consistency`: of a job that was switched, what its partitions go by."""
+    """Where a job's variables are. `initializer`: the asking worker sends the first values. `feedback`, `gone_back`: as
+    in HeartbeatReply. `consistency`: of a job that was switched, what its partitions follow."""
 
     layout: JobLayout
     map: PartitionMap
@@ -312,8 +312,8 @@ class LeaseClosed:
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdict:
-    """Whether a batch that was announced is to be computed; None: that is not decided yet. `careful_below`: sequences
-    of this source before it are announced."""
+    """Whether an announced batch is to be computed; None: not decided yet. `careful_below`: the worker announces this
+    source's batches with lower sequences."""
 
     counts: bool | None
     careful_below: int
@@ -321,7 +321,7 @@ class BatchVerdict:
 
 @dataclass(frozen=True, slots=True)
 class NotFiniteVerdict:
-    """`decided`: the work is to be pushed empty, unless `failure` says why the worker is out."""
+    """`decided`: the work is pushed empty, unless `failure` says why the worker is excluded."""
 
     decided: bool
     failure: ShardyardError | None = None
@@ -329,21 +329,21 @@ class NotFiniteVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Rebased:
-    """The worker's own source goes on; what it lost."""
+    """Where the worker's own source continues, and what it lost."""
 
     lost: tuple[LostRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackVerdict:
-    """Whether the worker takes up what it has read."""
+    """Whether the worker takes over the residual that it has read."""
 
     taken: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointProgress:
-    """What became of a checkpoint that was asked for: `taken`, `failure`, or neither yet."""
+    """The state of a requested checkpoint: `taken`, `failure`, or neither yet."""
 
     job_name: str
     ticket: int
@@ -354,9 +354,9 @@ class CheckpointProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Who counts in a step; None where that is not decided yet, nobody where it is not known any more. `left_ms`: for
-    one who came late, how long the version behind the next step is worth waiting for (StepTimes). `again_ms`: where it
-    is not decided, since others are waited for, how soon it is."""
+    """Which ranks count in a step. None: not decided yet. Empty: not known any more. `left_ms`: how long a late worker
+    should wait for the version that follows the step (StepTimes). `again_ms`: while others are waited for, how soon the
+    step is decided."""
 
     members: tuple[Rank, ...] | None
     left_ms: int = 0
@@ -365,8 +365,7 @@ class StepDecision:
 
 @dataclass(frozen=True, slots=True)
 class MakeupBatches:
-    """What each rank makes up for at a step, if it has anything. `end`: the step after the feed's last, where that is
-    known."""
+    """What each rank makes up for at a step, if anything. `end`: the step after the feed's last, if that is known."""
 
     batches: Mapping[Rank, MissedBatch]
     end: int | None
@@ -374,7 +373,7 @@ class MakeupBatches:
 
 @dataclass(frozen=True, slots=True)
 class StopTaken:
-    """The stop that is in force. `first`: it is the one that was asked for."""
+    """The stop that is in force. `first`: this request caused it."""
 
     job: JobId
     job_name: str
@@ -384,7 +383,7 @@ class StopTaken:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTaken:
-    """What a job goes over to, or by. `first`: it did not before."""
+    """What the job changes to, or already follows. `first`: this request caused the change."""
 
     job: JobId
     job_name: str
@@ -394,8 +393,8 @@ class SwitchTaken:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """Where a job stands, for who reads its values. `map`: None where there are none to be read, yet or any more;
-    `url`: of its checkpoints, None where it has none."""
+    """The state of a job, for its readers. `map`: None if there are no values to read, yet or any more. `url`: of its
+    checkpoints, None if it has none."""
 
     job: JobId
     job_name: str
@@ -409,7 +408,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlanned:
-    """`running`: the job goes back now; else the next run begins with the checkpoint."""
+    """`running`: the job goes back now. Otherwise the next run begins with the checkpoint."""
 
     running: bool
 
@@ -441,7 +440,7 @@ Answer = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to the request that the event was."""
+    """The answer to the request of the event."""
 
     answer: Answer
 

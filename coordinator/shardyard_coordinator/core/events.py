@@ -1,7 +1,7 @@
-"""What happens to the machine: one frozen value per event, past tense.
+"""What happens to the machine: one frozen value per event, in the past tense.
 
-Invariant: an event is well-formed in itself (shardyard_coordinator.service.rpcs checked it); whether it fits is the
-machine's business. Must not know: messages, threads.
+Invariant: each event is well-formed; shardyard_coordinator.service.rpcs has checked it. The machine decides whether it
+is valid now. Must not know: messages, threads.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MemberRegistered:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReceived:
-    """`logs`: of a server, how many bytes its log of a job has since the last checkpoint was begun; `rows`: how many
-    rows it has of each table of a job."""
+    """`logs`: by job, how many bytes a server has logged since the last checkpoint was begun. `rows`: by job, how many
+    rows it has of each table."""
 
     incarnation: Incarnation
     report: Report
@@ -50,8 +50,8 @@ class HeartbeatReceived:
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    """`error`: type and message of what ended a worker's script, or empty; `pushed`: a worker's acknowledged pushes
-    without leased data; `residual_lost`: the 2-norm of the residual that is lost with it."""
+    """`error`: type and message of the error that ended a worker's script, or empty. `pushed`: the worker's
+    acknowledged pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost with it."""
 
     incarnation: Incarnation
     error: str
@@ -61,7 +61,7 @@ class MemberLeft:
 
 @dataclass(frozen=True, slots=True)
 class ExitReported:
-    """An agent saw a training process end."""
+    """An agent saw a training process exit."""
 
     agent: Incarnation
     pid: int
@@ -93,7 +93,7 @@ class VariablesRegistered:
 
 @dataclass(frozen=True, slots=True)
 class VariablesCommitted:
-    """The initializer has sent the first values to all servers, under the map of a generation."""
+    """The initializer has sent the first values to all servers, under the map of that generation."""
 
     caller: Caller
     generation: Generation = FIRST_MAP
@@ -114,8 +114,8 @@ class LeaseRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReturned:
-    """A worker is at the end of a data shard or, with none, of a synchronous feed; the servers know whether it is
-    done."""
+    """A worker is at the end of a data shard, or of a synchronous feed if it names no data shard. The servers know
+    whether it is done."""
 
     caller: Caller
     feed: int
@@ -137,9 +137,9 @@ class BatchBegun:
 
 @dataclass(frozen=True, slots=True)
 class NotFiniteReported:
-    """A worker has computed a gradient that is not finite, of the parameter of that name, at that step of the job, and
-    has not pushed it. `count`: how many it has reported, this one included; `in_a_row`: one after the other, at
-    last; `highest`: the highest next sequence of the source over all partitions."""
+    """A worker has computed a gradient that is not finite, and has not pushed it. The report names the parameter and
+    the step of the job. `count`: how many the worker has reported, including this one. `in_a_row`: how many of the
+    latest were consecutive. `highest`: the highest next sequence of the source over all partitions."""
 
     caller: Caller
     source: Source
@@ -167,7 +167,6 @@ class NotFiniteReported:
 
     @property
     def entry(self) -> Entry:
-        """Its record."""
         return "not_finite", {
             "worker": self.caller.incarnation,
             "step": self.step,
@@ -180,7 +179,8 @@ class NotFiniteReported:
 
 @dataclass(frozen=True, slots=True)
 class RebaseRequested:
-    """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
+    """The next sequence of a worker's own source is not the same in every partition. `next`: where the worker
+    continues."""
 
     caller: Caller
     next: int
@@ -188,7 +188,7 @@ class RebaseRequested:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequested:
-    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+    """`caller`: the worker that asks for its job; None for a person. `job_name`: empty for the only job."""
 
     caller: Caller | None
     job_name: str
@@ -197,7 +197,7 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True)
 class StepReported:
-    """All partitions have these ranks' contributions to a step, as a worker was told; it wants to know who counts."""
+    """A worker was told that all partitions have these ranks' contributions to a step. It asks which ranks count."""
 
     caller: Caller
     step: int
@@ -215,7 +215,7 @@ class MakeupRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+    """`caller`: the worker that asks for its job; None for a person. `job_name`: empty for the only job."""
 
     caller: Caller | None
     job_name: str
@@ -224,7 +224,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested:
-    """A person asks for another consistency mode, or bound. None: as it is."""
+    """A person asks for another consistency mode or staleness bound. None: unchanged."""
 
     job_name: str
     mode: ConsistencyMode | None
@@ -233,7 +233,8 @@ class SwitchRequested:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRead:
-    """A worker has read the residual of the worker of that name. `failure`: why it could not, or does not fit."""
+    """A worker has read the residual of the worker of that name. `failure`: why it could not read it, or why it does
+    not fit."""
 
     caller: Caller
     generation: Generation
@@ -243,7 +244,7 @@ class FeedbackRead:
 
 @dataclass(frozen=True, slots=True)
 class RestoreOrdered:
-    """A person wants the jobs of that name to go on from a checkpoint. It was verified."""
+    """A person wants the jobs of that name to continue from a checkpoint. The checkpoint was verified."""
 
     origin: RestorePoint
 
@@ -257,8 +258,8 @@ class RestoreCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ReaderHeard:
-    """A reader follows a job. `reader`: a random name of its own; `job`: None for the unfinished job of that name;
-    `job_name`: empty for the only job that runs; `leaves`: it stops reading."""
+    """A reader follows a job. `reader`: a random name of its own. `job`: None for the unfinished job of that name.
+    `job_name`: empty for the only job that runs. `leaves`: it stops reading."""
 
     job: JobId | None
     job_name: str
@@ -280,7 +281,7 @@ class EvaluationReported:
 
 @dataclass(frozen=True, slots=True)
 class PartitionsCreated:
-    """Every server has its partitions, under the map of a generation."""
+    """Every server has created its partitions, under the map of that generation."""
 
     job: JobId
     generation: Generation = FIRST_MAP
@@ -288,7 +289,7 @@ class PartitionsCreated:
 
 @dataclass(frozen=True, slots=True)
 class PartitionsRefused:
-    """Some server did not take its partitions; they can be created again."""
+    """Some server refused its partitions. They can be created again."""
 
     job: JobId
     generation: Generation = FIRST_MAP
@@ -296,7 +297,7 @@ class PartitionsRefused:
 
 @dataclass(frozen=True, slots=True)
 class PartitionsOpened:
-    """Every server serves its partitions, under the map of a generation."""
+    """Every server serves its partitions, under the map of that generation."""
 
     job: JobId
     generation: Generation = FIRST_MAP
@@ -304,7 +305,7 @@ class PartitionsOpened:
 
 @dataclass(frozen=True, slots=True)
 class OpeningFailed:
-    """Some server did not answer; the coordinator asks again."""
+    """Some server did not answer. The coordinator asks again."""
 
     job: JobId
     generation: Generation = FIRST_MAP
@@ -312,8 +313,8 @@ class OpeningFailed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTaken:
-    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step. `created_s`: when, in
-    seconds since 1970, for people, 0: not told; `feedback`: what workers' error feedback remembered then."""
+    """The checkpoint that was begun as `draft` is committed as number `number`, with its step. `created_s`: seconds
+    since 1970, for people; 0: unknown. `feedback`: the workers' residuals at that time."""
 
     job: JobId
     draft: int
@@ -325,7 +326,7 @@ class CheckpointTaken:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """Nothing was committed; another is begun later."""
+    """Nothing was committed. Another checkpoint is begun later."""
 
     job: JobId
     draft: int
@@ -334,7 +335,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True)
 class PartitionsRestored:
-    """All servers of the map of that generation have their partitions."""
+    """All servers of the map of that generation have restored their partitions."""
 
     job: JobId
     generation: Generation
@@ -349,8 +350,8 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFenced:
-    """Every server that answers in time refuses the workers now; their work may go to others. `reached`: the lowest
-    next sequence, over all partitions, of what they held, as far as that is known for good."""
+    """Every server that answers in time now refuses the workers, so their work may go to others. `reached`: the lowest
+    final next sequence, over all partitions, of each source that they held, as far as it is known."""
 
     job: JobId
     workers: tuple[Incarnation, ...]
@@ -359,8 +360,8 @@ class WorkersFenced:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRead:
-    """The lowest next sequence, over all partitions, of what a LeaseReturned was about; `generation`: of the map under
-    which it was read."""
+    """The lowest next sequence, over all partitions, of the source that a LeaseReturned named. `generation`: of the map
+    under which it was read."""
 
     returned: LeaseReturned
     next_sequence: int
@@ -378,7 +379,7 @@ class WatermarksRead:
 
 @dataclass(frozen=True, slots=True)
 class DepartedRead:
-    """The next sequence of the own sources of workers that are gone in each partition, under the map of that
+    """The next sequence in each partition of the own sources of workers that are gone, under the map of that
     generation."""
 
     job: JobId
@@ -411,7 +412,7 @@ class StepsUnread:
 
 @dataclass(frozen=True, slots=True)
 class ServersPaced:
-    """All servers of the map of that generation follow the job's switch of that number."""
+    """All servers of the map of that generation follow the job's mode switch of that number."""
 
     job: JobId
     generation: Generation
@@ -427,7 +428,7 @@ class ServersUnpaced:
 
 @dataclass(frozen=True, slots=True)
 class LostPushesSkipped:
-    """All servers continue the source at the sequence that was asked for."""
+    """All servers continue the source at the requested sequence."""
 
     asked: RebaseRequested
     lost: tuple[LostRange, ...]

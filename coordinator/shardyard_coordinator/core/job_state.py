@@ -1,9 +1,9 @@
-"""The state of one job: its settings, its phase, and all its parts, in one dataclass.
+"""The state of one job in one dataclass: its settings, its phase, and all its parts.
 
-The functions of `flows` and `machine` change it; it decides nothing itself. Invariants: each change has its record in
-the same effects, and the records alone make the state again (but for records.NOT_RECORDED); a job that has ended
-changes no more, except for evaluations and for readers of its last values. Must not know: other jobs, members that are
-not its workers, the network, the clock.
+The functions of `flows` and `machine` change it; it decides nothing itself. Invariants: each change has its record
+among the same effects, and the records alone rebuild the state (except for records.NOT_RECORDED). A job that has ended
+no longer changes, except for evaluations and for readers of its last values. Must not know: other jobs, members that
+are not its workers, the network, the clock.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from shardyard_coordinator.work.tokens import Tokens
 
 @dataclass(slots=True)
 class LastCheckpoint:
-    """The checkpoint that a job ends with. `failure`: what the job ends with once the checkpoint is there, if it does
-    not end well; `ticket`: of that checkpoint, 0 before it is asked for; `told`: how its last try has failed."""
+    """The checkpoint with which a job ends. `failure`: the error that the job ends with once the checkpoint is
+    written; None if it ends well. `ticket`: of that checkpoint, 0 before it is requested. `told`: how its last
+    attempt failed."""
 
     failure: errors.ShardyardError | None = None
     ticket: int = 0
@@ -55,9 +56,9 @@ class LastCheckpoint:
 @dataclass
 class JobState:
     """`restored`: what the latest recovery brought back. `origin`: the checkpoint with which the job is to begin; None
-    once it has begun, or if it begins with first values. A job with logs has begun when a checkpoint of its own is
-    there: until then it can only begin again. `step_seen`: the highest step that the servers' ledgers have shown;
-    `reads_steps`: they are being read; `rows_seen`: by server, the rows of each table."""
+    once it has begun, or if it begins with first values. A job with logs has begun once it has a checkpoint of its own;
+    until then it can only begin again. `step_seen`: the highest step that the servers' ledgers have shown.
+    `reads_steps`: a read of the ledgers is under way. `rows_seen`: by server, the rows of each table."""
 
     id: JobId
     settings: JobSettings
@@ -103,7 +104,7 @@ class JobState:
 
     @property
     def step(self) -> int:
-        """Where the job stands, as far as the coordinator knows."""
+        """The job's current step, as far as the coordinator knows."""
         return max(self.progress.step, self.step_seen)
 
     @property
@@ -112,56 +113,57 @@ class JobState:
 
     @property
     def consistency(self) -> Consistency | None:
-        """What the workers of a job that was switched go by."""
+        """What the workers of a job that was switched follow."""
         return self.mode.in_force if self.mode.latest.number else None
 
     @property
     def workers_done(self) -> int:
-        """Workers that are done: nothing waits for them to come."""
+        """Workers that are done. The job does not wait for them to come back."""
         return self.roster.goodbyes + self.not_finite.quarantined
 
     @property
     def is_whole(self) -> bool:
-        """Whether all partitions have their servers."""
+        """Whether every partition has its server."""
         return self.deployment.stage is Stage.OPEN and not self.recovery.needed
 
     @property
     def may_acknowledge(self) -> bool:
-        """Whether work may be acknowledged: a job with logs needs a checkpoint of its own, which the logs follow."""
+        """Whether work may be acknowledged. A job with logs first needs a checkpoint of its own, which its logs
+        follow."""
         return self.log_owners is None or (self.book.committed is not None and self.origin is None)
 
     @property
     def replays_logs(self) -> bool:
-        """Whether lost partitions come back with what the logs say after the newest checkpoint."""
+        """Whether lost partitions are restored from the newest checkpoint and the logs after it."""
         return self.log_owners is not None and self.origin is None
 
     @property
     def goes_back_whole(self) -> bool:
-        """Whether all partitions go back to a checkpoint when one is lost: in a synchronous job, unless logs bring back
-        its step; and in a job that begins."""
+        """Whether all partitions go back to a checkpoint when one is lost. A synchronous job does, unless logs bring
+        its step back; so does a job that is beginning."""
         return (self.updates is UpdateMode.SYNC and self.log_owners is None) or self.origin is not None
 
     @property
     def has_error_feedback(self) -> bool:
-        """Whether workers of the job have residuals."""
+        """Whether the job's workers have residuals."""
         layout = self.deployment.layout
         return layout is not None and self.settings.compression.push_rules.keep_feedback(layout.variables)
 
     def held(self, worker: Incarnation) -> Sequence[LeasedSource]:
-        """What the worker has to compute."""
+        """The work that the worker holds under a lease."""
         if isinstance(self.feeds, DataLedger):
             return self.feeds.held(worker)
         assert self.ranks is not None
         return [RankSource(lease.rank) for lease in self.ranks.of(worker)]
 
     def first_of(self, source: LeasedSource) -> int | None:
-        """The batch at which the lease of a data shard began, if that is known."""
+        """The batch at which the lease of a data shard began, if it is known."""
         if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
             return None
         return self.feeds.first_of(source)
 
     def require_unfinished(self) -> None:
-        """Raises what the job failed with; NotFound if it is finished."""
+        """Raises the job's failure, or NotFound if the job is finished."""
         if self.failure is not None:
             raise self.failure.anew()
         if self.phase is JobPhase.FINISHED:
@@ -170,7 +172,7 @@ class JobState:
             )
 
     def require_joinable(self) -> None:
-        """Raises NotReady in the moment between a job's last worker and its end."""
+        """Raises NotReady between the time when a job's last worker leaves and the job's end."""
         if self.phase is JobPhase.FINISHING:
             raise errors.NotReady(
                 f"{self.title} writes its last checkpoint", why="its workers have left", todo="join when it is finished"
@@ -180,15 +182,15 @@ class JobState:
         return [*records_of(self.id, entries)]
 
     def reach(self, step: int) -> None:
-        """The job is known to stand at that step."""
+        """Notes that the job has reached that step."""
         self.step_seen = max(self.step_seen, step)
 
     def apply_mode(self) -> None:
-        """The settings follow the latest switch of the mode."""
+        """Sets the settings by the latest mode switch."""
         self.settings = settings_of(self.settings, self.mode.latest)
 
     def deal_by(self, feeds: DataLedger | StepLedger, ranks: RankBook | None, step: int) -> None:
-        """The job's work is dealt by these from now on, in the mode of its settings; it stands at that step."""
+        """Deals the job's work with these ledgers from now on, in the mode of its settings, starting at that step."""
         self.feeds, self.ranks = feeds, ranks
         self.suspects = Suspects(self.settings.data.poison_deaths)
         self.stopping = Stopping(by_steps=ranks is not None)
@@ -197,7 +199,7 @@ class JobState:
 
 
 def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str | None = None) -> JobState:
-    """`default_url`: where its checkpoints are if its settings leave that to the coordinator."""
+    """`default_url`: where its checkpoints are stored if its settings leave that to the coordinator."""
     consistency, tokens = settings.consistency, Tokens()
     sync = consistency.mode.updates is UpdateMode.SYNC
     return JobState(
@@ -246,6 +248,6 @@ def new_data_ledger(settings: JobSettings, tokens: Tokens) -> DataLedger:
 
 
 def _departed(settings: JobSettings) -> Departed | None:
-    """Only if partitions that lost their server go back to a checkpoint, and no other partition does."""
+    """Only for jobs in which lost partitions go back to a checkpoint and the other partitions do not."""
     asynchronous = settings.consistency.mode.updates is UpdateMode.ASYNC
     return Departed() if asynchronous and settings.durability is Durability.CHECKPOINT else None

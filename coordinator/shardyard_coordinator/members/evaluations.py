@@ -1,7 +1,7 @@
 """What evaluators report about a job's versions, and the best version that they keep.
 
-Owns: the latest report of a job, and its best version. Invariant: both come back from the records. Must not know: how a
-version is judged (its evaluator has decided that), where files are.
+Owns: the latest report of a job, and its best version. Invariant: both are restored from the records. Must not know:
+how an evaluator judges a version, where files are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardyard_coordinator.records import (
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of one step, finite numbers. `reported_s`: when, in seconds since 1970."""
+    """The metrics of one step, all finite. `reported_s`: seconds since 1970."""
 
     step: int
     metrics: tuple[tuple[str, float], ...]
@@ -31,7 +31,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The version that is kept, in the folder at `url`. `lowest`: the lower the metric, the better."""
+    """The version that is kept in the folder at `url`. `lowest`: a lower metric is better."""
 
     metric: str
     lowest: bool
@@ -42,14 +42,12 @@ class Best:
 
 
 class Evaluations:
-    """Of one job."""
-
     def __init__(self) -> None:
         self.latest: Evaluation | None = None
         self.best: Best | None = None
 
     def report(self, evaluation: Evaluation, best: Best | None) -> list[Entry]:
-        """`best`: that version has been kept. Records; none where the same was reported before."""
+        """Returns the records; none if the same was reported before. `best`: that version has been kept."""
         if self._has(evaluation) and (best is None or self._keeps(best)):
             return []
         self.latest = evaluation

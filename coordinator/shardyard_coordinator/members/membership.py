@@ -1,8 +1,8 @@
 """The members of the yard, and their leases.
 
-Owns: members by incarnation, their leases, and why a former member is none any more. Invariants: incarnations only
-grow, and no two lives of the coordinator give the same one (each life begins at its term << 32); two living members
-never share a role and an address; only a heartbeat renews a lease. Must not know: jobs, the network, what time it is.
+Owns: members by incarnation, their leases, and why each former member was removed. Invariants: incarnations only grow.
+No two runs of the coordinator give the same one, because each run begins at its term << 32. Two living members never
+share both role and address. Only a heartbeat renews a lease. Must not know: jobs, the network, what time it is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FORMER_MAX: Final = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a process says of itself. `agent` is the incarnation of the agent that started it, if one did; `logs` names
-    the folder of a server's logs."""
+    """What a process says about itself. `agent`: the incarnation of the agent that started it, if one did. `logs`: the
+    folder of a server's logs."""
 
     role: MemberRole
     address: str
@@ -86,7 +86,7 @@ class Membership:
         return len(self._members)
 
     def check(self, registration: Registration) -> None:
-        """Raises ProtocolMismatch, InvalidRequest or TooLarge for a process that cannot become a member."""
+        """Raises ProtocolMismatch, InvalidRequest or TooLarge if the process cannot become a member."""
         if registration.protocol != limits.PROTOCOL:
             raise ProtocolMismatch(
                 f"{registration.role.value} at {registration.address or registration.host or 'an unnamed host'}, of "
@@ -106,7 +106,7 @@ class Membership:
             )
 
     def replaced_by(self, registration: Registration) -> Member | None:
-        """The member whose place the process takes: one of its role at its address."""
+        """The living member with the process's role and address, which the process replaces."""
         if not registration.address:
             return None
         for member in self._members.values():
@@ -115,13 +115,13 @@ class Membership:
         return None
 
     def add(self, registration: Registration, now_ms: int) -> Member:
-        """Takes in a process that `check` let pass, after the one that it replaces was removed."""
+        """Adds a process that passed `check`. The member that it replaces must have been removed."""
         assert self.replaced_by(registration) is None, registration
         return self._add(Incarnation(self._next), registration, now_ms)
 
     def require(self, incarnation: Incarnation, role: MemberRole | None = None) -> Member:
-        """The living member. Raises StaleIncarnation (WorkerQuarantined of a worker that is out), or InvalidRequest
-        where it has another role."""
+        """The living member. Raises StaleIncarnation, WorkerQuarantined if the worker is excluded, or InvalidRequest if
+        its role is another."""
         member = self._members.get(incarnation)
         if member is None:
             reason = self._former.get(incarnation, "")
@@ -139,12 +139,13 @@ class Membership:
         self._members[incarnation].last_seen_ms = now_ms
 
     def forgive(self, gap_ms: int) -> None:
-        """The coordinator itself was not awake for `gap_ms`; nobody could reach it, so this time does not count."""
+        """Extends all leases by `gap_ms`, during which the coordinator itself was not running and nobody could reach
+        it."""
         for member in self._members.values():
             member.last_seen_ms += gap_ms
 
     def expired(self, now_ms: int) -> tuple[tuple[Member, str], ...]:
-        """Members whose lease has run out, and how that was noticed."""
+        """The members whose lease has run out, each with how that was noticed."""
         return tuple(
             (
                 member,
@@ -163,7 +164,7 @@ class Membership:
         return tuple(member for member in self._members.values() if member.role is MemberRole.SERVER)
 
     def started_by(self, agent: Member, pid: int) -> tuple[Member, ...]:
-        """Workers that ran in process `pid` of the agent's machine."""
+        """The workers that ran in process `pid` on the agent's machine."""
         return tuple(
             member
             for member in self._members.values()
@@ -175,13 +176,13 @@ class Membership:
     # ---- records
 
     def entries(self, jobs_known: Container[JobId]) -> list[Entry]:
-        """Records that make these members anew. The job of a member is told where it is not one of `jobs_known`, whose
-        own records tell it."""
+        """Records that rebuild these members. A member's job is included unless it is one of `jobs_known`, whose own
+        records name their workers."""
         former = [("member_former", {"incarnation": each, "how": how}) for each, how in self._former.items()]
         return [*former, *(registered(each, 0 if each.job in jobs_known else each.job or 0) for each in self)]
 
     def restore(self, kind: str, body: Body, now_ms: int) -> None:
-        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        """Applies a record of `entries`, or one of the same kinds. Raises DamagedRecord."""
         incarnation = Incarnation(body.number("incarnation", least=1))
         match kind:
             case "member_registered":
@@ -195,7 +196,7 @@ class Membership:
                 self._remember(incarnation, body.text("how"))
 
     def put_into(self, worker: Incarnation, job: JobId) -> None:
-        """The worker had joined the job. Raises DamagedRecord."""
+        """Restores that the worker joined the job. Raises DamagedRecord."""
         require(worker in self._members, f"worker {worker} is no member")
         self._members[worker].job = job
 
@@ -230,7 +231,7 @@ def registered(member: Member, job: int = 0) -> Entry:
 
 
 def removed(member: Member, how: str) -> Entry:
-    """The record of a member's end."""
+    """The record of a member's removal."""
     said = {"role": member.role.value, "address": member.address}
     return "member_removed", {"incarnation": member.incarnation, "how": how, **said}
 

@@ -1,6 +1,6 @@
-"""How many gradients of each worker were not finite, and which workers are out for it.
+"""How many gradients of each worker were not finite, and which workers are excluded for it.
 
-Owns: counts, by worker and in all. Invariants: a gradient that a worker reports twice is counted once; memory does not
+Owns: counts by worker and in total. Invariants: a gradient that a worker reports twice is counted once. Memory does not
 grow with the number of workers that have gone. Must not know: which batches these were (quarantine), members, time.
 """
 
@@ -24,7 +24,7 @@ class _Said:
 
 
 class NotFinite:
-    """Of one job. `row_max`: so many one after the other, and a worker is out; 0: never."""
+    """`row_max`: a worker with so many consecutive reports is excluded; 0: never."""
 
     def __init__(self, row_max: int) -> None:
         self._row_max = row_max
@@ -41,22 +41,22 @@ class NotFinite:
         return self._said.get(worker, _Said()).count
 
     def take(self, worker: Incarnation, count: int, in_a_row: int) -> bool:
-        """The worker has reported so many in all. Whether that is news."""
+        """Takes a worker's total. Returns whether it is new."""
         if count <= self.of(worker):
             return False
         self._said[worker] = _Said(count, in_a_row)
         return True
 
     def expels(self, worker: Incarnation) -> bool:
-        """Whether the worker is to be out."""
+        """Whether the worker must be excluded now."""
         return 0 < self._row_max <= self._said.get(worker, _Said()).in_a_row
 
     def quarantine(self) -> None:
-        """A worker is out."""
+        """Counts one more excluded worker."""
         self.quarantined += 1
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone: how many it reported stays counted."""
+        """The worker is gone. Its reports stay counted."""
         self._of_departed += self._said.pop(worker, _Said()).count
 
     # ---- records
@@ -69,7 +69,7 @@ class NotFinite:
         return [("not_finite_before", body)]
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`, `not_finite` or `worker_quarantined`. Raises DamagedRecord."""
+        """Applies a record of `entries`, `not_finite` or `worker_quarantined`. Raises DamagedRecord."""
         if kind == "not_finite":
             worker = Incarnation(body.number("worker", least=1))
             self.take(worker, body.number("count", least=1, most=SUM_MAX), body.number("in_a_row", most=SUM_MAX))

@@ -1,7 +1,7 @@
-"""How far a job is, from what its workers report.
+"""How far a job is, from its workers' reports.
 
-Owns: each worker's last report, the job's step, samples and rate. Invariants: step and samples never fall, also when
-workers go; memory is bounded. Must not know: what a step is worth, the clock.
+Owns: each worker's last report, and the job's step, samples and rate. Invariants: step and samples never fall, even
+when workers leave. Memory is bounded. Must not know: what a step is worth, the clock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ RATE_SLOT_MS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
-    what its compression has not sent yet, as of some pushes ago; `pushed`: its acknowledged pushes without leased
-    data; `reached`: it was told of a stop, and contributes to no step from this one on until that is settled;
-    `switches`: the number of the job's switch that it goes by; `halted`: the number of the halt that it was told of,
-    and as `reached`."""
+    """What a worker reports with a heartbeat. `samples`: all that it has pushed. `residual_norm`: the 2-norm of what
+    its compression has not sent yet, some pushes ago. `pushed`: its acknowledged pushes without leased data. `reached`:
+    it knows of a stop, and contributes to no step from this one on until the stop's step is fixed. `switches`: the
+    number of the mode switch that it follows. `halted`: the number of the drain that it knows of, and a step with the
+    meaning of `reached`."""
 
     step: int = 0
     samples: int = 0
@@ -61,7 +61,7 @@ class Progress:
         self.step = max(self.step, report.step)
         self.metrics = report.metrics or self.metrics
         if self.samples == 0:
-            # the time before the first sample is no part of the rate
+            # the time before the first sample is not part of the rate
             self._points = deque([(now_ms, 0)])
         if now_ms - self._points[-1][0] >= RATE_SLOT_MS:
             self._points.append((now_ms, self.samples))
@@ -69,11 +69,11 @@ class Progress:
             self._points.popleft()
 
     def restore(self, *, step: int, samples: int, metrics: tuple[tuple[str, float], ...]) -> None:
-        """How far an ended job came, whoever did it."""
+        """Restores how far an ended job came, over all its workers."""
         self.step, self._samples_of_departed, self.metrics = step, samples, metrics
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone; what it pushed stays counted."""
+        """The worker is gone. What it pushed stays counted."""
         self._samples_of_departed += self.of(worker).samples
         self._reports.pop(worker, None)
 
@@ -81,7 +81,7 @@ class Progress:
         return self._reports.get(worker, Report())
 
     def samples_per_s(self, now_ms: int) -> float:
-        """Mean over the last RATE_WINDOW_MS or so; 0 when nothing was heard for so long."""
+        """The mean over about the last RATE_WINDOW_MS; 0 if nothing was reported for that long."""
         since_ms, samples_then = self._points[0]
         for at_ms, samples in self._points:
             if now_ms - at_ms < RATE_WINDOW_MS:

@@ -1,9 +1,9 @@
 """The readers of a job: processes that read its values and are not its workers, such as evaluators.
 
-Owns: which readers were heard, and when; on which servers values stay for them. Invariants: nothing waits for a reader
-while the job lasts; the values of a finished job stay on the servers for readers that were heard within SILENT_MS,
-until they have left, at most for END_MS; a restarted coordinator waits as long for the readers that it has forgotten;
-at most limits.READERS_MAX are known. Must not know: what is read, the network.
+Owns: which readers reported, and when; on which servers values stay for them. Invariants: while the job lasts, nothing
+waits for a reader. The values of a finished job stay on the servers for readers that reported within SILENT_MS, until
+they have left, for at most END_MS. A restarted coordinator waits just as long for the readers that it has forgotten. At
+most limits.READERS_MAX are known. Must not know: what is read, the network.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ END_MS: Final = 120_000
 
 
 class Readers:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._heard_ms: dict[bytes, int] = {}
         self._forgotten_ms: int | None = None
@@ -35,11 +33,11 @@ class Readers:
 
     @property
     def may_be_active(self) -> bool:
-        """Whether a reader is known as of the last `expire`, or may be there unheard."""
+        """Whether a reader was known at the last `expire`, or one may exist that has not reported since a restart."""
         return bool(self._heard_ms) or self._forgotten_ms is not None
 
     def forget(self, now_ms: int) -> None:
-        """The coordinator was restarted: readers will report again."""
+        """The coordinator was restarted. Readers will report again."""
         self._forgotten_ms = now_ms
 
     def report(self, reader: bytes, now_ms: int) -> None:
@@ -53,7 +51,7 @@ class Readers:
         self._heard_ms.pop(reader, None)
 
     def expire(self, now_ms: int) -> None:
-        """Forgets readers that are gone; all of them once END_MS is over."""
+        """Forgets readers that are gone, and all of them once END_MS is over."""
         late = self._end_ms is not None and now_ms - self._end_ms >= END_MS
         self._heard_ms = {
             reader: at_ms for reader, at_ms in self._heard_ms.items() if now_ms - at_ms < SILENT_MS and not late
@@ -69,14 +67,14 @@ class Readers:
         return bool(self._keeping)
 
     def keep(self, servers: Sequence[Server]) -> None:
-        """These servers keep their values while readers are active."""
+        """Makes these servers keep their values while readers are active."""
         self._keeping = [*servers]
 
     def lose_server(self, server: Server) -> None:
         self._keeping = [each for each in self._keeping if each != server]
 
     def release_if_read(self, now_ms: int) -> list[Server]:
-        """The servers that may drop the values now: none while a reader is active that has time left."""
+        """The servers that may drop the values now. Empty while an active reader has time left."""
         if not self._keeping:
             return []
         if self._end_ms is None:
@@ -85,6 +83,6 @@ class Readers:
         return [] if self.may_be_active else self.release()
 
     def release(self) -> list[Server]:
-        """The servers that keep values; from now on they need not."""
+        """The servers that were keeping values. From now on they need not."""
         released, self._keeping = self._keeping, []
         return released

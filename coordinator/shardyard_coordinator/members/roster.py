@@ -1,9 +1,9 @@
 """The workers of one job: the living, those that are gone, and how long the job waits for more.
 
-Owns: the living workers; the workers that are gone, as long as servers must refuse them; since when the job has no
-worker, and when it is over for that. Invariants: no worker is chief after a chief has said goodbye; a worker that joins
-puts off the end; memory does not grow with the number of workers that have gone. Must not know: what workers compute,
-when their work is free, how a job ends.
+Owns: the living workers; the workers that are gone, as long as servers must refuse them; since when the job has had no
+worker, and when it is over for that reason. Invariants: after a chief has said goodbye, no worker is chief. A worker
+that joins puts off the end. Memory does not grow with the number of workers that have gone. Must not know: what workers
+compute, when their work is free, how a job ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ that starts late, or is restarted, finds its work done, where it would else begi
 
 
 class Roster:
-    """Of one job."""
-
     def __init__(self, now_ms: int) -> None:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
@@ -38,21 +36,21 @@ class Roster:
 
     @property
     def chief(self) -> Incarnation | None:
-        """The living worker that came first; nobody once a chief has said goodbye, since what a chief does at the end
-        of a script is done then."""
+        """The living worker that came first. None once a chief has said goodbye, because a chief's work at the end of a
+        script is done by then."""
         return self.living[0] if self.living and not self._chief_is_done else None
 
     @property
     def gone(self) -> tuple[Incarnation, ...]:
-        """Workers that have left, or that the servers refuse."""
+        """The workers that have left, or that the servers refuse."""
         return tuple(worker for worker in self.fenced if worker not in self.fencing)
 
     def idle_ms(self, now_ms: int) -> int:
-        """For how long nobody has been there, since `rest`."""
+        """How long no worker has been there, since `rest`."""
         return now_ms - self._idle_since_ms
 
     def is_over(self, now_ms: int) -> bool:
-        """Whether the last one has done all that there was, and whoever may come late had time to."""
+        """Whether the last worker has finished all work and the time for late workers is over."""
         return self._over_at_ms is not None and now_ms >= self._over_at_ms
 
     def enter(self, worker: Incarnation) -> None:
@@ -60,7 +58,7 @@ class Roster:
         self._over_at_ms = None
 
     def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
-        """The worker is gone, and is to be refused."""
+        """The worker is gone, and servers must refuse it."""
         if goodbye:
             self.goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
@@ -72,21 +70,21 @@ class Roster:
         self.fencing = [*self.fencing, worker]
 
     def rest(self, now_ms: int) -> None:
-        """The time for which a job may be without workers begins."""
+        """Starts the time for which a job may be without workers."""
         self._idle_since_ms = now_ms
 
     def close_at(self, over_at_ms: int | None) -> None:
-        """Nobody is there, and the job is over then unless somebody comes; None: not for that."""
+        """Sets when the job is over if no worker joins. None: it does not end for that reason."""
         self._over_at_ms = over_at_ms
 
     def refuse(self, worker: Incarnation) -> None:
-        """Servers take nothing of the worker any more."""
+        """The servers accept nothing from the worker any more."""
         self.fencing = [each for each in self.fencing if each != worker]
 
     # ---- records
 
     def entries(self) -> list[Entry]:
-        """Records that make this anew: whoever is there joins, then what became of the others."""
+        """Records that rebuild this: each living worker joins, then the state of the others."""
         gone: Entry = (
             "workers_gone",
             {
@@ -102,7 +100,7 @@ class Roster:
         return [*joined, *([gone] if self.last_lost else [])]
 
     def restore(self, body: Body, now_ms: int) -> None:
-        """Takes the record of those that are gone. Raises DamagedRecord."""
+        """Applies the record of the workers that are gone. Raises DamagedRecord."""
         self.goodbyes, self._chief_is_done = body.number("goodbyes"), body.flag("chief_is_done")
         self.last_lost = body.text("last_lost")
         self.fenced = [Incarnation(each) for each in body.numbers("fenced")][-FENCED_MAX:]
