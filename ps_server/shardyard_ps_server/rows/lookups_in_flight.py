@@ -1,7 +1,7 @@
-"""Rows that workers have looked up and not pushed yet. A step in flight was computed on them, so they do not expire.
+"""Rows that workers have looked up and not pushed yet. A gradient is being computed on them, so they do not expire.
 
 A row is in flight from its look-up until its worker pushes it, or has pushed ROWS_IN_FLIGHT_MAX times without it, or
-KEPT_MS have passed, or the worker is gone. Of one worker at most IDS_MAX ids are kept beside those of its newest
+KEPT_MS have passed, or the worker is gone. For each worker at most IDS_MAX ids are kept beside those of its newest
 look-up.
 
 Owns: what each worker has in flight. It changes no row and no frequency, and is in no log and no checkpoint. Safe for
@@ -28,7 +28,7 @@ KEPT_MS: Final = 600_000
 
 
 class TablePart(NamedTuple):
-    """A table in one partition."""
+    """One table in one partition."""
 
     partition: PartitionId
     table: int
@@ -39,12 +39,12 @@ class _LookUp(NamedTuple):
     ids: Ids
     at_ms: int
     pushes: int
-    """How often the worker had pushed before."""
+    """The number of earlier pushes of the worker."""
 
 
 @dataclass
 class _OfWorker:
-    """`look_ups`: by number, the oldest first; `places`: numbers of the look-ups of each place. `ids`: how many."""
+    """`look_ups`: by number, the oldest first; `places`: the look-ups' numbers by place; `ids`: how many in all."""
 
     look_ups: dict[int, _LookUp] = field(default_factory=dict)
     places: dict[TablePart, list[int]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class _OfWorker:
 
 
 class LookupsInFlight:
-    """Of one job."""
+    """The look-ups in flight of one job."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -78,7 +78,7 @@ class LookupsInFlight:
         self._workers: dict[Incarnation, _OfWorker] = {}
 
     def begin(self, worker: Incarnation, looked_up: Sequence[tuple[TablePart, Ids]]) -> None:
-        """A worker has looked up these ids, which ascend, each once."""
+        """Notes that a worker has looked up these ids, which ascend, each once."""
         now_ms = self._clock.now_ms()
         with self._lock:
             mine = self._workers.setdefault(worker, _OfWorker())
@@ -91,7 +91,7 @@ class LookupsInFlight:
                     mine.drop(number)
 
     def end(self, worker: Incarnation, pushed: Iterable[tuple[TablePart, Ids]]) -> None:
-        """The worker has pushed these ids. Called for each push, also without rows."""
+        """Notes that the worker has pushed these ids. Called for each push, also for one without rows."""
         with self._lock:
             mine = self._workers.get(worker)
             if mine is None:
@@ -114,7 +114,7 @@ class LookupsInFlight:
                 self._workers.pop(worker, None)
 
     def without(self, place: TablePart, ids: Ids) -> Ids:
-        """Those of the ids, which ascend, that no worker has in flight."""
+        """Returns those of the ids, which ascend, that no worker has in flight."""
         if not ids.size:
             return ids
         since_ms = self._clock.now_ms() - KEPT_MS
@@ -126,13 +126,13 @@ class LookupsInFlight:
         return ids
 
     def __len__(self) -> int:
-        """Ids, of all workers."""
+        """The number of ids in flight, over all workers."""
         with self._lock:
             return sum([mine.ids for mine in self._workers.values()])
 
 
 def _without(ids: Ids, others: Ids) -> Ids:
-    """Both ascend."""
+    """Both arguments ascend."""
     if not others.size:
         return ids
     places = np.searchsorted(others, ids)

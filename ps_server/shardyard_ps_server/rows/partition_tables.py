@@ -1,16 +1,17 @@
 """The tables of one partition: what updates do to them, and which rows expire.
 
-Owns: room for rows, clocks of tables, expiry. Invariants: room for the rows of all tables is made sure of before the
-first changes, in a synchronous job when they are recorded; an error after that leaves the tables torn, and the caller
-says so; a table's clock goes on from where it was when the table was cut. Whoever changes tables has the partition's
-turn. Must not know: names, ledgers, which version is the newest, logs.
+Owns: room for rows, clocks of tables, expiry. Invariants: room for the rows of all tables is reserved before the first
+one changes, in a synchronous job when the rows are recorded; an error after that leaves the tables torn, and the caller
+says so; after a restore, a table's clock continues from where it was when the table was cut. Tables change only in the
+partition's turn. Must not know: names, ledgers, which version is the newest, logs.
 
-What expires is decided in one of three ways:
+Which rows expire is decided in one of three ways:
 
-    synchronous            `sweep`: it follows from the step and its rows alone, so it is the same on every server
-    asynchronous, no log   by `push`, which looks at a few ids of the table for each row that it changes
-    asynchronous, a log    by `begin_logged`, before the push is recorded, since that look depends on a random seed that
-                           a replay does not have. The record has the ids, and no other pending push has any of them
+    synchronous            by `sweep`, from the step and its rows alone, so the result is the same on every server
+    asynchronous, no log   by `push`, which examines a few ids of the table for each row that it changes
+    asynchronous, a log    by `begin_logged`, before the push is recorded: which ids are examined depends on a random
+                           seed that a replay does not have. The record has the ids, and no other pending push has any
+                           of them
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 HOMES_PER_ROW: Final = 2
-"""Ids of a table that are looked at for expiry, for each row that is pushed."""
+"""For each row that is pushed, so many ids of the table are examined for expiry."""
 HOMES_MAX: Final = 1 << 18
-"""The most that are looked at for one push: nothing else is recorded meanwhile, for a few milliseconds."""
+"""The most ids examined for one push: nothing else is recorded meanwhile, for a few milliseconds."""
 _STAYS: Final = ExpirySettings()
 
 
 class PartitionTables:
-    """`recorded`: pushes are logged, so that `begin_logged` decides what expires. `swept`: `sweep` decides it.
-    `in_flight`: of ids of a table that might expire, ascending, returns those that no step in flight was computed on;
-    not asked where rows are swept. `budget`: of the server.
+    """`recorded`: pushes are logged, so `begin_logged` decides what expires. `swept`: `sweep` decides it. `in_flight`:
+    given ascending ids of a table that might expire, returns those that no step in flight was computed on; not used if
+    rows are swept. `budget`: the server's.
 
-    Raises TableError where the address space for rows is refused."""
+    Raises TableError if the address space for rows is refused."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class PartitionTables:
         self._swept = swept
         self._pending_lock = threading.Lock()
         self._pending: list[Sequence[PushedTableRows]] = []  # logged, and not yet applied
-        self._expiring_tables: set[int] = set()  # tables of which a pending push expires ids
-        self._owed: dict[int, int] = {}  # ids of a table still to be looked at
+        self._expiring_tables: set[int] = set()  # tables in which a pending push expires ids
+        self._owed: dict[int, int] = {}  # how many ids of a table are still to be examined
         self.budget = budget
         self.become(make_tables(layout, budget))
 
@@ -83,14 +84,14 @@ class PartitionTables:
         return self._tables
 
     def become(self, tables: Tables) -> None:
-        """Replaces all tables: by those of a checkpoint, or by none where the partition has left this server."""
+        """Replaces all tables: by those of a checkpoint, or by none if the partition has left this server."""
         self._tables = tables
         now_ms = self._clock.now_ms()
         self._begun_ms = {name: now_ms - table.now_ms for name, table in tables.items()}
-        """When each table's clock was 0."""
+        """The time when each table's clock was 0."""
 
     def load(self, rows: Sequence[PushedTableRows]) -> None:
-        """First values, over those that are there. Raises TableFull."""
+        """Sets first values, over those that are there. Raises TableFull."""
         self.check_room(rows)
         for each in rows:
             self._of(each).load(each.ids, each.values)
@@ -98,17 +99,17 @@ class PartitionTables:
     # ---- reads
 
     def look_up(self, number: int, ids: Ids, out: Floats) -> None:
-        """out[i] becomes row ids[i] of a table. Changes nothing. Raises NotReady where the partition has left."""
+        """Writes row ids[i] of a table into out[i]. Changes nothing else. Raises NotReady if the partition has left."""
         self._at(number).look_up(ids, out)
 
     def items(self, number: int) -> Iterator[Chunk]:
-        """All rows of a table, as they are when the first is taken. Raises NotReady where the partition has left, and
-        while another reader reads the whole table."""
+        """Yields all rows of a table, as they are when the first is taken. Raises NotReady if the partition has left,
+        and while another reader reads the whole table."""
         yield from self._at(number).items()
 
     def set_aside(self, rows: Sequence[PushedTableRows | ExpiredIds], number: int) -> RowDiff:
-        """Copies the values that these rows have now, at version `number`. Each id of a table comes once. Raises
-        TooLarge."""
+        """Copies the present values of these rows, which are those of version `number`. Each id of a table comes once.
+        Raises TooLarge."""
         changing: dict[int, list[Ids]] = {}
         for each in rows:
             changing.setdefault(each.table, []).append(each.ids)
@@ -129,7 +130,7 @@ class PartitionTables:
     # ---- updates
 
     def check_room(self, rows: Sequence[PushedTableRows], recorded: Sequence[PushedTableRows] = ()) -> None:
-        """Raises TableFull where a table cannot take these rows beside those that were recorded before."""
+        """Raises TableFull if a table cannot take these rows beside those that were recorded before."""
         for each in rows:
             into, others = self._of(each), [other.ids for other in recorded if other.table == each.table]
             if not others:
@@ -138,7 +139,8 @@ class PartitionTables:
                 into.check_room(np.unique(np.concatenate([each.ids, *others])))
 
     def sweep(self, rows: Sequence[PushedTableRows], step: int) -> tuple[ExpiredIds, ...]:
-        """What expires with update number `step`, which changes these rows; nothing unless `swept`. Raises TooLarge."""
+        """Returns what expires with update number `step`, which changes these rows; nothing unless `swept`. Raises
+        TooLarge."""
         found: list[ExpiredIds] = []
         for number, settings in enumerate(self._settings if self._swept else ()):
             if settings.expiry == _STAYS or step % settings.expiry.sweep_steps:
@@ -153,7 +155,7 @@ class PartitionTables:
         return tuple(found)
 
     def with_rows(self, gone: Sequence[ExpiredIds]) -> tuple[ExpiredIds, ...]:
-        """Those of the ids that have a row. The others read the same before and after they expire."""
+        """Returns those of the ids that have a row. The others read the same before and after they expire."""
         found = []
         for each in gone:
             having = [self._of(each).having_row(each.ids[part]) for part in _parts(each.ids.size)]
@@ -168,17 +170,17 @@ class PartitionTables:
         gone: Sequence[ExpiredIds] = (),
         before_expiry: Callable[[ExpiredIds], None] | None = None,
     ) -> None:
-        """Applies update number `step` of the partition: gradients of rows, and ids that expire with them.
-        `before_expiry` is called with what expires beside `gone`. Any error leaves the tables torn."""
+        """Applies update number `step` of the partition: gradients of rows, and ids that expire with them. Calls
+        `before_expiry` with what expires beside `gone`. Any error leaves the tables torn."""
         for each in rows:
             into = self._of(each)
             time_ms = self._time_ms(each)
-            for part in _parts(each.ids.size):  # several ranks may have more together
+            for part in _parts(each.ids.size):  # several ranks together may have more than fit at once
                 counts = None if each.counts is None else each.counts[part]
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
-                # at the time that the push has told
+                # at the time that the push carries
                 ids = self._not_in_flight(each.table, into.expiring(step, HOMES_PER_ROW * each.ids.size).ids)
                 if ids.size:
                     if before_expiry is not None:
@@ -188,7 +190,8 @@ class PartitionTables:
             _remove(self._of(expired), expired.ids)
 
     def _time_ms(self, rows: PushedTableRows) -> int:
-        """By the table's clock. A replayed push sets the clock to the time in its record, however long ago that is."""
+        """The time by the table's clock. A replayed push sets the clock to the recorded time, however long ago that
+        is."""
         name, now_ms = self._settings[rows.table].name, self._clock.now_ms()
         if rows.now_ms is not None:
             self._begun_ms[name] = min(self._begun_ms[name], now_ms - rows.now_ms)
@@ -198,7 +201,7 @@ class PartitionTables:
     # ---- between the record of a push and its effect
 
     def is_close(self, rows: Sequence[PushedTableRows]) -> bool:
-        """Whether there is room for these rows may depend on pending pushes."""
+        """Whether pending pushes may decide if there is room for these rows."""
         with self._pending_lock:
             coming = [each for pending in self._pending for each in pending]
         if not coming:
@@ -213,8 +216,8 @@ class PartitionTables:
     def begin_logged(
         self, rows: Sequence[PushedTableRows], step: int
     ) -> tuple[tuple[PushedTableRows, ...], tuple[ExpiredIds, ...]]:
-        """Decides the time of the rows of a push that is about to be recorded, and what expires with it; in one thread
-        at a time. `end_logged` must follow with both, in any thread, when the push has taken effect or never will."""
+        """Decides the time of the rows of a push that is about to be recorded, and what expires with it. Called by one
+        thread at a time. When the push has taken effect or never will, call `end_logged` with both, in any thread."""
         rows = tuple(
             [
                 each._replace(now_ms=self._time_ms(each)) if self._settings[each.table].expiry.by_time else each
@@ -241,7 +244,7 @@ class PartitionTables:
             return rows.ids[:0]
         owed = min(self._owed.get(table, 0) + HOMES_PER_ROW * rows.ids.size, HOMES_MAX)
         with self._pending_lock:
-            # one decision of a table at a time: the ids of the one before are still in the table
+            # one decision per table at a time: the ids of the last one are still in the table
             waits = table in self._expiring_tables
             besides = [each.ids for pending in self._pending for each in pending if each.table == table]
         self._owed[table] = owed if waits else 0
@@ -269,13 +272,13 @@ def _remove(into: Table, ids: Ids) -> None:
 
 
 def _parts(n: int) -> Iterator[slice]:
-    """Slices of n rows, each of at most as many as a table takes at a time."""
+    """Returns slices of n rows, none larger than what a table takes in one call."""
     return (slice(begin, begin + ROWS_PER_PART_MAX) for begin in range(0, n, ROWS_PER_PART_MAX))
 
 
 @functools.cache
 def warm() -> None:
-    """Compiles the loops of tables, or loads them from disk: half a minute, or a second, once in a process."""
+    """Compiles the loops of tables in half a minute, or loads them from disk in a second. Needed once per process."""
     table.warm()
     row_sums.warm()
     ids = np.arange(2, dtype=np.int64)

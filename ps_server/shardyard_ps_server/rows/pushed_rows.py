@@ -1,6 +1,6 @@
 """Rows in pushes and look-ups: from the bytes of a payload to ids and values, checked.
 
-In: what a header says of rows, and their codes. Out: `PushedTableRows` and `RowQuery`, or an error. Everything is
+In: what a header says about rows, and their codes. Out: `PushedTableRows` and `RowQuery`, or an error. Everything is
 checked before anything changes: ids ascend strictly and belong to the partition, values are finite, and a length that a
 header claims is possible for its number of rows. Must not know: tables, what is done with the rows.
 """
@@ -32,9 +32,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class PushedTableRows(NamedTuple):
-    """Rows of one table for one partition, checked, in memory of their own: ids, shape (n,), ascending; `values`, shape
-    (n, dim): gradients, or first values; `counts`: how often each id occurred, None: once. `now_ms`: the table's clock
-    when they came, where that is recorded; None: now."""
+    """Checked rows of one table for one partition, in memory of their own: `ids`, shape (n,), ascending; `values`,
+    shape (n, dim): gradients, or first values; `counts`: how often each id occurred, None: once. `now_ms`: the table's
+    clock when they arrived, if that is recorded; None: now."""
 
     table: int
     ids: Ids
@@ -44,7 +44,7 @@ class PushedTableRows(NamedTuple):
 
 
 class RowQuery(NamedTuple):
-    """Rows of one table that are read from one partition. The ids were checked."""
+    """Rows of one table to read from one partition. The ids were checked."""
 
     table: int
     partition: PartitionId
@@ -52,14 +52,14 @@ class RowQuery(NamedTuple):
 
 
 class ExpiredIds(NamedTuple):
-    """Ids of one table, ascending, that expire."""
+    """Ascending ids of one table that expire."""
 
     table: int
     ids: Ids
 
 
 def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], groups: Groups | None) -> None:
-    """What can be said of a push's rows before their bytes come. `groups` None: they are first values. Raises
+    """Checks what is known of a push's rows before their bytes arrive. `groups` None: they are first values. Raises
     InvalidRequest, ShapeMismatch."""
     if groups is not None and len(groups) != len(tables):
         raise InvalidRequest(f"a push with settings for {len(groups)} tables; the job has {len(tables)}")
@@ -81,7 +81,7 @@ def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], 
 def check_wanted(
     tables: Sequence[TableSettings], wanted: Sequence[RequestedRows], code: RowCode = RowCode.FLOAT32
 ) -> int:
-    """The bytes of all rows that are asked for, in a code at most. Raises InvalidRequest, MalformedPayload."""
+    """Returns the most bytes that all requested rows can take in the code. Raises InvalidRequest, MalformedPayload."""
     total = 0
     for each in wanted:
         settings = table_at(tables, each.table)
@@ -89,7 +89,7 @@ def check_wanted(
             if not _fits(n, ids):
                 raise MalformedPayload(f"{n} ids of table {settings.name!r} in {ids} bytes")
         row = 4 * settings.dim
-        if code is not RowCode.FLOAT32:  # what it cannot say comes as it is, and each has its scale
+        if code is not RowCode.FLOAT32:  # rows that it cannot express come as float32, and each row has its scale
             row = max(row, settings.dim + 4)
             total += CODE_HEAD_BYTES_MAX * len(each.rows)
         total += row * sum(each.rows)
@@ -104,14 +104,14 @@ def table_at(tables: Sequence[TableSettings], index: int) -> TableSettings:
 
 
 def _fits(ids: int, nbytes: int) -> bool:
-    """Whether so many ids can have a code of that length."""
+    """Whether a code of that length can hold so many ids."""
     return 10 + (ids + 62) // 64 <= nbytes <= 9 * ids + CODE_HEAD_BYTES_MAX
 
 
 def unpack_pushed(
     layout: JobLayout, pushed: Sequence[PushedRows], payload: Bytes, among: Container[PartitionId] | None = None
 ) -> Iterator[tuple[PartitionId, PushedTableRows]]:
-    """The rows of a push that was checked; `among`: those of these partitions. Raises MalformedPayload,
+    """Yields the rows of a checked push; `among`: only those of these partitions. Raises MalformedPayload,
     InvalidRequest."""
     at = 0
     for each in pushed:
@@ -127,7 +127,7 @@ def unpack_pushed(
 
 
 class _Part(NamedTuple):
-    """Of a table's rows those of one partition: how many, and where in a payload their codes begin and end."""
+    """A table's rows of one partition: how many, and where in a payload their codes begin and end."""
 
     partition: PartitionId
     rows: int
@@ -137,7 +137,7 @@ class _Part(NamedTuple):
 
 
 def _parts_of(pushed: PushedRows, at: int) -> list[_Part]:
-    """Where each partition's lie, those of the first from byte `at` on."""
+    """Finds where each partition's rows lie. The first begin at byte `at`."""
     parts = []
     entries = zip(pushed.partitions, pushed.rows, pushed.id_bytes, pushed.row_bytes, strict=True)
     for partition, n, id_bytes, row_bytes in entries:
@@ -160,7 +160,7 @@ def _read_counts(table: TableSettings, part: _Part, payload: Bytes) -> npt.NDArr
 
 
 def _read_values(table: TableSettings, parts: Sequence[_Part], ids: Sequence[Ids], payload: Bytes) -> Sequence[Floats]:
-    """Raises MalformedPayload, and InvalidRequest for what is not finite."""
+    """Raises MalformedPayload, and InvalidRequest for values that are not finite."""
     numbers = [(part.rows, *part.values) for part in parts]
     counts, begins, ends = np.array(numbers, np.int64).reshape(-1, 3).T.copy()
     whole = decode_raw_runs(payload, begins, ends, counts, table.dim)
@@ -187,8 +187,8 @@ def _read_finite(table: TableSettings, n: int, ids: Ids, code: Bytes) -> Floats:
 def read_all_ids(
     layout: JobLayout, table: int, parts: Sequence[tuple[PartitionId, int, int, int]], codes: Bytes
 ) -> Sequence[Ids]:
-    """The ids of a table that are said of several partitions: of each its number, how many, and where in `codes` theirs
-    begin and end. Raises as `read_ids`, of which this is one call for all."""
+    """Reads a table's ids of several partitions in one call. For each partition: its number, how many ids, and where
+    theirs begin and end in `codes`. Raises what `read_ids` raises."""
     owners, counts, begins, ends = np.array(parts, np.int64).reshape(-1, 4).T.copy()
     whole = decode_runs(codes, begins, ends, counts)
     if whole is not None and first_stray(whole, counts, owners, len(layout.partitions)) is None:
@@ -198,7 +198,7 @@ def read_all_ids(
 
 
 def _cut(whole: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> Sequence[npt.NDArray[Any]]:
-    """The first counts[0], the next counts[1] and so on; views."""
+    """Returns views of the first counts[0] elements, the next counts[1] and so on."""
     found, at = [], 0
     for n in counts.tolist():
         found.append(whole[at : at + n])
@@ -207,7 +207,7 @@ def _cut(whole: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> Sequence[npt
 
 
 def read_ids(layout: JobLayout, table: str, partition: PartitionId, n: int, code: Bytes) -> Ids:
-    """Raises MalformedPayload, InvalidRequest for an id of another partition."""
+    """Raises MalformedPayload, and InvalidRequest for an id of another partition."""
     ids = decode_ids(code.data, n)
     if ids.size != n:
         raise MalformedPayload(f"a code of {ids.size} ids of table {table!r}; announced {n}")

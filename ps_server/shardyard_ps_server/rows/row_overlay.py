@@ -9,12 +9,12 @@ oldest value of each row wins.
     an update that is under way    until it has counted
     all updates since a pin        until the pin is released, or its diffs need more than `bytes_max`
 
-Without a pin, an update whose rows have no versions copies nothing. A reader that pins in the middle of it would miss
-what has changed already: `is_unsaved` tells it to wait until the update has counted.
+Without a pin, an update whose rows have no versions copies nothing. If a reader pinned in the middle of it, the changes
+so far would be missing from the diff: `is_unsaved` tells it to wait until the update has counted.
 
 Owns: the diffs. Invariants: a pinned version reads as it was, or raises VersionPassed; no update is refused, or waits,
 for a reader. Called under the partition's lock, except `merged` and `put_back`. Must not know: tables, when updates
-come.
+arrive.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from shardyard_ps_server.values.versions import VersionPin
 Floats = npt.NDArray[np.float32]
 
 FAN: Final = 8
-"""So many diffs that were merged equally often become one: a look-up goes through O(log updates) of them."""
+"""So many diffs that were merged equally often are merged into one: a look-up reads O(log updates) of them."""
 DIFF_BYTES: Final = 400
 TABLE_BYTES: Final = 320
-"""Memory of a diff, and of each table in it, beside rows and ids. It is most of all memory where pushes are small."""
+"""Bytes of a diff, and of each table in it, beside rows and ids. With small pushes it is most of all memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDiff:
-    """Values of rows at version `number` that an update has changed since, or is about to change: by the index of their
-    table, ascending ids, and their values. `merges`: how often it was merged with others."""
+    """Values of rows at version `number` that an update has changed since, or is about to change: by table index,
+    ascending ids and their values. `merges`: how often it was merged with others."""
 
     number: int
     rows: Mapping[int, tuple[Ids, Floats]] = field(default_factory=dict)
     merges: int = 0
 
     def put_back(self, table: int, ids: Ids, out: Floats) -> None:
-        """out[i] becomes the value of row ids[i] at version `number`, if the diff has that row."""
+        """Writes the value of row ids[i] at version `number` into out[i], if the diff has that row."""
         known, values = self.rows.get(table, (None, None))
         if known is None or values is None or not known.size:
             return
@@ -64,13 +64,13 @@ class RowDiff:
 
 
 def put_back(diffs: Sequence[RowDiff], table: int, ids: Ids, out: Floats) -> None:
-    """`diffs`: of one pin, the oldest first. out[i], read from the table before, becomes row ids[i] as pinned."""
+    """Turns out[i], read from the table before, into row ids[i] as pinned. `diffs`: of one pin, the oldest first."""
     for diff in reversed(diffs):
         diff.put_back(table, ids, out)
 
 
 def merged(diffs: Sequence[RowDiff]) -> list[RowDiff]:
-    """The same in fewer diffs: no FAN that were merged equally often stand beside each other."""
+    """Merges diffs until no FAN neighbours were merged equally often."""
     found: list[RowDiff] = []
     for diff in diffs:
         found.append(diff)
@@ -81,16 +81,16 @@ def merged(diffs: Sequence[RowDiff]) -> list[RowDiff]:
 
 
 def union(diffs: Sequence[RowDiff], table: int) -> tuple[Ids, Floats]:
-    """All rows of a table that the diffs have, at least one of which has it; of each row the oldest value."""
+    """Returns all rows of a table that the diffs have, each with its oldest value. At least one diff must have rows."""
     having = [diff.rows[table] for diff in diffs if table in diff.rows]
     ids = np.concatenate([ids for ids, _ in having])
-    # np.unique sorts stably: the first of equal ids is the oldest
+    # np.unique sorts stably: the first of equal ids is the oldest value
     distinct, first = np.unique(ids, return_index=True)
     return distinct, np.concatenate([values for _, values in having])[first]
 
 
 class PinnedRows:
-    """The diffs of one pin: those from version `number` on."""
+    """The diffs of one pin, from version `number` on."""
 
     def __init__(self, number: int, bytes_max: int) -> None:
         self._number = number
@@ -100,7 +100,7 @@ class PinnedRows:
         self.nbytes = 0
 
     def add(self, diff: RowDiff) -> None:
-        """In the order of versions. A diff of an earlier version is ignored."""
+        """Adds a diff. Diffs come in the order of versions. One of an earlier version is ignored."""
         if self._lost or diff.number < self._number or not diff.rows:
             return
         self._diffs.append(diff)
@@ -109,7 +109,7 @@ class PinnedRows:
             self.lose(f"updates have changed more than the {self._bytes_max} bytes of rows that are kept")
 
     def lose(self, why: str) -> None:
-        """The version cannot be read any more."""
+        """Makes the version unreadable from now on."""
         self._diffs, self.nbytes, self._lost = [], 0, why
 
     def diffs(self) -> tuple[RowDiff, ...]:
@@ -119,14 +119,15 @@ class PinnedRows:
         return tuple(self._diffs)
 
     def replace(self, before: Sequence[RowDiff], after: Sequence[RowDiff]) -> None:
-        """`before`, which `diffs` gave, was merged to `after`. Another reader may have merged first."""
+        """Replaces `before`, which `diffs` returned, by `after`, its merged form. Another reader may have merged
+        first."""
         if len(after) < len(before) and tuple(self._diffs[: len(before)]) == tuple(before):
             self._diffs[: len(before)] = after
             self.nbytes = sum([diff.nbytes for diff in self._diffs])
 
 
 class RowOverlay:
-    """The diffs of one partition. `bytes_max`: of each pin. `keeps_last`: the diff of a step is kept until the next."""
+    """The diffs of one partition. `bytes_max`: of each pin. `keeps_last`: a step's diff is kept until the next step."""
 
     def __init__(self, bytes_max: int, *, keeps_last: bool) -> None:
         self._bytes_max = bytes_max
@@ -134,17 +135,17 @@ class RowOverlay:
         self._latest: list[RowDiff] = []
         self._pins: dict[VersionPin, PinnedRows] = {}
         self.is_unsaved = False
-        """Whether an update is changing rows that are in no diff: a reader that would pin them waits for its end."""
+        """Whether an update is changing rows that are in no diff. A reader that wants to pin them waits for its end."""
 
     # ---- readers
 
     @property
     def last(self) -> RowDiff | None:
-        """Of a synchronous job: what the last step has changed, or the present one is about to change."""
+        """In a synchronous job, the diff of what the last step changed, or the present one is about to change."""
         return self._latest[-1] if self._latest else None
 
     def pin(self, pin: VersionPin, newest: int) -> bool:
-        """Keeps the rows of a version from now on. False where the diffs since that version are not all here."""
+        """Keeps the rows of a version from now on. Returns False if some diffs since that version are missing."""
         if pin.number < newest and not any(diff.number == pin.number for diff in self._latest):
             return False
         self._pins[pin] = PinnedRows(pin.number, self._bytes_max)
@@ -156,14 +157,14 @@ class RowOverlay:
         return self._pins.get(pin)
 
     def unpin(self, pin: VersionPin) -> None:
-        """The second time does nothing."""
+        """Releases a pin. A second call does nothing."""
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
             pinned.lose("its pin has been released, or its lease has run out")
 
     @property
     def nbytes(self) -> int:
-        """Of all pins."""
+        """Bytes of the diffs of all pins."""
         return sum([pinned.nbytes for pinned in self._pins.values()])
 
     # ---- updates
@@ -175,30 +176,30 @@ class RowOverlay:
         return not self.is_unsaved
 
     def add(self, diffs: Sequence[RowDiff], *, begins: bool) -> None:
-        """What an update is about to change. `begins`: it has changed nothing yet."""
+        """Adds what an update is about to change. `begins`: it has changed nothing yet."""
         self._latest = [*diffs] if begins else [*self._latest, *diffs]
         for pinned in self._pins.values():
             for diff in diffs:
                 pinned.add(diff)
 
     def give_up(self, why: str) -> None:
-        """What the update under way changes could not be copied."""
+        """Gives up pinned versions, because what the update under way changes could not be copied."""
         self.lose_pins(why)
         self.is_unsaved = True
 
     def end_update(self) -> bool:
-        """The update has counted. Whether readers may have waited for that."""
+        """Ends an update that has counted. Returns whether readers may have waited for that."""
         waited_for, self.is_unsaved = self.is_unsaved, False
         if not self._keeps_last:
             self._latest = []
         return waited_for
 
     def lose_pins(self, why: str) -> None:
-        """No pinned version can be read any more."""
+        """Makes all pinned versions unreadable."""
         for pinned in self._pins.values():
             pinned.lose(why)
 
     def clear(self, why: str) -> None:
-        """The tables are others now: no earlier version of theirs is here."""
+        """Drops all diffs: the tables were replaced, so no earlier version of them is here."""
         self._latest = []
         self.lose_pins(why)

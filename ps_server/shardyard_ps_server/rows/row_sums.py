@@ -2,8 +2,8 @@
 
 Owns: the arithmetic. Invariants: a row's mean is the sum of share times gradient over the ranks that have the row, in
 the order given; each product and each sum is rounded to float32, as in dense blocks. So its bits depend neither on
-which other rows there are nor on which worker computed what. Ids ascend, before and after. All memory is asked for
-before anything changes. Must not know: tables, ranks, steps.
+which other rows there are nor on which worker computed what. Ids ascend in arguments and results. All memory is
+allocated before anything changes. Must not know: tables, ranks, steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardyard_ps_server.values import kernels
 def mean_of(
     given: Sequence[Sequence[PushedTableRows]], shares: Sequence[float], limit: float = 0.0
 ) -> tuple[PushedTableRows, ...]:
-    """The weighted mean of what members of a step give, table by table. Elements beyond `limit`, unless that is 0, are
-    clipped to it. Arrays may be a member's own. Raises TooLarge."""
+    """Returns the weighted mean of the row gradients of a step's members, table by table. Elements beyond `limit`,
+    unless that is 0, are clipped to it. The result may share arrays with a member. Raises TooLarge."""
     tables: dict[int, list[tuple[PushedTableRows, float]]] = {}
     for rows, share in zip(given, shares, strict=True):
         for each in rows:
@@ -62,7 +62,7 @@ def scaled(rows: Sequence[PushedTableRows], scale: float) -> Sequence[PushedTabl
 
 
 def square_norm(rows: Sequence[PushedTableRows]) -> float:
-    """The sum of the squares of all elements, in double precision, table by table in the order of ids."""
+    """Returns the sum of the squares of all elements, in float64, table by table in the order of ids."""
     total = 0.0
     for each in rows:
         total += kernels.square_norm(each.values.reshape(-1))

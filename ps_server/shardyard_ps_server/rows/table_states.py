@@ -1,7 +1,7 @@
 """Makes the tables of one partition, empty or from a checkpoint, and cuts them together.
 
-Invariants: tables that are returned are whole; either all tables are cut, or none. Must not know: pushes, ledgers, when
-a partition is open.
+Invariants: a returned table is complete; either all tables are cut, or none. Must not know: pushes, ledgers, when a
+partition is open.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from shardyard_ps_server.tables.table import Table
 
 Tables = Mapping[str, Table]
 Since = Mapping[str, int]
-"""By table name, the generation of an earlier cut, since which changes are wanted and no more."""
+"""By table name, the generation of an earlier cut. A later cut then has only what changed since."""
 
 
 def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
-    """Empty ones; `budget`: of the server. Raises TableError where address space is refused."""
+    """Makes empty tables; `budget`: the server's. Raises TableError if address space is refused."""
     return {settings.name: Table(in_partition(settings, layout), budget) for settings in layout.tables}
 
 
 def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
-    """A bound on the rows of a table is for all partitions together. Each has its share of it, rounded up."""
+    """The settings for one partition. The bound on a table's rows is for all partitions; each gets its share, rounded
+    up."""
     kept = -(-settings.expiry.rows_kept // len(layout.partitions))
     return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
 
 
 def read_tables(states: tuple[TableState, ...], budget: Budget | None = None) -> Tables:
-    """As a checkpoint has them, read one file at a time. Raises CheckpointDamaged, CheckpointNotFound,
-    StorageUnavailable, TableError where address space is refused."""
+    """Reads the tables of a checkpoint, one file at a time. Raises CheckpointDamaged, CheckpointNotFound,
+    StorageUnavailable, and TableError if address space is refused."""
     return {state.settings.name: _read(state, budget) for state in states}
 
 
 def cut_tables(tables: Tables, since: Since) -> Mapping[str, TableCut]:
     """Cuts all tables; nothing may be pushed meanwhile. A table that does not know what has changed since then is cut
-    whole. Raises NotReady where a reader reads a whole table, TableError; then none is cut."""
+    whole. Raises NotReady while a reader reads a whole table, and TableError; then none is cut."""
     found: dict[str, TableCut] = {}
     try:
         for name, table in tables.items():
@@ -67,7 +68,7 @@ def _read(state: TableState, budget: Budget | None) -> Table:
             else:
                 table.load(part.ids, part.values, part.state, part.frequencies, part.steps)
         table.resume(state.entry.updates, state.entry.now_ms)
-    except TableError as error:  # files that are whole, each by itself, and do not fit together
+    except TableError as error:  # each file is intact, but they do not fit together
         raise CheckpointDamaged(f"{called}: {error.what}") from error
     found, expected = (table.rows, table.entries), (state.entry.rows, state.entry.ids)
     if found != expected:

@@ -1,9 +1,9 @@
 """One worker's exchanges on one stream: a push and a pull, then the next.
 
 Owns: what the stream has established: the worker, its partitions, its attached memory. Invariants: what a header leaves
-out was admitted on this stream, and is admitted again; no length or location is trusted because a worker wrote it; a
-stream that breaks leaves nothing behind but the versions that were lent to its worker. Those stay lent until its next
-exchange, or until its end is known. Must not know: how anything is stored.
+out was admitted earlier on this stream, and is admitted again; a length or location that a worker wrote is always
+checked; a stream that breaks leaves nothing behind except the versions lent to its worker. Those stay lent until its
+next exchange, or until its end is known. Must not know: how anything is stored.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shardyard_ps_server.values.versions import NO_BYTES, Bytes
 EMPTY_REPLY = ExchangeReply()
 
 IMMEDIATE_BYTES_MAX = FRAME_BYTES
-"""Of all partitions together. An update of this size costs less than a thread switch."""
+"""Bytes of all partitions together. An update of this size costs less than a thread switch."""
 
 
 class ExchangeStream:
-    """Used by one thread. While that thread waits for a request, a thread that has one may call `answer_at_once`."""
+    """Used by one thread. While it waits for a request, the thread that has received one may call `answer_at_once`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -51,7 +51,8 @@ class ExchangeStream:
         self._runs: tuple[tuple[PartitionId, ...], tuple[int, ...], tuple[PullRun, ...]] | None = None
 
     def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
-        """The replies' frames. Ends when the worker ends the stream, or after one exchange if too many are open."""
+        """Yields the replies' frames. Ends when the worker ends the stream, or after one exchange if too many are
+        open."""
         stays_open = self._store.begin_stream()
         try:
             for first in stream:
@@ -67,8 +68,8 @@ class ExchangeStream:
             self._store.end_stream(attached=self._memory.is_attached)
 
     def answer_at_once(self, first: Frame) -> Frame | None:
-        """The reply to an exchange like the one before, if that never waits. What is refused here has changed nothing,
-        and `run` will refuse it."""
+        """Returns the reply to an exchange like the one before, if it never has to wait. A request that is refused here
+        has changed nothing, and `run` will refuse it."""
         before = self._headers.before
         header = self._headers.read_alike(first.header) if self._is_immediate else None
         if header is None:
@@ -79,11 +80,11 @@ class ExchangeStream:
     def _exchange(
         self, header: PushHeader, before: PushHeader | None, first: Frame, rest: Iterator[Frame]
     ) -> Iterator[Frame]:
-        """The reply's frames. `before`: the header that was admitted before on this stream."""
+        """Yields the reply's frames. `before`: the header that was last admitted on this stream."""
         hosted = self._admit(header, before)
         worker = header.caller.incarnation
         runs = self._runs_of(header.pull, hosted) if header.pull is not None and header.pull.order else None
-        if self._lends:  # otherwise the worker may have missed the last reply of an earlier stream
+        if self._lends:  # else it may still read what an earlier stream lent: it may have missed that reply
             pulls.reclaim(self._store, hosted, worker)
         reply = self._attach(header, hosted)
         if header.verdict is not None:
@@ -155,20 +156,20 @@ class ExchangeStream:
         return reply
 
     def _encoder_for(self, coding: str, hosted: HostedJob) -> PullEncoder:
-        """Made once for a coding, since it may remember what the worker has."""
+        """Returns the encoder, which is made once for a coding, since it may remember what the worker has."""
         if self._encoder is None or self._encoder[0] != coding:
             self._encoder = coding, PullEncoder(coding, hosted.layout)
         return self._encoder[1]
 
     def _runs_of(self, pull: PullHeader, hosted: HostedJob) -> tuple[PullRun, ...]:
-        """In which runs the values are sent. Made once for an order that comes again."""
+        """Returns the runs in which the values are sent. They are made once for an order that comes again."""
         kept = self._runs
         if kept is None or kept[:2] != (pull.partitions, pull.order):
             self._runs = kept = pull.partitions, pull.order, runs_in_order(hosted.layout, pull.partitions, pull.order)
         return kept[2]
 
     def _room_for_rows(self, header: PushHeader, hosted: HostedJob) -> Bytes | None:
-        """The worker's memory for the rows that it asks for; None: they are sent."""
+        """Returns the worker's memory for the rows that it asks for; None: the rows are sent."""
         if header.wanted_at is None:
             return None
         nbytes = check_wanted(hosted.layout.tables, header.wanted)
@@ -177,8 +178,8 @@ class ExchangeStream:
     def _find_rows(
         self, header: PushHeader, hosted: HostedJob, queries: Sequence[RowQuery], room: Bytes | None
     ) -> Bytes:
-        """The rows to send. In a synchronous step they have the version of the values, otherwise the newest. With
-        `room` they are written there, and none are sent. Raises StaleGeneration."""
+        """Returns the rows to send. In a synchronous step they have the version of the values, otherwise the newest.
+        With `room` they are written there, and none are sent. Raises StaleGeneration."""
         if not queries:
             return NO_BYTES
         number = header.pull.number if header.pull is not None and hosted.rules.rows_have_versions else None
@@ -186,7 +187,7 @@ class ExchangeStream:
         found = lookups.find_rows(self._store, hosted, queries, number, into=room, worker=worker)
         if room is None:
             self._store.count_sent(len(found))
-        hosted.check_generation(header.generation)  # partitions may have gone back, or moved, meanwhile
+        hosted.check_generation(header.generation)  # meanwhile partitions may have been restored or moved
         return found if room is None else NO_BYTES
 
     def _lend(
@@ -197,7 +198,7 @@ class ExchangeStream:
         queries: Sequence[RowQuery],
         room: Bytes | None,
     ) -> Iterator[Frame]:
-        """A reply that says where the values are in shared memory."""
+        """Returns a reply that says where the values are in shared memory."""
         assert header.pull is not None
         if not self._memory.has_payloads:
             raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
@@ -240,7 +241,7 @@ class ExchangeStream:
 def values_frames(
     reply: ExchangeReply, held: HeldValues, runs: Sequence[PullRun] | None = None, rows: Bytes = NO_BYTES
 ) -> Iterator[Frame]:
-    """The frames of a pull's reply. Values that fit into one frame are sent without an order."""
+    """Yields the frames of a pull's reply. Values that fit into one frame are sent in layout order."""
     header = push_messages.pulled_to_header(reply)
     if not runs or not held.buffers or held.nbytes <= FRAME_BYTES:
         return frames.cut(header, [*(buffer.data for _, buffer in held.buffers), rows.data])
@@ -250,8 +251,8 @@ def values_frames(
 
 
 def is_immediate(header: PushHeader, hosted: HostedJob) -> bool:
-    """Whether an exchange waits neither for the rest of its payload, nor for other pushes, nor long for a lock, and has
-    one frame as its reply."""
+    """Whether an exchange waits neither for the rest of its payload, nor for other pushes, nor long for a lock, and its
+    reply is one frame."""
     pull = header.pull
     return (
         hosted.mode is UpdateMode.ASYNC

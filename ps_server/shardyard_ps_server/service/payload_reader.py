@@ -1,4 +1,4 @@
-"""The payload of each exchange on one stream, put together from frames or found in shared memory.
+"""Reads the payload of each exchange on one stream: from frames, or in shared memory.
 
 Invariant: memory is allocated only for lengths that an admitted header has announced.
 """
@@ -22,10 +22,10 @@ class PayloadReader:
         self._memory = memory
         self._buffer: Bytes | None = None
         self._early: Scatter | None = None
-        """Frames of a push that came before its header."""
+        """Frames of a push that arrived before its header."""
 
     def add_early(self, frame: Frame, hosted: HostedJob) -> None:
-        """Takes data of a push whose header has not come."""
+        """Takes data of a push whose header has not arrived."""
         if self._early is None:
             self._early = Scatter(self._room(hosted.nbytes).data)
         self._early.add(frame)
@@ -34,7 +34,8 @@ class PayloadReader:
         self._early = None
 
     def read(self, header: PushHeader, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes, Bytes]:
-        """The payload, and the bytes of rows and of ids that follow it. They stay valid until the next exchange."""
+        """Returns the payload, and the bytes of rows and of ids that follow it. All are valid until the next
+        exchange."""
         has_push = header.kind is not PushKind.NOTHING
         more = (header.rows_bytes if has_push else 0) + header.wanted_bytes
         if header.rest is not None and has_push:
@@ -42,7 +43,7 @@ class PayloadReader:
         if header.rows_at is None:
             payload, behind = self._payload_and_more(header, more, first, rest)
         else:
-            # copied, so that the bytes that are checked, logged and applied are the same, whatever the worker writes
+            # a copy: the same bytes are checked, logged and applied, whatever the worker writes meanwhile
             behind = self._memory.rows(header.rows_at, more, align=1).copy()
             payload, _ = self._payload_and_more(header, 0, first, rest)
         ids_at = more - header.wanted_bytes
@@ -77,7 +78,7 @@ class PayloadReader:
         return payload
 
     def _complete_early(self, header: PushHeader, first: Frame, rest: Iterator[Frame]) -> Bytes:
-        """The payload of which a part came early, in the order of the push's parts."""
+        """Returns the payload in the order of the push's parts, including the frames that arrived early."""
         if self._early is None or self._buffer is None:
             raise MalformedPayload("the rest of a payload of which nothing came ahead")
         left = (header.rest or 0) - self._early.add(first)

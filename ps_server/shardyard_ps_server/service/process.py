@@ -1,4 +1,4 @@
-"""The role: a store with its servicer, registered with a coordinator; and the process that runs one.
+"""A server: its store and servicer, registered with a coordinator; and the process that runs one.
 
 Must not know: how partitions work.
 """
@@ -31,12 +31,11 @@ log = logging.getLogger("shardyard.server")
 
 
 class Server:
-    """A server's role without a process: used by `serve` and by the in-process yard.
+    """A server without a process of its own: used by `serve` and by the in-process yard.
 
-    `on_lost` is told when the coordinator is gone or has declared this server dead, when a log cannot be written,
-    or a push was applied in part.
-    `logs`: the folder of logs; None: it takes no jobs that need one. `budget`: of the memory for rows of tables; None:
-    there is no bound.
+    `on_lost` is called when the coordinator is gone or has declared this server dead, when a log cannot be written,
+    or when a push was applied only in part. `logs`: the folder of logs; None: jobs that need one are refused.
+    `budget`: the memory for rows of tables; None: there is no bound.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Server:
     def register(self, address: str, *, patience_ms: int, stop: threading.Event | None = None) -> None:
         """Registers the address at which workers reach this server, and begins to send heartbeats.
 
-        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile, and what the folder of logs
-        raises.
+        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile, and any error of the folder
+        of logs.
         """
         membership = Membership(MemberRole.SERVER, address, logs="" if self._logs is None else self._logs.id)
         enrolment = MembershipClient(
@@ -85,11 +84,11 @@ class Server:
         self._peer.close()
 
     def close(self) -> None:
-        """Forgets all jobs. Nobody may be served any more."""
+        """Forgets all jobs. The server must no longer be serving."""
         self.store.close()
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
-        pulls.expire_pins(self.store)  # also while the coordinator is away
+        pulls.expire_pins(self.store)  # also while the coordinator cannot be reached
         for hosted in self.store.hosted():
             if hosted.wal is not None:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
@@ -102,7 +101,7 @@ class Server:
 
 
 def _logs(folder: Path, now_s: float) -> LogRoot | None:
-    """The folder of logs, if it can be used, without what was put aside there long ago."""
+    """Returns the folder of logs, if it can be used, and deletes logs that were put aside there long ago."""
     logs = LogRoot(folder.resolve())
     try:
         log.debug("logs are kept in %s, which is %s", logs.path, logs.id)
@@ -123,10 +122,11 @@ def serve(
     stop: threading.Event,
     ready: Callable[[str], None],
 ) -> None:
-    """Runs a server until `stop` is set. `ready` is told its address once it can be used.
+    """Runs a server until `stop` is set. Calls `ready` with its address once it can be used.
 
-    Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
-    StorageUnavailable when a log cannot be written, or the folder for colder rows takes no file.
+    Raises AddressInUse and CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when the coordinator is gone or
+    has declared this server dead; StorageUnavailable when a log cannot be written, or no file can be made in the folder
+    for colder rows.
     """
     tune_malloc()
     lost: list[errors.ShardyardError] = []

@@ -1,7 +1,8 @@
-"""The codes of values that one worker pulls over one stream.
+"""Encodes the values that one worker pulls over one stream.
 
-Owns: which block travels in which codec, and, for "delta", what the worker has. Invariant: every code goes to the
-worker, in order, or the stream ends and this with it; so worker and shadow never part. Must not know: versions.
+Owns: which block travels in which codec, and, for "delta", a shadow of what the worker has. Invariant: every code goes
+to the worker, in order, or the stream ends and this encoder with it; so worker and shadow never differ. Must not know:
+versions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardyard_ps_server.hosting.hosted_job import HeldValues
 
 
 class PullEncoder:
-    """`coding` as shardyard.domain.compression.Rules write it. Raises InvalidRequest where it says nothing."""
+    """`coding`: as shardyard.domain.compression.Rules write it. Raises InvalidRequest for any other text."""
 
     def __init__(self, coding: str, layout: JobLayout) -> None:
         try:
@@ -28,7 +29,7 @@ class PullEncoder:
         self._senders: dict[CodecSpec, DeltaSender] = {}
 
     def codes(self, held: HeldValues) -> list[memoryview]:
-        """One code for each block of each partition, in order."""
+        """Returns one code for each block of each partition, in order."""
         return list(self._codes(held))
 
     def _codes(self, held: HeldValues) -> Iterator[memoryview]:

@@ -1,4 +1,4 @@
-"""The order in which the values of a pull go out, as runs of bytes.
+"""The order in which the values of a pull are sent, as runs of bytes.
 
 Pure. Invariant: the runs of a payload cover each of its bytes once, whatever the order. Must not know: versions,
 streams.
@@ -15,8 +15,8 @@ from shardyard.domain.layout.layouts import JobLayout
 
 
 class PullRun(NamedTuple):
-    """Bytes [begin, end) of the payload of the partition in place `part` of a pull; `offset`: their place in the
-    payload of all of them."""
+    """Bytes [begin, end) of the payload of partition number `part` of a pull; `offset`: their place in the concatenated
+    payload of all partitions."""
 
     part: int
     begin: int
@@ -25,8 +25,8 @@ class PullRun(NamedTuple):
 
 
 def runs_in_order(layout: JobLayout, partitions: Sequence[PartitionId], order: Sequence[int]) -> tuple[PullRun, ...]:
-    """The blocks of the variables in `order` (indices, each once), then those of the others, with their filling;
-    neighbours in one run. Raises InvalidRequest for a variable that the layout does not have."""
+    """Returns the blocks of the variables in `order` (indices, each once), then those of the others, with their
+    padding. Neighbours share a run. Raises InvalidRequest for a variable that the layout does not have."""
     for index in order:
         if index >= len(layout.variables):
             raise InvalidRequest(
@@ -39,7 +39,7 @@ def runs_in_order(layout: JobLayout, partitions: Sequence[PartitionId], order: S
     for part, partition in enumerate(partitions):
         of = layout.partitions[partition]
         ends = [*(block.position for block in of.blocks[1:]), of.payload_bytes]
-        for block, end in zip(of.blocks, ends, strict=False):  # one end more where there is no block
+        for block, end in zip(of.blocks, ends, strict=False):  # a partition without blocks has one end
             run = PullRun(part, block.position, end, at + block.position)
             found.append((ranks.get(block.variable, len(order) + block.variable), run))
         at += of.payload_bytes

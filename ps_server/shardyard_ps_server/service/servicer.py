@@ -1,4 +1,4 @@
-"""The service ParameterServer: requests to the store's domain values and back.
+"""The gRPC service ParameterServer: turns requests into domain values, and results into replies.
 
 Invariant: a stream that breaks off leaves nothing behind. Must not know: how anything is stored.
 """
@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 class Servicer:
-    """One method for each of the protocol's, over a store."""
+    """One method for each RPC of the protocol, over a store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class Servicer:
     def create_partitions(self, request: wire.CreatePartitionsRequest, _: Context) -> wire.CreatePartitionsReply:
         caller = self._coordinator(request.caller)
         if request.server != self._store.incarnation:
-            # also in the moment between this server's registration and its learning of it
+            # also between the server's registration and the moment when it learns of it
             raise NotReady(
                 f"partitions for server {Incarnation(request.server)}; this is server {self._store.incarnation}"
             )
@@ -305,7 +305,7 @@ class Servicer:
         return reply
 
     def _coordinator(self, caller: wire_common.Caller) -> Caller:
-        """Who orders. Raises StaleTerm."""
+        """Returns the caller of an order. Raises StaleTerm."""
         found = common_messages.caller_from_wire(caller)
         admission.check_coordinator(self._store, found)
         return found
@@ -320,7 +320,7 @@ class Servicer:
         )
 
     def _take(self, stream: Iterator[Frame]) -> tuple[HostedJob, PushHeader, Bytes, Bytes]:
-        """The whole of a push, and the bytes of its rows, checked before memory is asked for."""
+        """Receives a whole push and the bytes of its rows. Checks the push before it allocates memory."""
         first = next(stream, None)
         if first is None:
             raise MalformedPayload("a push without a frame")
@@ -342,7 +342,7 @@ class Servicer:
 
 
 def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]]:
-    """The same rows in pieces worth a frame each, as far as there are so many."""
+    """Joins small pieces of rows until each is worth a frame. The last may be smaller."""
     ids: list[Ids] = []
     values: list[Floats] = []
     nbytes = 0
@@ -362,7 +362,7 @@ def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]
 
 
 def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> None:
-    """What its partitions have counted, all together."""
+    """Adds up what the job's partitions have counted."""
     for partition in hosted.partitions.values():
         tally = partition.tally
         if tally is not None:

@@ -1,6 +1,6 @@
-"""The shared memory of one exchange stream: where a worker's gradients lie, and where rows go.
+"""The shared memory of one exchange stream: a worker's gradients, and room for rows.
 
-Invariant: what a worker says of a location is checked against the size of the memory.
+Invariant: a location that a worker names is checked against the size of the memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StreamMemory:
         return ExchangeReply(attached=True)
 
     def attach_rows(self, handle: ShmHandle, reply: ExchangeReply) -> ExchangeReply:
-        """Attaches the worker's memory for rows. Gives the reply with the result."""
+        """Attaches the worker's memory for rows. Returns the reply with the result."""
         try:
             self._rows = attach(handle, writable=True)
         except NotShareable as error:
@@ -51,7 +51,7 @@ class StreamMemory:
         return replace(reply, rows_attached=True)
 
     def with_regions(self, reply: ExchangeReply, regions: ShmRegions) -> ExchangeReply:
-        """The reply, with handles of the server's memory that this stream has not named yet."""
+        """Returns the reply with handles of the server's memory that this stream has not named yet."""
         if self._payloads is None:
             return reply
         fresh = regions.tickets(known=self._regions_named)
@@ -59,13 +59,13 @@ class StreamMemory:
         return replace(reply, regions=fresh) if fresh else reply
 
     def payload(self, at: int, nbytes: int) -> Bytes:
-        """A push's payload. Raises InvalidRequest, MalformedPayload."""
+        """Returns a push's payload. Raises InvalidRequest, MalformedPayload."""
         if self._payloads is None:
             raise InvalidRequest(f"{nbytes} bytes of payload in shared memory; none was attached on this stream")
         return _bytes_at(self._payloads, at, nbytes, align=PAYLOAD_ALIGN, what="payload")
 
     def rows(self, at: int, nbytes: int, *, align: int) -> Bytes:
-        """Memory for rows that are pushed or looked up. Raises InvalidRequest, MalformedPayload."""
+        """Returns memory for rows that are pushed or looked up. Raises InvalidRequest, MalformedPayload."""
         if self._rows is None:
             raise InvalidRequest("a place for rows; no memory for them was attached on this stream")
         return _bytes_at(self._rows, at, nbytes, align=align, what="rows")

@@ -5,9 +5,9 @@
     mark      a place in the log, with a checksum: up to where it is durable, or where it ends
 
 Owns: the format, and what counts as damage. Invariants: a record is used only after its checksums were compared; a
-length that a file claims is compared with the file before memory is asked for; an invalid record in the durable part of
-the log is damage, named with file and offset; an invalid record behind it is a tail that was never acknowledged, and
-ends the log. Must not know: when something is written, what records mean.
+length in a file is compared with the file's size before memory is allocated; an invalid record in the durable part of
+the log is damage, reported with file and offset; an invalid record after that part is a tail that was never
+acknowledged, and ends the log. Must not know: when something is written, what records mean.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ HEAD_BYTES_MAX: Final = 64 * limits.MIB
 
 
 class RecordKind(IntEnum):
-    """PUSH: the head is a PushHeader. OPEN: an OpenSourcesRequest. BEGIN: a CreatePartitionsRequest; what was recorded
-    of its partitions before is not of their present. PASS_OVER: a PassOverRequest. VERDICT: a VerdictGiven. Only a push
-    has a payload."""
+    """PUSH: the head is a PushHeader. OPEN: an OpenSourcesRequest. BEGIN: a CreatePartitionsRequest; earlier records of
+    its partitions no longer apply. PASS_OVER: a PassOverRequest. VERDICT: a VerdictGiven. Only a push has a payload."""
 
     PUSH = 1
     OPEN = 2
@@ -63,7 +62,7 @@ class Mark(NamedTuple):
 
 
 class SegmentHead(NamedTuple):
-    """`before`: the segment that this one follows, and its length; None for a log's first."""
+    """`before`: the preceding segment, and its length; None for a log's first."""
 
     job: JobId
     server: Incarnation
@@ -73,7 +72,8 @@ class SegmentHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`payload` is valid until the next record is read. `at`: where it begins, `end`: where the next one does."""
+    """`payload` is valid until the next record is read. `at`: where the record begins, `end`: where the next one
+    does."""
 
     kind: RecordKind
     head: bytes
@@ -91,8 +91,8 @@ def segment_header(head: SegmentHead) -> bytes:
 
 
 def record_header(kind: RecordKind, head: bytes, payload_bytes: int, checksum: int, at: int) -> bytes:
-    """`checksum`: of the payload; that of the header is over the head too. `at`: the record's place in its segment, so
-    that no other place takes it for one of its own."""
+    """`checksum`: of the payload; the header's own checksum also covers the head. `at`: the record's place in its
+    segment; it is in the header, so that the bytes are not valid at any other place."""
     content = _RECORD.pack(RECORD_MAGIC, kind, len(head), checksum, payload_bytes, at)
     return content + _CHECKSUM.pack(zlib.crc32(head, zlib.crc32(content)))
 
@@ -126,8 +126,7 @@ def read_segment_head(fd: int, path: Path) -> SegmentHead:
 
 
 class SegmentReader:
-    """Reads records from one segment's file, `path`, of which the bytes before `durable` are durable and those before
-    `until` count."""
+    """Reads records from one segment's file, `path`. Bytes before `durable` are durable; bytes before `until` count."""
 
     def __init__(self, fd: int, path: Path, number: int, *, durable: int, until: int | None) -> None:
         self._fd = fd
@@ -142,11 +141,11 @@ class SegmentReader:
             raise damaged(path, size, f"it ends there, and its first {until} bytes count")
         self._buffer = aligned_empty(0)
         self.end = SEGMENT_HEADER_BYTES
-        """Up to here all records are valid."""
+        """All records before this offset are valid."""
 
     def records(self, *, payloads: bool = True) -> Iterator[Record]:
-        """Raises LogDamaged. Ends where the file does, or a tail that was never acknowledged begins. `payloads`: False
-        for heads alone."""
+        """Yields records to the end of the file, or to a tail that was never acknowledged. `payloads`: False for heads
+        alone. Raises LogDamaged."""
         while self.end < self._size:
             at = self.end
             record, why = self._read(at, payloads=payloads)

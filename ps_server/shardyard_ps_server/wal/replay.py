@@ -2,10 +2,11 @@
 
 A record holds one of these: a push as it was received, with its settings and the ids that expire with it; the verdict
 on a step; tokens of sources that were opened; sequences that are lost; or which partitions began anew. Given to the
-same partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (ledger.md,
-rule C1). Work that the checkpoint has already is a duplicate by its name, and changes nothing.
+same partitions in the same order, the records have the same outcomes, refusals included, so replay gives the same bits
+(ledger.md, rule C1). Work that the checkpoint already contains is a duplicate by its name, and changes nothing.
 
-Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
+Owns: the meaning of records. Invariant: a record that does not fit the records before it is damage. Must not know:
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 
 def push_head(order: PushHeader) -> bytes:
-    """A push without its payload, and without what is only of the exchange."""
+    """Encodes a push without its payload and without fields that only matter to its exchange."""
     said = replace(
         order,
         pull=None,
@@ -78,8 +79,8 @@ def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
 def replay(
     files: LogFiles, generation: Generation, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]
 ) -> None:
-    """Applies the log of a dead server to partitions as checkpoint `base` has them. `generation`: under which the
-    partitions are given to this server. Raises StorageUnavailable, LogDamaged, TooLarge."""
+    """Applies the log of a dead server to partitions in the state of checkpoint `base`. `generation`: the one under
+    which this server gets the partitions. Raises StorageUnavailable, LogDamaged, TooLarge."""
     end = files.take_over(generation)
     begins = _begins(files, files.records(base, end, payloads=False))
     counted = 0
@@ -109,7 +110,7 @@ def replay(
 
 
 def pieces_of(order: PushHeader, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
-    """Each part's piece of a push's payload."""
+    """Yields each part's piece of a push's payload."""
     at = 0
     for part in order.parts:
         yield part.partition, payload[at : at + part.payload_bytes]
@@ -117,13 +118,13 @@ def pieces_of(order: PushHeader, payload: Bytes) -> Iterator[tuple[PartitionId, 
 
 
 def bases_of(order: PushHeader) -> Sequence[Base | None]:
-    """The version that each part was computed on, where the worker says it."""
+    """The version that each part was computed on, or None if the worker does not say it."""
     worker = order.caller.incarnation
     return [Base(worker, version) for version in order.bases] or [None] * len(order.parts)
 
 
 def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
-    """Where each partition began anew for the last time, if it did."""
+    """Where each partition last began anew, for those that did."""
     found: dict[PartitionId, Mark] = {}
     for record in records:
         if record.kind is RecordKind.BEGIN:
@@ -142,7 +143,7 @@ def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Pa
         raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
     try:
         brought, gone = read_rows(layout, order, record.payload, partitions)
-    except TooLarge as error:  # a push that was admitted is within the limits
+    except TooLarge as error:  # an admitted push is within the limits
         raise InvalidRequest(error.what) from error
     touched = False
     pieces = pieces_of(order, record.payload)
@@ -168,7 +169,7 @@ def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Pa
         except (Refused, InvalidRequest, NotReady) as error:
             if partition.torn is not None:
                 raise TooLarge(f"{order.name}, whose rows were applied in part: {error.what}") from error
-            # refused when it was received, or, under a token that has ended, contained in the checkpoint
+            # it was refused when received, or its token has ended and the checkpoint contains it
             log.debug("%s is passed over: %s", order.name, error.what)
             continue
         touched = True
@@ -207,4 +208,4 @@ def _aligned(piece: Bytes) -> Bytes:
 
 
 def _check_nothing() -> None:
-    """A push that was refused is not in the log."""
+    """There is nothing to check: a push that was refused is not in the log."""

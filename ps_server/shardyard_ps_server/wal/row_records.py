@@ -1,7 +1,7 @@
-"""Rows in a log: those of a push as they came, the time at which they came, and the ids that expire with it.
+"""Rows in a log: those of a push as they were received, the time when they arrived, and the ids that expire with it.
 
-Owns: where their bytes are in a record. Invariant: bytes of a record are checked as a peer's bytes are, all of them,
-before anything changes. Must not know: files, what a push does.
+Owns: where their bytes are in a record. Invariant: like bytes from a peer, all bytes of a record are checked before
+anything changes. Must not know: files, what a push does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardyard_ps_server.values.versions import Bytes
 
 
 def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
-    """What expires in each partition, as a record has it: the header's part, and the codes of the ids."""
+    """Encodes what expires in each partition for a record: the header's part, and the codes of the ids."""
     tables: dict[int, list[tuple[PartitionId, ExpiredIds, Bytes]]] = {}
     for partition, each in gone:
         for one in each:
@@ -50,7 +50,7 @@ def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[t
 def with_times(
     pushed: Sequence[PushedRows], brought: Iterable[tuple[PartitionId, Sequence[PushedTableRows]]]
 ) -> tuple[PushedRows, ...]:
-    """The header's part for the rows of a push, with their times where their table has a clock."""
+    """The header's part for the rows of a push, with arrival times for tables that have a clock."""
     times = {
         (partition, each.table): each.now_ms for partition, rows in brought for each in rows if each.now_ms is not None
     }
@@ -68,7 +68,7 @@ def with_times(
 def read_rows(
     layout: JobLayout, order: PushHeader, payload: Bytes, among: Container[PartitionId]
 ) -> tuple[dict[PartitionId, list[PushedTableRows]], dict[PartitionId, list[ExpiredIds]]]:
-    """The rows of a recorded push, and what expires with it, in partitions `among` these. Raises MalformedPayload,
+    """Reads the rows of a recorded push in the partitions `among`, and what expires with it. Raises MalformedPayload,
     InvalidRequest, ShapeMismatch."""
     begin, end = order.payload_bytes, order.payload_bytes + order.rows_bytes
     if end + order.expired_bytes != len(payload):

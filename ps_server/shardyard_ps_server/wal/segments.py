@@ -1,21 +1,21 @@
-"""Where servers' logs lie, and how the log of a dead server passes to its successors (ledger.md, rule C2).
+"""Where servers' logs are stored, and how the log of a dead server passes to its successors (ledger.md, rule C2).
 
     ROOT/id                                        names the folder, so that servers know whether they share it
     ROOT/JOB/SERVER/000000000007.log               the segment that began with checkpoint 7 (0: with the job)
                     synced                         up to where the log is durable
-                    fenced                         a successor reads the log, so its owner makes nothing visible any
-                                                   more. Has the job's generation under which it was appointed
+                    fenced                         a successor reads the log, so its owner makes nothing more visible.
+                                                   Contains the job's generation in which it became the successor
                     end                            up to where the log counts, as its first successor found it
-    ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      a log that lay there under these numbers before this yard used them
+    ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      an older log under the same numbers, from another yard
     ROOT/JOB/SERVER.of-an-ended-job-1f2e3d4c/      a log whose server died before its job ended, and that nobody read
 
 A log that was put aside is deleted ASIDE_KEPT_S later, when a server starts and finds it. Until then a person can use
 it, for instance if a lost journal is found again.
 
 Owns: the folders, and the order of a successor's steps: it raises the fence, durably; then it reads; and it writes down
-where the log ends before it believes the log. Invariants: a log that was read once ends for all readers at the same
-place; a fence is never lowered, and never names an earlier generation than the one that raised it. Must not know: what
-records mean, which servers are alive.
+where the log ends before it relies on the log. Invariants: after a log was read once, it ends for all readers at the
+same place; a fence is never lowered, and never names an earlier generation than the one that raised it. Must not know:
+what records mean, which servers are alive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LogRoot:
 
     @property
     def id(self) -> str:
-        """Two servers that read the same id read each other's logs. Drawn at random at the first call. Raises
+        """Servers that read the same id share the folder. Drawn at random at the first call. Raises
         StorageUnavailable."""
         path = self.path / ID
         with storing(path):
@@ -87,7 +87,7 @@ class LogRoot:
         return LogFiles(self.path / f"{int(job):x}" / f"{int(server):x}", job, server)
 
     def others(self, job: JobId, server: Incarnation) -> list[LogFiles]:
-        """The logs of a job that other servers wrote here."""
+        """Returns the logs of a job that other servers wrote here."""
         folder = self.path / f"{int(job):x}"
         names = os.listdir(folder) if folder.is_dir() else []
         numbers = [int(name, 16) for name in names if set(name) <= _HEXADECIMAL]
@@ -98,13 +98,13 @@ class LogRoot:
         StorageUnavailable."""
         for other in self.others(job, server):
             fenced = other.fenced_under
-            # A frozen server may get the request late, when other servers have become owners and died since. The
+            # A frozen server may get the request late, after other servers have become owners and died. The
             # request does not list their logs, but these were taken over under a later generation.
             if other.server not in needed and fenced is not None and fenced <= generation:
                 other.remove()
 
     def end_job(self, job: JobId, server: Incarnation) -> None:
-        """Deletes the logs of other servers with the job, or puts them aside."""
+        """Deletes the logs of other servers, or puts them aside, because the job has ended."""
         for other in self.others(job, server):
             try:
                 aside = other.end_with_job()
@@ -150,7 +150,7 @@ class LogFiles:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a successor has taken the log over. It raises the fence; later the fence may be deleted with the log,
+        """Whether a successor has taken the log over. It raises the fence. Later the fence may be deleted with the log,
         when no checkpoint needs it."""
         return self.is_fenced or not os.path.exists(self.folder / SYNCED)
 
@@ -160,14 +160,14 @@ class LogFiles:
         cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             content = (self.folder / FENCED).read_bytes()
-            if content.endswith(b"\n"):  # else it is cut short
+            if content.endswith(b"\n"):  # otherwise it is cut short
                 return Generation(int(content))
         return None
 
     def begin(self) -> Path | None:
-        """Makes the folder, empty. A coordinator whose journal was lost assigns numbers of jobs and servers again: a
-        log that lies there under the same numbers is put aside, into the folder that is returned. Raises OSError, and
-        StorageUnavailable where another server writes that log."""
+        """Makes the folder, empty. A coordinator whose journal was lost assigns numbers of jobs and servers again. If a
+        log already has these numbers, it is put aside, and its new folder is returned. Raises OSError, and
+        StorageUnavailable if a live server writes that log."""
         aside = None
         if self.folder.exists():
             with self._lock() as is_free:
@@ -182,8 +182,8 @@ class LogFiles:
         return aside
 
     def end_with_job(self) -> Path | None:
-        """The job has ended. A log that a successor has read is deleted. The log of a server that died is put aside,
-        into the folder that is returned. A server that is alive deletes its own. Raises StorageUnavailable."""
+        """Cleans up after the job has ended. A log that a successor has read is deleted. The log of a server that died
+        is put aside, and its new folder is returned. A live server deletes its own log. Raises StorageUnavailable."""
         if self.is_fenced:
             self.remove()
             return None
@@ -197,15 +197,15 @@ class LogFiles:
         return aside
 
     def claim(self) -> int:
-        """The descriptor of `synced`, which is locked while it is open. Raises OSError."""
+        """Returns the descriptor of `synced`, which stays locked while it is open. Raises OSError."""
         fd = os.open(self.folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # without locks in the file system, two yards are not told apart
+        with contextlib.suppress(OSError):  # a file system without locks cannot tell two yards apart
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Locks the log. False where a server that is alive writes it; True without a lock where `synced` is missing.
+        """Locks the log. Yields False if a live server writes it, and True without a lock if `synced` is missing.
         Raises OSError."""
         with contextlib.ExitStack() as opened:
             try:
@@ -225,8 +225,8 @@ class LogFiles:
     # ---- for successors
 
     def take_over(self, generation: Generation) -> Mark:
-        """Fences the log of a dead server, and returns where it ends, now and for all later readers. `generation`: of
-        the job, under which it is read. Raises StorageUnavailable where the log is not here, LogDamaged."""
+        """Fences the log of a dead server, and returns where it ends, now and for all later readers. `generation`: the
+        job's, under which the log is read. Raises StorageUnavailable if the log is not here, LogDamaged."""
         if not self.folder.is_dir():
             raise StorageUnavailable(
                 f"the log of server {self.server} is not at {self.folder}",
@@ -246,7 +246,7 @@ class LogFiles:
             return decode_mark(_read(end), end)
 
     def records(self, base: int, end: Mark, *, payloads: bool = True) -> Iterator[Record]:
-        """Records from the beginning of checkpoint `base` to `end`. `payloads`: False for heads alone. Raises
+        """Yields records from the beginning of checkpoint `base` to `end`. `payloads`: False for heads alone. Raises
         LogDamaged, StorageUnavailable."""
         numbers = [number for number in self.numbers() if number <= end.segment]
         heads = {number: self._head(number) for number in numbers}
@@ -269,12 +269,12 @@ class LogFiles:
     # ---- inside
 
     def _find_end(self) -> Mark:
-        """The place behind the last valid record."""
+        """Returns the place after the last valid record."""
         numbers = self.numbers()
         synced = decode_mark(_read(self.folder / SYNCED), self.folder / SYNCED)
         if synced.segment not in numbers:
             raise damaged(self.segment(synced.segment), 0, "it is not there, and was durable")
-        # nothing in a later segment was acknowledged
+        # no record of a later segment was acknowledged
         last = synced.segment
         with _opened(self.segment(last)) as fd:
             self._check_head(read_segment_head(fd, self.segment(last)), last)
@@ -310,7 +310,7 @@ class LogFiles:
 
 
 def _delete_old(folder: Path, latest_s: float) -> bool:
-    """Deletes a folder that was last changed at that time or earlier. True if it did."""
+    """Deletes a folder that was last changed at that time or earlier. Returns whether it did."""
     with contextlib.suppress(OSError):
         if folder.stat().st_mtime <= latest_s:
             shutil.rmtree(folder)
@@ -333,7 +333,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes a file, new or again, and makes it and its name durable."""
+    """Writes a file, new or not, and makes it and its name durable."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if data:
@@ -345,8 +345,8 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_once(path: Path, data: bytes, *, before: str = "") -> None:
-    """Makes a file with this content, durably, unless it exists: where several processes do so at a time, the first
-    one's content stays. `before`: a failpoint, just before the name appears."""
+    """Creates a file with this content, durably, unless it exists. If several processes do so at once, the content of
+    the first stays. `before`: a failpoint just before the name appears."""
     mine = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     write_durably(mine, data)
     if before:

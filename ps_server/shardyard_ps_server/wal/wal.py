@@ -1,18 +1,19 @@
 """A server's log of one job: durable, then visible, then acknowledged (docs/internals/ledger.md, rules C1 and C2).
 
-A thread appends its record under `admission`, so the log's order is the only order. Then it waits until the record is
-durable, then for its turn. The first thread that waits writes and syncs for all that have appended, so one sync serves
-all that come while the previous one lasts.
+A thread appends its record under `admission`, so the order of the log is the order of the job. Then it waits until the
+record is durable, then for its turn. The first thread that waits writes and syncs for all that have appended, so one
+sync serves all records that arrive while the previous one lasts.
 
-    with log.admission:             may it? then:
+    with log.admission:
+        check that the record is admissible
         ticket = log.append(...)
     log.sync(ticket)
     with log.turn(ticket):          in the order of the log: change what others see
 
 Owns: the segment that is written, tickets and turns. Invariants: only a durable record gets a turn, in the log's order;
-after a sync, and before anything becomes visible, the log checks for a fence; once writing or syncing has failed,
-nothing is durable any more, and `on_failure` is called: a server that cannot know what its disk has must stop. Must not
-know: what records mean.
+after a sync, and before anything becomes visible, the log checks for a fence; once a write or sync has failed, no later
+record becomes durable, and `on_failure` is called, because a server that cannot know what is on its disk must stop.
+Must not know: what records mean.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogFiles, stor
 log = logging.getLogger("shardyard.server")
 
 PIECES_MAX: Final = 512
-"""The most of one system call; Linux takes 1,024."""
+"""The most buffers in one system call; Linux takes 1,024."""
 
 OnFailure = Callable[[ShardyardError], None]
 
@@ -57,7 +58,7 @@ class Wal:
         self._wait_registry = wait_registry
         self._on_failure = on_failure
         self.admission = threading.Lock()
-        """Held while a record is decided on, and appended."""
+        """Held while a record is decided on and appended."""
         self._changed = threading.Condition()
         self._failure: ShardyardError | None = None
         self._writing = False
@@ -93,8 +94,8 @@ class Wal:
     # ---- recording
 
     def append(self, kind: RecordKind, head: bytes, *pieces: Bytes) -> int:
-        """Under `admission`. Returns the record's ticket. `pieces`: of the payload; they must not change until the
-        ticket's turn. Raises NotReady where the log has failed."""
+        """Appends a record, under `admission`. Returns its ticket. `pieces`: of the payload; they must not change until
+        the ticket's turn. Raises NotReady if the log has failed."""
         checksum = nbytes = 0
         for piece in pieces:
             checksum = zlib.crc32(piece.data, checksum)
@@ -108,7 +109,7 @@ class Wal:
             return self._appended
 
     def sync(self, ticket: int) -> None:
-        """Returns when the record is durable. Raises NotReady where the log has failed."""
+        """Returns when the record is durable. Raises NotReady if the log has failed."""
         with self._wait_registry.over(self._syncing), self._changed:
             while self._durable < ticket:
                 self._check()
@@ -119,8 +120,8 @@ class Wal:
 
     @contextmanager
     def turn(self, ticket: int) -> Iterator[None]:
-        """Enters when all earlier records have taken effect. A ShardyardError is the record's own refusal. Any other
-        error stops the log, because later records would be applied without this one."""
+        """Enters when all earlier records have taken effect. A ShardyardError means that the record itself is refused.
+        Any other error stops the log, because later records would be applied without this one."""
         with self._wait_registry.over(self._applying), self._changed:
             while self._applied < ticket - 1:
                 self._check()
@@ -129,7 +130,7 @@ class Wal:
             failpoint("wal.before_apply")
             yield
         except ShardyardError as error:
-            # memory is refused now, and may be there when the log is replayed: the two would differ
+            # memory is refused now but may be available at replay: the two results would differ
             if isinstance(error, TooLarge | Internal):
                 self._fail(error)
                 raise
@@ -141,7 +142,7 @@ class Wal:
         self._end_turn(ticket)
 
     def drain(self) -> None:
-        """Returns when all records so far have taken effect. Raises NotReady where the log has failed."""
+        """Returns when all records so far have taken effect. Raises NotReady if the log has failed."""
         with self._changed:
             ticket = self._appended
         self.sync(ticket)
@@ -153,8 +154,8 @@ class Wal:
     # ---- segments
 
     def rotate(self, number: int) -> None:
-        """Under `admission`: later records are in segment `number`; all earlier ones have taken effect when this
-        returns. Does nothing for a number that is not higher than the present one. Raises NotReady."""
+        """Begins segment `number` for later records, under `admission`. Returns when all earlier records have taken
+        effect. Does nothing if the number is not higher than the present one. Raises NotReady."""
         self.drain()
         with self._wait_registry.over(self._beginning), self._changed:
             if number <= self._segment:
@@ -170,14 +171,14 @@ class Wal:
                     os.close(self._fd)
                     self._fd, self._segment, self._offset = fd, number, SEGMENT_HEADER_BYTES
                     self._note(Mark(number, SEGMENT_HEADER_BYTES))
-                    os.fsync(self._synced_fd)  # a mark in an earlier segment would leave this one out
+                    os.fsync(self._synced_fd)  # a mark in an earlier segment would not cover this one
                     failpoint("wal.after_rotate")
             except ShardyardError as error:
                 self._fail_here(self._taken_over() if self._files.is_taken else error)
                 raise self._failed() from error
 
     def prune(self, oldest: int) -> None:
-        """Deletes the segments that no checkpoint from `oldest` on needs. Segments that cannot be deleted stay."""
+        """Deletes segments that no checkpoint from `oldest` on needs. Segments that cannot be deleted stay."""
         numbers = self._files.numbers()
         first = max((number for number in numbers if number <= oldest), default=0)
         for number in numbers:
@@ -195,7 +196,7 @@ class Wal:
             if self._fd < 0:
                 return
             self._failure = self._failure or NotReady("the log is closed")
-            if remove:  # while it is locked: a server that finds it unlocked takes this one for dead
+            if remove:  # delete it while locked: a server that finds it unlocked takes this one for dead
                 self._files.remove()
             os.close(self._fd)
             os.close(self._synced_fd)
@@ -216,7 +217,7 @@ class Wal:
     # ---- inside
 
     def _begin(self, number: int, before: Mark | None) -> int:
-        """Makes a segment's file with its header. All but its name is durable."""
+        """Creates a segment's file with its header. Everything but its name is durable."""
         path = self._files.segment(number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -230,7 +231,7 @@ class Wal:
         return fd
 
     def _write(self) -> None:
-        """Makes durable all that was appended. Called with the lock, which is released meanwhile."""
+        """Makes all appended records durable. Called with the lock, which is released meanwhile."""
         queue, upto = self._queue, self._appended
         mark = Mark(self._segment, self._offset)
         self._queue, self._writing = [], True
@@ -258,7 +259,7 @@ class Wal:
             self._fail_here(failure)
 
     def _note(self, mark: Mark) -> None:
-        """A lower bound of what is durable: a power cut may take the newest ones with it, a kill does not."""
+        """Notes a lower bound of what is durable. A power cut may lose the newest notes; a kill does not."""
         os.pwrite(self._synced_fd, encode_mark(mark), 0)
 
     def _end_turn(self, ticket: int) -> None:
