@@ -2,11 +2,11 @@
 
     python -u -P -m shardyard_worker.agent.bootstrap AGENT_PID SCRIPT [ARGUMENT...]
 
-Owns: two promises. The process dies with its agent, however that ends; an exception that the script does not catch is
-written, before anything else happens, into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message,
-traceback}. Everything else is as without it: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the printed traceback,
-children that multiprocessing spawns. Must not know: anything but the standard library, so that it costs nothing and
-cannot fail for a reason of ours.
+Owns: two promises. The process dies with its agent, however that ends. An exception that the script does not catch is
+written first of all into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message, traceback}. Everything
+else is as under plain Python: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the printed traceback, children that
+multiprocessing spawns. Must not know: anything but the standard library, so that it costs nothing and cannot fail
+because of other code.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """From now on the kernel sends this process `number` when the thread that started it ends. Exits at once where
-    the parent is gone already."""
+    """From now on the kernel sends this process `number` when the thread that started it ends. Exits at once if the
+    parent is already gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -40,8 +40,8 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Runs the file as the module `__main__`. What it raises, SystemExit too, goes through."""
-    # a module that stays (unlike runpy's) is still __main__ for threads, atexit functions and late children
+    """Runs the file as the module `__main__`. Its exceptions, SystemExit too, pass through."""
+    # this module stays (unlike runpy's), so threads, atexit functions and late children still find it as __main__
     main = types.ModuleType("__main__")
     main.__file__ = script
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)

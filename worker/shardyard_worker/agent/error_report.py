@@ -1,8 +1,8 @@
-"""How the first error of a launch is told to one who has watched its output.
+"""Reports the first error of a launch to a user who has watched its output.
 
-Owns: the memory of which lines were shown, the choice between the whole error and its end with a pointer to what stands
-above. Invariants: a traceback that was not shown, whole and in one piece, is told whole; memory is bounded.
-Must not know: processes, gRPC, where lines go.
+Owns: which lines were shown, and the choice between the whole error and its last lines with a pointer to the output
+above. Invariants: a traceback is printed whole unless it was shown in one piece before; memory is bounded. Must not
+know: processes, gRPC, where lines go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 LINES_KEPT_MAX: Final = 400
-"""Lines on standard error remembered of each process; a longer traceback is told again."""
+"""Lines of standard error remembered of each process. A longer traceback is printed again."""
 MESSAGE_LINES_MAX: Final = 10
 
 
@@ -26,8 +26,8 @@ class ShownOutput:
             self._kept.setdefault(index, deque(maxlen=LINES_KEPT_MAX)).append(line)
 
     def tell(self, index: int, first_error: str, *, several: bool) -> str:
-        """The error of process `index`, or, where its traceback was shown, what it says and where that is. `several`:
-        output lines began with the number of their process."""
+        """The error of process `index`; if its traceback was shown, only its message and where the traceback is.
+        `several`: output lines begin with the number of their process."""
         wanted = first_error.splitlines()
         if not wanted or not _contains(list(self._kept.get(index, ())), wanted):
             return first_error
@@ -36,7 +36,7 @@ class ShownOutput:
 
 
 def message_of(traceback: list[str]) -> list[str]:
-    """The lines of a traceback that say what was raised: those after its last frame."""
+    """The lines of a traceback after its last frame: the exception and its message."""
     frames = [place for place, line in enumerate(traceback) if line.startswith("  File ")]
     after = range(frames[-1] + 1 if frames else len(traceback), len(traceback))
     begin = next((place for place in after if traceback[place][:1].strip()), len(traceback) - 1)
@@ -44,7 +44,7 @@ def message_of(traceback: list[str]) -> list[str]:
 
 
 def _contains(lines: list[str], wanted: list[str]) -> bool:
-    """Whether `wanted` stands in `lines`, in one piece."""
+    """Whether `lines` contain `wanted` in one piece."""
     return any(
         lines[begin] == wanted[0] and lines[begin : begin + len(wanted)] == wanted
         for begin in range(len(lines) - len(wanted) + 1)

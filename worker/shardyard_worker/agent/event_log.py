@@ -1,8 +1,8 @@
-"""What happened to a launch, numbered, for any number of watchers.
+"""The events of a launch, numbered, for any number of watchers.
 
-Owns: the bounded log of a launch's events and the waiting for new ones. Invariants: numbers grow by one from 0; the
-oldest events go first when there are too many; the event that ends the launch is never dropped.
-Must not know: processes, gRPC.
+Owns: the bounded log of a launch's events, and the wait for new ones. Invariants: numbers grow by one from 0; when
+there are too many events, the oldest are dropped; the event that ends the launch is never dropped. Must not know:
+processes, gRPC.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardyard.domain import limits
 from shardyard_worker.agent.supervision import Happening, LaunchEnded, ProcessOutput
 
 OUTPUT_CHARACTERS_MAX: Final = 16 * limits.MIB
-"""All output lines that are kept of a launch, together."""
+"""Characters of output lines kept of a launch, all together."""
 
 
 class EventLog:
@@ -50,8 +50,8 @@ class EventLog:
             self._changed.notify_all()
 
     def after(self, number: int, *, wait_ms: int, batch_max: int = 256) -> list[tuple[int, Happening]]:
-        """Events from `number` on (or the oldest kept), with their numbers; waits for one at most `wait_ms`. Empty:
-        nothing came."""
+        """Returns events from `number` on (or from the oldest kept), with their numbers. Waits at most `wait_ms` for
+        one; returns an empty list if none came."""
         with self._changed:
             self._changed.wait_for(lambda: number < self._first + len(self._kept) or self._ended, wait_ms / 1000)
             begin = max(number - self._first, 0)

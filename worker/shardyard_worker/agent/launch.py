@@ -1,10 +1,10 @@
-"""Runs a launch: starts its processes, reads their output, notices their ends, signals them.
+"""Runs a launch: starts its processes, reads their output, notices when they end, sends them signals.
 
-Owns: the processes, pipes and the thread of one launch; it carries out what shardyard_worker.agent.supervision decides.
-Invariants: one thread starts, watches and reaps all processes of a launch and outlives them (the kernel ties a
-process's parent-death signal to the thread that started it); each process leads a session of its own, and what it
-leaves in its process group is killed before it is reaped, while its id cannot belong to anybody else. Must not know:
-gRPC, the coordinator, torch.
+Owns: the processes, pipes and the thread of one launch. It carries out what shardyard_worker.agent.supervision decides.
+Invariants: one thread starts, watches and reaps all processes of a launch and outlives them, since the kernel ties a
+process's parent-death signal to the thread that started it. Each process leads its own session. What it leaves in its
+process group is killed before it is reaped, while no other process can have its id. Must not know: gRPC, the
+coordinator, torch.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _LINE_END: Final = re.compile(r"\r\n|\n|\r")
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """A launch as it was asked for, checked."""
+    """The request for a launch, checked."""
 
     script: Path
     arguments: tuple[str, ...]
     working_directory: Path
     environment: Mapping[str, str]
-    """The whole environment, before each process's own block."""
+    """The whole environment, before each process's own variables are added."""
     workers: int
     restarts_max: int
     threads: int
@@ -76,7 +76,7 @@ class LaunchOrder:
 
 
 class LineSplitter:
-    """Bytes to lines. A line longer than the limit comes in pieces."""
+    """Splits bytes into lines. A line longer than the limit comes in pieces."""
 
     def __init__(self, characters_max: int = limits.OUTPUT_LINE_CHARACTERS_MAX) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -85,7 +85,7 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[str]:
         text = self._rest + self._decoder.decode(data)
-        # a carriage return at the end may be half of a line's end
+        # a carriage return at the end may be the first half of a line end
         held = text.endswith("\r")
         *lines, self._rest = _LINE_END.split(text[:-1] if held else text)
         if held:
@@ -116,7 +116,7 @@ class _Pipe:
         os.set_blocking(stream.fileno(), False)
 
     def read(self) -> tuple[list[Event], bool]:
-        """What is there now; True once it is at its end."""
+        """Returns what is there now, and True once the stream has ended."""
         try:
             data = os.read(self.stream.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -125,7 +125,7 @@ class _Pipe:
         return [LinePrinted(self.index, self.standard_error, line) for line in lines], not data
 
     def drain(self) -> list[Event]:
-        """All that is left when the process has ended, though a stranger may hold the other end."""
+        """Returns all that is left after the process has ended, even if another process still holds the other end."""
         events: list[Event] = []
         while True:
             found, at_end = self.read()
@@ -149,8 +149,8 @@ class _Child:
 
 
 class RunningLaunch:
-    """A launch and its thread. Safe to call from any thread; `report_exit` is called from the launch's own.
-    `wait_registry` explains what takes long."""
+    """A launch and its thread. Any thread may call it; `report_exit` is called from the launch's own thread.
+    `wait_registry` explains long waits."""
 
     def __init__(
         self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None], wait_registry: WaitRegistry
@@ -180,7 +180,7 @@ class RunningLaunch:
         self._thread.start()
 
     def stop(self, grace_ms: int) -> None:
-        """Asks for the end: SIGTERM now, SIGKILL after the grace time. Does not wait."""
+        """Sends SIGTERM now, and SIGKILL after the grace time. Does not wait."""
         self._stop_asked.append(grace_ms)
         with self._closing:
             if not self._closed:
@@ -188,7 +188,7 @@ class RunningLaunch:
                     os.write(self._wake_write, b"s")
 
     def join(self, timeout_ms: int) -> bool:
-        """Waits for the end; False if it did not come in time."""
+        """Waits for the end. Returns False if it did not come in time."""
         with self._wait_registry.over(lambda: f"the {self.running} processes of launch {self.number} to end"):
             self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
@@ -213,7 +213,7 @@ class RunningLaunch:
             os.close(self._wake_write)
 
     def _handle(self, event: Event) -> None:
-        """Gives the event to the core and carries out what it wants, until it wants nothing more."""
+        """Gives the event to the core, and carries out its effects until there are no more."""
         todo: deque[Event] = deque([event])
         while todo:
             for effect in self._core.handle(todo.popleft(), time.monotonic_ns() // 1_000_000):
@@ -288,11 +288,11 @@ class RunningLaunch:
             self._handle(event)
 
     def _reap(self, child: _Child) -> list[Event]:
-        """Ends what is left of a process and its group; its last lines, then its end."""
+        """Kills what is left of a process and its group. Returns its last lines, then its end."""
         now_s = time.time()
         _signal(child.process.pid, signal.SIGKILL)
         pid = child.process.pid
-        # a process that is stuck in the kernel is not gone before that lets it go
+        # a process that is stuck in the kernel is gone only after the kernel call returns
         with self._wait_registry.over(lambda: f"process {pid} of launch {self.number}, which was killed, to be gone"):
             exit_code = child.process.wait()
         del self._children[child.index]
@@ -308,14 +308,14 @@ class RunningLaunch:
 
 
 def _command(script: Path, arguments: Sequence[str]) -> list[str]:
-    # -P: nothing in the working directory shadows the standard library before the script's own path is set
+    # -P: no file of the working directory may shadow the standard library before the script's own path is set
     bootstrap = [sys.executable, "-u", "-P", "-m", "shardyard_worker.agent.bootstrap"]
     return [*bootstrap, str(os.getpid()), str(script), *arguments]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """To a child that is not reaped yet, so the id is surely its own. SIGKILL goes to its whole group; anything else
-    to itself alone, for a script that ends its own children in order."""
+    """Signals a child that is not reaped yet, so the id is still its own. SIGKILL goes to its whole group. Other
+    signals go to the child alone, so that a script can end its own children in order."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if number is signal.SIGKILL:
             os.killpg(pid, number)
@@ -324,7 +324,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def read_error_file(path: Path) -> RecordedError | None:
-    """What a process wrote of its error, if it did and it is well-formed. The file is the script's to spoil."""
+    """The error that a process wrote, if the file is there and well-formed. The script may have damaged it."""
     try:
         with path.open("rb") as stream:
             entry = json.loads(stream.read(ERROR_FILE_BYTES_MAX))

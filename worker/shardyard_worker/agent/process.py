@@ -1,8 +1,8 @@
 """The agent as a process: a member of the yard that serves launches, or runs one script and ends with it.
 
-Owns: the agent's standing with the coordinator (it enrols again when it was declared dead or the coordinator comes
-back; training goes on meanwhile), the reporting of ended processes. Invariants: when `serve` returns no process that
-the agent started is left. Must not know: torch, command lines.
+Owns: the agent's membership (it enrols again after it was declared dead or the coordinator came back; training goes on
+meanwhile), the reports of ended processes. Invariant: when `serve` returns, every process that the agent started is
+gone. Must not know: torch, command lines.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from shardyard_worker.agent.supervision import LaunchEnded, ProcessOutput
 log = logging.getLogger("shardyard.agent")
 
 REGISTER_PATIENCE_MS: Final = 30_000
-"""How long an agent looks for its coordinator when it starts."""
+"""How long an agent tries to reach its coordinator when it starts."""
 SLICE_MS: Final = 200
 REPORTS_QUEUED_MAX: Final = 4_096
 REPORT_TIMEOUT_MS: Final = 2_000
 
 
 class AgentMembership:
-    """The agent's membership. `enrol` and `tend` are for one thread; the rest is safe for several. `waiting_for`: what
-    the agent waits for, for heartbeats."""
+    """The agent's membership. One thread calls `enrol` and `tend`; the rest is safe for several. `waiting_for`:
+    describes what the agent waits for, for its heartbeats."""
 
     def __init__(
         self, peer: Peer, membership: Membership, *, coordinator_grace_ms: int, waiting_for: Callable[[], str]
@@ -60,7 +60,7 @@ class AgentMembership:
         return self._enrolment.incarnation
 
     def enrol(self, stop: threading.Event) -> None:
-        """Raises CoordinatorUnavailable when it does not answer for REGISTER_PATIENCE_MS."""
+        """Raises CoordinatorUnavailable if the coordinator does not answer for REGISTER_PATIENCE_MS."""
         try:
             self._enrol(REGISTER_PATIENCE_MS, stop)
         except errors.Unavailable:
@@ -68,7 +68,7 @@ class AgentMembership:
                 raise
 
     def tend(self) -> None:
-        """Enrols again if the membership was lost. To be called now and then."""
+        """Enrols again if the membership was lost. Called regularly."""
         if not self._lost.is_set():
             return
         self._lost.clear()
@@ -87,7 +87,7 @@ class AgentMembership:
         try:
             self._peer.call(methods.REPORT_EXIT, request, timeout_ms=REPORT_TIMEOUT_MS)
         except errors.ShardyardError as error:
-            # its lease will expire, only later
+            # without the report its lease still expires, only later
             log.debug("the end of process %d was not reported: %s", pid, error)
 
     def leave(self) -> None:
@@ -121,11 +121,11 @@ class AgentMembership:
 
 
 def _ignore(reply: coordinator_wire.HeartbeatReply) -> None:
-    """A heartbeat's answer has nothing for an agent."""
+    """A heartbeat's reply has nothing for an agent."""
 
 
 class ExitReporter:
-    """Tells the coordinator of ended processes from a thread of its own, so that watching them never waits for it."""
+    """Reports ended processes to the coordinator from its own thread, so that watching them never waits for it."""
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
         self._report = report
@@ -140,7 +140,7 @@ class ExitReporter:
             log.debug("the end of process %d was not reported: too many wait", pid)
 
     def close(self) -> None:
-        """Sends what waits, within a few seconds, and ends the thread."""
+        """Sends the reports that wait, within a few seconds, and ends the thread."""
         try:
             self._waiting.put(None, timeout=REPORT_TIMEOUT_MS / 1000)
         except queue.Full:
@@ -166,8 +166,8 @@ def serve(
 ) -> int:
     """Runs an agent until `stop` is set, or, with a `command` (script and arguments), until that script has ended.
 
-    Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `ready` is told
-    the agent's address. Raises AddressInUse, CoordinatorUnavailable, and for a bad command InvalidRequest.
+    Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `ready` is called
+    with the agent's address. Raises AddressInUse, CoordinatorUnavailable, and for a bad command InvalidRequest.
     """
     logs.bind_process(role="agent")
     plan = AgentPlan(
@@ -224,7 +224,7 @@ def _request(command: list[str], settings: Settings) -> wire.LaunchRequest:
 
 
 def _follow(launch: RunningLaunch, standing: AgentMembership, stop: threading.Event) -> int:
-    """Passes a launch's output on to this process's own, until it has ended or is to stop."""
+    """Prints a launch's output on this process's own streams, until it has ended or `stop` is set."""
     wanted = 0
     several = launch.order.workers > 1
     shown = ShownOutput()

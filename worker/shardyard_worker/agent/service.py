@@ -1,8 +1,8 @@
-"""The Agent service: launches asked for, watched, stopped and described over the wire.
+"""The Agent service: starts, watches, stops and describes launches over gRPC.
 
-Owns: the launches of an agent, the checks of what is asked for, who may ask. Invariants: programs are started, read and
-stopped only for callers on this machine, unless the agent was told otherwise; of ended launches the latest few are
-kept. Must not know: how processes are supervised (agent, agent_launch), the coordinator.
+Owns: the launches of an agent, the checks of requests, which callers are allowed. Invariants: only callers on this
+machine may start, read and stop programs, unless the agent was configured otherwise; the latest few ended launches are
+kept. Must not know: how processes are supervised (supervision, launch), the coordinator.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ RESTARTS_MAX: Final = 1_000
 GRACE_MS_MAX: Final = 60_000
 ARGUMENTS_MAX: Final = 4_096
 BLOCK_CHARACTERS_MAX: Final = limits.MIB
-"""All arguments, or the whole environment, of a launch."""
+"""Characters of all arguments, or of the whole environment, of a launch."""
 WATCH_SLICE_MS: Final = 200
 _GPU_DEVICE: Final = re.compile(r"nvidia([0-9]+)")
 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """How an agent was started. `device` and `threads` are the settings of that name (section worker)."""
+    """How an agent was started. `device` and `threads` are the settings of these names (section worker)."""
 
     coordinator: str
     workers: int
@@ -59,7 +59,8 @@ class AgentPlan:
 
 
 class AgentService:
-    """`incarnation` tells the agent's current one; `report_exit(pid, exit_code)` is told of every process that ends."""
+    """`incarnation` returns the agent's current one. `report_exit(pid, exit_code)` is called for every process that
+    ends."""
 
     def __init__(
         self, plan: AgentPlan, *, incarnation: Callable[[], int], report_exit: Callable[[int, int], None]
@@ -71,7 +72,7 @@ class AgentService:
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
         self.wait_registry = WaitRegistry(logger=log)
-        """Whatever this agent waits for is said here: in its log, and to the coordinator."""
+        """Explains all waits of this agent, in its log and to the coordinator."""
         self.service = Service("Agent")
         self.service.on(methods.LAUNCH, self._on_launch)
         self.service.on(methods.WATCH, self._on_watch)
@@ -96,7 +97,7 @@ class AgentService:
         return launch
 
     def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
-        """Stops all launches, waits for them, takes no new ones."""
+        """Stops all launches, waits for them, accepts no new ones."""
         with self._lock:
             self._closed = True
             launches = list(self._launches.values())
@@ -208,7 +209,7 @@ def to_wire(number: int, happening: Happening) -> wire.LaunchEvent:
         case ProcessStarted(index, pid, restarts):
             event.started.CopyFrom(wire.ProcessStarted(local_index=index, pid=pid, restarts=restarts))
         case ProcessOutput(index, standard_error, line):
-            # a lone surrogate cannot travel
+            # a lone surrogate cannot be encoded
             sound = line.encode("utf-8", "replace").decode("utf-8")
             event.output.CopyFrom(wire.ProcessOutput(local_index=index, standard_error=standard_error, line=sound))
         case ProcessExited(index, pid, exit_code, will_restart):
@@ -222,7 +223,7 @@ def to_wire(number: int, happening: Happening) -> wire.LaunchEvent:
 
 
 def gpus_present() -> tuple[str, ...]:
-    """The numbers of the NVIDIA GPUs of this machine, without asking a driver."""
+    """The numbers of this machine's NVIDIA GPUs, found without the driver."""
     found = (_GPU_DEVICE.fullmatch(name) for name in os.listdir("/dev"))
     return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
 

@@ -1,10 +1,10 @@
 """Supervision of one launch: which processes to start, restart and stop, and which error came first.
 
 Owns: the life of a launch's processes, the budget of restarts and their back-off, the choice of the first error by
-time, the environment block of a training process, who may launch. Invariants: `Supervision.handle` is the only mutator;
-a process is started again only after a signal ended it and while its budget lasts; after the first failure nothing is
-started any more; exactly one LaunchEnded is told, and it is the last that is told.
-Must not know: processes, pipes, clocks, gRPC (agent_launch runs the effects, agent_service is called), torch.
+time, the environment of a training process, who may launch. Invariants: only `Supervision.handle` changes the state; a
+process is restarted only after a signal ended it, and while its budget lasts; after the first failure no process is
+started; exactly one LaunchEnded is emitted, as the last event. Must not know: processes, pipes, clocks, gRPC (launch
+runs the effects, service takes the calls), torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from urllib.parse import unquote
 from shardyard.domain.errors import WorkerQuarantined
 
 STOP_GRACE_MS: Final = 3_000
-"""Between SIGTERM and SIGKILL, where the one who stops a launch does not say."""
+"""The time between SIGTERM and SIGKILL, if the request to stop names none."""
 RESTART_BACKOFF_MS: Final = 200
 RESTART_BACKOFF_MS_MAX: Final = 10_000
 WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
 RAISED_EXIT_CODE: Final = 1
-"""What Python ends with after an exception that nobody catches."""
+"""Python's exit code after an exception that was not caught."""
 QUARANTINED: Final = WorkerQuarantined.__name__
 TAIL_LINES_MAX: Final = 20
-"""Lines of output kept of each process, to show where it left no traceback."""
+"""Output lines kept of each process, to show if it left no traceback."""
 
 
 # ---- what happened, for those who watch
@@ -51,7 +51,7 @@ class ProcessOutput:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """`exit_code` is negative for the signal that ended it."""
+    """`exit_code` is negative if a signal ended the process."""
 
     index: int
     pid: int
@@ -61,8 +61,8 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnded:
-    """`exit_code` 0: every process ended well, but those that the job has put out. Else `first_error` is that of the
-    process that failed first."""
+    """`exit_code` 0: every process ended well, except those that the job has quarantined. Otherwise `first_error` is
+    that of the process that failed first."""
 
     exit_code: int
     first_error_index: int = 0
@@ -77,7 +77,7 @@ Happening = ProcessStarted | ProcessOutput | ProcessExited | LaunchEnded
 
 @dataclass(frozen=True, slots=True)
 class RecordedError:
-    """What a process wrote into its error file. `time_s` is wall-clock time."""
+    """The error that a process wrote into its error file. `time_s`: wall-clock time in seconds."""
 
     time_s: float
     kind: str
@@ -186,15 +186,15 @@ class _Failure:
 
 
 class Supervision:
-    """The machine of one launch. Time is an argument: monotonic milliseconds for the timers, wall-clock seconds in the
-    events for the order of errors (processes write it into their error files)."""
+    """The state machine of one launch. Time is an argument: monotonic milliseconds for the timers, wall-clock seconds
+    in the events for the order of errors, since processes write those into their error files."""
 
     def __init__(self, *, workers: int, restarts_max: int) -> None:
         self._restarts_max = restarts_max
         self._processes = [_Process(index) for index in range(workers)]
         self._failures: list[_Failure] = []
         self._quarantined: list[_Failure] = []
-        """Failures only where no process has ended well."""
+        """These count as failures only if no process ended well."""
         self._any_well = False
         self._stopping = False
         self._stop_asked = False
@@ -206,7 +206,7 @@ class Supervision:
         return sum(process.phase is not Phase.ENDED for process in self._processes)
 
     def next_due_ms(self) -> int | None:
-        """When TimePassed is to come next, at the latest; None: nothing depends on time now."""
+        """When the next TimePassed is due. None: nothing depends on time now."""
         due = [process.due_ms for process in self._processes if process.phase is Phase.RESTARTING]
         if self._kill_due_ms is not None:
             due.append(self._kill_due_ms)
@@ -258,7 +258,7 @@ class Supervision:
         if event.error is not None and event.error.kind == QUARANTINED and not self._stopping:
             self._quarantined.append(self._failure(process, event))  # the job goes on without it
             return effects + self._finish()
-        # one that ends while it is being stopped has failed by itself only if it says so
+        # a process that ends while it is being stopped has failed by itself only if it recorded an error
         if code != 0 and (not self._stopping or (event.error is not None and not self._stop_asked)):
             self._failures.append(self._failure(process, event))
         if code != 0:
@@ -267,7 +267,7 @@ class Supervision:
 
     def _failure(self, process: _Process, event: Ended) -> _Failure:
         if event.error is not None:
-            # it raised, and what stops the launch reached it while it was still ending
+            # it raised an error, and the stop signal reached it while it was still ending
             stopped = self._stopping and -event.exit_code in (signal.SIGTERM, signal.SIGKILL)
             code = RAISED_EXIT_CODE if stopped else event.exit_code
             return _Failure(event.error.time_s, process.index, code, event.error.traceback.rstrip())
@@ -317,7 +317,7 @@ class Supervision:
 
 
 def describe_exit(exit_code: int) -> str:
-    """What an exit code means, in words."""
+    """Describes an exit code in words."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
@@ -331,7 +331,7 @@ def describe_exit(exit_code: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where a training process stands: what the environment block tells it."""
+    """The place of a training process, as its environment tells it."""
 
     coordinator: str
     agent: int
@@ -341,15 +341,15 @@ class ProcessPlace:
 
 
 def environment_block(base: Mapping[str, str], place: ProcessPlace, *, threads: int, gpu: str | None) -> dict[str, str]:
-    """The environment of a training process: `base`, the thread counts where it names none, one GPU where there is
-    one to give, and the variables with which `shardyard.connect` finds its place."""
+    """The environment of a training process: `base`, thread counts if it has none, one GPU if there is one for it, and
+    the variables from which `shardyard.connect` learns its place."""
     block = dict(base)
     if threads:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             block.setdefault(name, str(threads))
     if gpu is not None:
         block["CUDA_VISIBLE_DEVICES"] = gpu
-    # the workers that a job expects are those of this launch, unless somebody who knows of other machines says more
+    # a job expects the workers of this launch, unless the user has set a number, as for several machines
     if WORKERS_EXPECTED_VARIABLE in block:
         block.pop("SHARDYARD_WORKERS", None)
     else:
@@ -363,8 +363,8 @@ def environment_block(base: Mapping[str, str], place: ProcessPlace, *, threads: 
 
 
 def gpus_to_give(base: Mapping[str, str], device: str, present: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs that are given out, one to a process in turn: none unless `worker.device` is auto. CUDA_VISIBLE_DEVICES,
-    where it is set, says which; `present` are those of the machine."""
+    """The GPUs that are given out, one to each process in turn. None unless `worker.device` is auto.
+    CUDA_VISIBLE_DEVICES chooses them if it is set; otherwise they are `present`, those of the machine."""
     if device != "auto":
         return ()
     visible = base.get("CUDA_VISIBLE_DEVICES")
@@ -378,7 +378,7 @@ def gpus_to_give(base: Mapping[str, str], device: str, present: Sequence[str]) -
 
 def is_local_caller(peer: str) -> bool:
     """Whether a caller, as gRPC names it (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`, `unix:...`), is on this
-    machine: only over loopback can nobody from outside have sent it."""
+    machine. Only loopback addresses and Unix sockets cannot be reached from outside."""
     kind, _, rest = unquote(peer).partition(":")
     if peer == "in-process" or kind in ("unix", "unix-abstract"):
         return True

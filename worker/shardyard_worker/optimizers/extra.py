@@ -1,8 +1,8 @@
 """Optimizers that torch does not have, as `shardyard.optim`: LAMB, Lion, FTRL.
 
-Owns: their formulas in operations of torch, and their options. Each trains without Shardyard too, and says which update
-rule of the servers takes its place in `job.prepare`; tests hold one to the other. Invariants: parameters are dense and
-real; a parameter without a gradient is left as it is, with its state. Must not know: jobs, servers.
+Owns: their formulas in operations of torch, and their options. Each also trains without Shardyard, and names the
+servers' update rule that replaces it in `job.prepare`; tests compare the two. Invariants: parameters are dense and
+real; a parameter without a gradient, and its state, stay as they are. Must not know: jobs, servers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _DenseOptimizer(torch.optim.Optimizer):
     """Updates parameter by parameter."""
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, state: _State) -> None:
-        """One step of one parameter; `state` is empty at its first, and the gradient is one to descend."""
+        """Takes one step of one parameter, down `gradient`. `state` is empty at the first step."""
         raise NotImplementedError
 
     @overload
@@ -32,7 +32,7 @@ class _DenseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step. Gives back the closure's loss. Raises ValueError for a gradient that is sparse or complex."""
+        """Takes one step. Returns the closure's loss. Raises ValueError for a sparse or complex gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

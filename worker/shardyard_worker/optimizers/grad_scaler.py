@@ -1,13 +1,14 @@
 """Loss scaling: one scale for all workers of a job, and one verdict on an overflow.
 
 After "Mixed Precision Training" (Micikevicius et al., ICLR 2018), as torch.amp.GradScaler does it in one process. The
-scale is a function of three counts, which are one integer variable of the job: overflows, growths, and steps since
-either, in this order from the highest bit on. So it is versioned, logged, written into checkpoints and given to workers
-that join, like any buffer; and of several proposals for one step the largest is that of a rank that has overflowed.
+scale is a function of three counts: overflows, growths, and steps since the last of either. They are packed in this
+order, highest bits first, into one integer variable of the job. So they are versioned, logged, checkpointed and given
+to workers that join, like any buffer. Of several proposals for one step the largest wins: that of a rank that has
+overflowed.
 
-Gradients of tables' rows are scaled, and looked at, with the others: an overflow in one of them is one of the step.
+Gradients of table rows are scaled and checked too: an overflow in one of them is an overflow of the step.
 
-Owns: the counts and their scale, and the way from a scaled gradient to one that is sent. Must not know: pushes.
+Owns: the counts, their scale, and the unscaling of gradients before they are sent. Must not know: pushes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FLOAT32_MAX: Final = Fraction(torch.finfo(torch.float32).max)
 
 
 class ScaleCounts(NamedTuple):
-    """In the order in which one proposal outdoes another."""
+    """Fields are in order of precedence: the larger proposal wins."""
 
     overflows: int = 0
     growths: int = 0
     steps: int = 0
-    """Since the last overflow or growth."""
+    """Steps since the last overflow or growth."""
 
     @property
     def number(self) -> int:
@@ -49,7 +50,7 @@ def counts_of(number: int) -> ScaleCounts:
 
 
 class ScaleRule:
-    """How the scale follows from the counts."""
+    """Computes the scale from the counts."""
 
     def __init__(self, *, initial: float, growth: float, backoff: float, interval: int) -> None:
         if not (initial > 0 and growth > 1 and 0 < backoff < 1 and 1 <= interval <= COUNT_MAX):
@@ -66,7 +67,7 @@ class ScaleRule:
         return float(self._exact(counts))
 
     def after(self, counts: ScaleCounts, *, overflow: bool) -> ScaleCounts:
-        """A step later."""
+        """The counts after one more step."""
         if overflow:
             if counts.overflows == COUNT_MAX:
                 raise InvalidRequest(
@@ -90,7 +91,7 @@ class ScaleRule:
 
 
 class JobScaler(torch.amp.GradScaler):
-    """The scaler of a job: torch's, but that the scale is the job's, and falls once for all workers."""
+    """torch's scaler, but with the job's scale, which falls once for all workers."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class JobScaler(torch.amp.GradScaler):
         )
         super().__init__(device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.state = torch.zeros((), dtype=torch.int64)
-        """The variable's target: on the CPU, so that no device is waited for."""
+        """The tensor of the job's variable. It is on the CPU, so that no device is waited for."""
         self._by_steps = by_steps
         self._latest = 0
         self._at: int | None = None
@@ -119,24 +120,24 @@ class JobScaler(torch.amp.GradScaler):
     # ---- what torch's has
 
     def scale(self, outputs: Any) -> Any:
-        """The loss, or losses, times the scale."""
+        """Multiplies the loss, or losses, by the scale."""
         if self.is_enabled() and not self._begun:
             self._follow()
-            self._begun = True  # what is accumulated into one gradient has one scale
+            self._begun = True  # all losses of one gradient have one scale
         return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's: a step of the job, unless this worker, or in a synchronous job any, has an overflow. Either way
-        the work is pushed."""
+        """As torch's: steps unless this worker, or in a synchronous job any worker, has an overflow. Either way the
+        work is pushed."""
         if self.is_enabled() and not _has_halves(optimizer) and not self._is_unscaled(optimizer):
-            self.unscale_(optimizer)  # in one pass with the look for an overflow
+            self.unscale_(optimizer)  # one pass also finds overflows
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
             self._begun = False
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Takes the job's scale. Raises InvalidRequest for another one."""
+        """Takes the job's scale. Raises InvalidRequest for `new_scale`."""
         if new_scale is not None:
             raise InvalidRequest("a scale of the script's own", why="all workers of a job have one scale", todo="")
         if self.is_enabled():
@@ -155,7 +156,7 @@ class JobScaler(torch.amp.GradScaler):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:  # noqa: ARG002
-        """Refused: the counts are a variable of the job."""
+        """Raises an error: the counts are a variable of the job."""
         raise UnsupportedOptimizer(
             "load_state_dict on the scaler of a job", why="its state is in the job's checkpoints", todo=""
         )
@@ -177,7 +178,7 @@ class JobScaler(torch.amp.GradScaler):
     # ---- the job's side
 
     def proposal(self, overflow: bool | None) -> torch.Tensor:
-        """What a push says of the counts. `overflow` None: its loss was not scaled."""
+        """The counts that a push proposes. `overflow` None: its loss was not scaled."""
         counts = self._counts()
         if overflow is not None:
             counts = self._rule.after(counts, overflow=overflow)
@@ -185,11 +186,11 @@ class JobScaler(torch.amp.GradScaler):
         return torch.tensor(counts.number)
 
     def follow(self, *, by_steps: bool) -> None:
-        """The job is synchronous, or is not any more, whatever it was."""
+        """Sets whether the job is synchronous now."""
         self._by_steps = by_steps
 
     def _counts(self) -> ScaleCounts:
-        """Asynchronous: what another worker has put there may not know of what this one has said."""
+        """Asynchronous: another worker's counts may not yet include this worker's last proposal."""
         number = int(self.state)
         return counts_of(number if self._by_steps else max(number, self._latest))
 
@@ -210,8 +211,7 @@ class JobScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """As torch's, which sees parameters alone, and the gradients of tables' rows, which are in this machine's
-        memory."""
+        """As torch's, plus the gradients of table rows: torch sees only parameters, and these are in host memory."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         rows = optimizer.row_gradients() if isinstance(optimizer, ServerOptimizer) else None
         if rows is not None:
@@ -230,7 +230,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _has_halves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether gradients are in float16 themselves: those are widened before they are unscaled."""
+    """Whether any gradient is float16. Those are widened before they are unscaled."""
     return any(gradient.dtype is torch.float16 for gradient in _gradients(optimizer))
 
 
@@ -238,7 +238,7 @@ Unscale = Callable[[torch.Tensor | None], torch.Tensor | None]
 
 
 def unscaler(scale: torch.Tensor | None, gradients: Sequence[torch.Tensor | None]) -> Unscale:
-    """Gradients as they are sent, of such that were computed of a scaled loss. Those in 32 or more bits are changed in
+    """Returns a function that unscales gradients before they are sent. Gradients of 32 or more bits are changed in
     place, as torch's scaler does; others are widened first. `scale` None: they are unscaled already."""
     if scale is None:
         return lambda gradient: gradient

@@ -1,8 +1,8 @@
 """Learning rates as a function of the job's step (docs/internals/ledger.md, rule B5).
 
-A worker that computes two logical ranks of a step calls `scheduler.step()` twice in it; one that joins late has never
-called it. Prepared by the job, a scheduler stands where the job stands whenever gradients are pushed, however often it
-is called.
+A worker that computes two logical ranks of a step calls `scheduler.step()` twice in it, and one that joins late has
+not called it before. So the job sets a prepared scheduler to the job's step whenever gradients are pushed, however
+often the script has called it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
 
 @dataclass(frozen=True)
 class _Standing:
-    """After `at` steps: the scheduler's state, and what it has set in each parameter group."""
+    """The scheduler's state after `at` steps, and what it has set in each parameter group."""
 
     at: int
     state: dict[str, Any]
@@ -29,7 +29,7 @@ class _Standing:
 
 
 class JobScheduler:
-    """Wraps a `torch.optim.lr_scheduler` object that is stepped once a step of the job."""
+    """Wraps a `torch.optim.lr_scheduler` object that takes one step for each step of the job."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, step: Callable[[], int]) -> None:
         """Raises UnsupportedOptimizer, InvalidRequest. `optimizer`: the one whose rates it must set."""
@@ -52,11 +52,11 @@ class JobScheduler:
         self.follow()
 
     def step(self) -> None:
-        """Takes the rates of the job's step. Calling it more than once a step changes nothing."""
+        """Sets the rates of the job's step. Calling it more than once a step changes nothing."""
         self.follow()
 
     def follow(self) -> None:
-        """Brings the rates to the job's step, which may be an earlier one: a job can go back to a checkpoint."""
+        """Sets the rates of the job's step, which is lower than before if the job went back to a checkpoint."""
         if self._at > self._step():
             before = copy.deepcopy(self._kept if self._kept.at <= self._step() else self._first)
             self._scheduler.load_state_dict(before.state)
@@ -64,14 +64,14 @@ class JobScheduler:
                 group.update(rates)
             self._at = before.at
         with warnings.catch_warnings():
-            # the optimizer that steps is not the one that the scheduler was built on
+            # torch warns because the stepping optimizer is not the one that the scheduler was built on
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
             while self._at < self._step():
                 self._scheduler.step()
                 self._at += 1
 
     def keep(self) -> None:
-        """Where it stands now is what it will go back to, more than once: another logical rank begins here too."""
+        """Saves the current state, to which it can go back several times: another logical rank begins here too."""
         if self._kept.at != self._at:
             self._kept = self._standing()
 
@@ -86,5 +86,5 @@ class JobScheduler:
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What schedulers change, of each parameter group."""
+    """The values of each parameter group that schedulers change."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

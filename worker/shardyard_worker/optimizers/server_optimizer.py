@@ -43,12 +43,13 @@ def _name(kind: type[torch.optim.Optimizer]) -> str:
 
 
 _ALTERNATIVES = "use one of " + ", ".join(_name(kind) for kind in _KINDS)
-# How torch runs an update, not what it computes.
+# these change how torch runs an update, not its result
 _UNMOVABLE_FLAGS = ("differentiable", "capturable")
 
 
 def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The optimizer as the servers know it. Raises UnsupportedOptimizer for a kind or option that they do not have."""
+    """Translates the optimizer for the servers. Raises UnsupportedOptimizer for a kind or option that they do not
+    have."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -72,12 +73,12 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    # Adagrad has its state from the beginning, at step 0
+    # Adagrad has state from the start, at step 0
     return bool(state["step"] > 0) if "step" in state else bool(state)
 
 
 def settings_of(kind: str, group: Group) -> tuple[float, ...]:
-    """A parameter group's settings as they stand now, in the order of the wire."""
+    """A parameter group's current settings, in the order of the wire."""
     given = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
     return make_group(kind, {name: float(given[name]) for name in setting_names(kind)})
 
@@ -116,8 +117,8 @@ def _global_hooks() -> bool:
 
 @dataclass(frozen=True)
 class Scaled:
-    """What a GradScaler says of gradients: whether they are beyond their format, and the scale that is still to be
-    taken from them, if any."""
+    """A GradScaler's findings: whether gradients overflow their format, and the scale that is still to be divided out,
+    if any."""
 
     overflow: bool
     scale: torch.Tensor | None
@@ -127,13 +128,13 @@ Contribute = Callable[["ServerOptimizer", Scaled | None], None]
 
 
 class TrainedRows(Protocol):
-    """Of the tables that are trained with the parameters."""
+    """The rows of tables that are trained together with the parameters."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that have come since the last step, to be changed in place."""
+        """The gradients since the last step. They may be changed in place."""
 
     def clear(self) -> None:
-        """Forgets them."""
+        """Drops the gradients."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -144,7 +145,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """torch's GradScaler then calls `step` in any case, and says what it has found."""
+    """torch's GradScaler then always calls `step`, and passes on what it has found."""
 
     def __init__(
         self,
@@ -167,15 +168,15 @@ class ServerOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the job. Afterwards the parameters are those to compute the next gradient on.
+        """Takes one step of the job. Afterwards the parameters are those for the next gradient.
 
-        Raises JobFailed when the job has ended by an error, RateMismatch, ShapeMismatch, UnsupportedModel.
+        Raises JobFailed if the job has ended with an error, RateMismatch, ShapeMismatch, UnsupportedModel.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_hooks():
             return self._hooked_step(closure)
         return self._step(closure)
 
-    # torch wraps `step` of every optimizer, for hooks and its profiler, unless it says that it does so itself
+    # torch wraps every optimizer's `step` for hooks and its profiler, unless the step is marked as wrapped
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -188,7 +189,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return loss
 
     def settings(self) -> tuple[tuple[float, ...], ...]:
-        """All groups' settings as they stand now; the same object as long as none has changed."""
+        """The current settings of all groups; the same object as long as none has changed."""
         found = [
             [value if type(value) in _STEADY else _plain(value) for name, value in group.items() if name != "params"]
             for group in self.param_groups
@@ -199,8 +200,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return self._settings
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients, of the rows of tables too."""
-        if set_to_none:  # as torch does, which first writes down for its profiler that it does so
+        """Drops gradients, those of table rows too."""
+        if set_to_none:  # as torch does, but without its profiler's record
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -211,11 +212,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._rows.clear()
 
     def row_gradients(self) -> list[torch.Tensor] | None:
-        """The gradients of tables' rows, to be changed in place; None without tables."""
+        """The gradients of table rows, which may be changed in place. None without tables."""
         return None if self._rows is None else self._rows.gradients()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Refused: the state is not in this process."""
+        """Raises an error: the state is not in this process."""
         raise UnsupportedOptimizer(
             "load_state_dict on the optimizer of a job",
             why="its state lives on the servers, and begins with the job",

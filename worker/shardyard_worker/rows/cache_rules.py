@@ -1,8 +1,8 @@
-"""Whether a worker may keep rows of a job for later steps, and for how many.
+"""Whether a worker may cache rows of a job for later steps, and for how many steps.
 
-Owns: what is asked of the settings of both. Invariants: no row is kept where a step is computed on one version of all,
-or where what a row lacks is told by the version of its partition; under a bound of the servers that holds for rows that
-were kept, too. Must not know: rows.
+Owns: the checks of the worker's and the job's settings. Invariants: no row is cached if a step must be computed on one
+version of everything, or if updates that a row lacks are judged by the version of its partition. If servers bound the
+staleness, the bound includes cached rows. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardyard_worker.rows.row_cache import CacheRules
 
 
 def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
-    """None: no rows are kept. Raises ConfigurationError where the job's mode does not allow it."""
+    """None: no rows are cached. Raises ConfigurationError if the job's mode does not allow a cache."""
     if not worker.cached_rows_bytes:
         return None
     consistency = job.consistency
@@ -40,7 +40,7 @@ def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
 
 
 def check_bound(worker: WorkerSettings, bound: int) -> None:
-    """Of a job that is started with a bound on staleness. Raises ConfigurationError."""
+    """Checks a job that is started with a bound on staleness. Raises ConfigurationError."""
     if worker.window + worker.cached_rows_steps > bound:
         raise ConfigurationError(
             f"worker.cached_rows_steps {worker.cached_rows_steps} with worker.window {worker.window} in a job with"

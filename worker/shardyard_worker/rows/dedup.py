@@ -1,10 +1,10 @@
-"""Ids of a batch, each once, and the sums of what its occurrences add to its row.
+"""The ids of a batch, each once, and the sums of the gradients of all occurrences of an id.
 
-Owns: the numbering of ids in the order in which they are first met, the order in which unique_ids ids travel, and the
-order of sums. Invariants: unique_ids ids stand by partition and ascend within each, so that one partition's are a slice
-whose gaps are small; a sum is taken in the order of the occurrences, so the same batch gives the same bits; no result
-depends on the hash's seed, which is drawn anew for each table, so that nobody can choose ids that collide. Must not
-know: what a row is for, who has it.
+Owns: the numbering of ids in the order of first occurrence, the order in which unique ids travel, and the order of
+sums. Invariants: unique ids are sorted by partition and ascend within each, so a partition's ids are one slice with
+small gaps; a sum follows the order of the occurrences, so the same batch gives the same bits; no result depends on the
+hash's seed, which is drawn for each table so that colliding ids cannot be chosen. Must not know: what a row is for,
+where it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UniqueIds:
     """The ids of a batch, each once.
 
     `ids`: shape (m,), by partition, ascending within each. `places`: shape (n,); the batch is `ids[places]`. `starts`:
-    shape (partitions + 1,); those of partition p are ids[starts[p]:starts[p + 1]].
+    shape (partitions + 1,); partition p has ids[starts[p]:starts[p + 1]].
     """
 
     ids: Int64s
@@ -45,7 +45,7 @@ class UniqueIds:
 
 
 def unique_ids(ids: Int64s, partitions: int = 1) -> UniqueIds:
-    """The unique_ids ids of `ids`, shape (n,). One pass over the batch; the rest is over the m unique_ids ones."""
+    """The unique ids of `ids`, shape (n,). One pass over the batch; the rest is over the m unique ids."""
     met = IdNumbering(expected=min(ids.size, 1 << 16))
     places = met.add(ids)
     order = np.empty(len(met), np.int64)
@@ -56,9 +56,9 @@ def unique_ids(ids: Int64s, partitions: int = 1) -> UniqueIds:
 
 
 class IdNumbering:
-    """Ids numbered from 0 on in the order in which they were first added. Grows; nothing is ever taken out.
+    """Numbers ids from 0 in the order in which they were first added. It grows; no id is ever removed.
 
-    Linear probing at a load of at most 1/2; at most NUMBERS_MAX. One thread at a time.
+    Linear probing at a load of at most 1/2. At most NUMBERS_MAX ids. One thread at a time.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -72,17 +72,17 @@ class IdNumbering:
 
     @property
     def ids(self) -> Int64s:
-        """By number; a view, good until the next `add`."""
+        """The ids by number: a view, valid until the next `add`."""
         return self._ids[: self._count]
 
     def find(self, ids: Int64s) -> Int64s:
-        """The number of each id, -1 where it has none. Changes nothing."""
+        """The number of each id, -1 if it has none. Changes nothing."""
         found = np.empty(ids.size, np.int64)
         _find(writable(ids), self._slots, self._seed, self._ids, found)
         return found
 
     def add(self, ids: Int64s) -> Int64s:
-        """The number of each id; those that had none get the next. Raises TooLarge, when it is full."""
+        """The number of each id. Ids without one get the next numbers. Raises TooLarge when it is full."""
         found = np.empty(ids.size, np.int64)
         ids, done = writable(ids), 0
         while True:
@@ -101,7 +101,7 @@ class IdNumbering:
 
 
 def _free_slots(ids: int) -> Int32s:
-    """For so many ids: a power of two, at least twice as many."""
+    """Empty slots for `ids` ids: a power of two, at least twice as many."""
     return np.full(1 << (2 * ids - 1).bit_length(), _FREE, np.int32)
 
 
@@ -109,7 +109,8 @@ def _free_slots(ids: int) -> Int32s:
 
 
 def sum_rows(gradients: Float32s, places: Int64s, rows: int) -> Float32s:
-    """Shape (rows, dim): for each row the sum of the gradients, shape (n, dim), whose place it is, in their order."""
+    """Shape (rows, dim): for each row the sum of its gradients in their order. `gradients`: shape (n, dim); `places`:
+    the row of each."""
     sums = np.zeros((rows, gradients.shape[1]), np.float32)
     _sum_rows(gradients, places, sums)
     return sums
@@ -122,7 +123,8 @@ def sum_rows(gradients: Float32s, places: Int64s, rows: int) -> Float32s:
 def _add(
     ids: Int64s, begin: int, slots: Int32s, seed: np.uint64, known: Int64s, count: int, found: Int64s
 ) -> tuple[int, int]:
-    """IdNumbering ids[begin:] until all are done or `known` is full. How many of `ids` are done, how many are known."""
+    """Numbers ids[begin:] until all are done or `known` is full. Returns how many of `ids` are done, and how many ids
+    are known."""
     mask = np.uint64(slots.size - 1)
     one = np.uint64(1)
     for i in range(begin, ids.size):
@@ -171,16 +173,17 @@ def _place(known: Int64s, slots: Int32s, seed: np.uint64) -> None:
 
 @compiled
 def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
-    """`order`: of unique_ids ids, by owner and ascending within each. `starts`, zeros at first: where each owner's
-    begin.
+    """Writes into `order` the order of unique ids by owner, ascending within each, and into `starts`, zeros at first,
+    where each owner's ids begin.
 
-    A radix sort, from the lowest digit of 11 bits to the highest, without those that all ids share; owners are last.
+    A radix sort, from the lowest digit of 11 bits to the highest; digits that all ids share are skipped; owners are
+    last.
     """
     digits, mask = 6, np.uint64(2047)
     counts = np.zeros((digits, 2048), np.int64)
     keys = np.empty(ids.size, np.uint64)
     for i in range(ids.size):
-        # in this order unsigned numbers ascend as ids do
+        # flipping the sign bit makes unsigned keys ascend as signed ids do
         keys[i] = np.uint64(ids[i]) ^ (np.uint64(1) << np.uint64(63))
         order[i] = i
         for d in range(digits):
@@ -213,7 +216,7 @@ def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
 
 @compiled
 def _replace(places: Int64s, order: Int64s) -> None:
-    """IdNumbering become positions in `order`."""
+    """Turns numbers of ids into positions in `order`."""
     ranks = np.empty(order.size, np.int64)
     for rank in range(order.size):
         ranks[order[rank]] = rank

@@ -1,9 +1,9 @@
 """Rows that were read and are likely to be asked for again. Used by serving and by training.
 
-Owns: a bounded number of rows of each table, or of bytes in all, how often each was asked for, and as of when it was
-read. Invariants: a row is given as it was put last, and only if it was read at `oldest` or later; beyond a number of
-rows, the first rows stay; beyond a number of bytes, the rows with the most requests for their bytes stay, and older
-requests count half. Safe for several threads. Must not know: who has the rows, what a time is.
+Owns: a bounded number of rows of each table, or of bytes in all, how often each row was requested, and the time as of
+which it was read. Invariants: a row is returned as it was last put, and only if it was read at `oldest` or later. With
+a bound on rows, the first rows stay. With a bound on bytes, the rows with the most requests for their bytes stay, and
+older requests count half. Safe for several threads. Must not know: where rows come from, what a time is.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardyard_worker.rows.dedup import Float32s, IdNumbering, Int64s, unique_id
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery
 
 INDEX_BYTES: Final = 64
-"""About what a row takes beside its values: its id, where it is, when it was read and how often it was asked for."""
+"""About the bytes of a row beside its values: its id, its place, its time and its number of requests."""
 _GROWS_FROM = 256
 _NEVER = -(1 << 62)
 
 
 class FrequencyCache:
-    """`rows_max`: of each table; `bytes_max`: in all, about. None: no such bound."""
+    """`rows_max`: of each table; `bytes_max`: of all rows, about. None: no such bound."""
 
     def __init__(self, rows_max: int | None = None, *, bytes_max: int | None = None) -> None:
         self._rows_max, self._bytes_max = rows_max, bytes_max
@@ -32,8 +32,9 @@ class FrequencyCache:
         self._tables: dict[int, _Kept] = {}
 
     def take(self, table: int, ids: Int64s, out: Float32s, oldest: int = 0) -> tuple[Bools | None, int | None]:
-        """out[i] becomes the row of ids[i], shape (n, dim), each id once, where it is here and was read at `oldest` or
-        later. Which are not, None: all are; and when the oldest of those that are was read, None: none is."""
+        """Sets out[i], shape (n, dim), to the row of ids[i], each id once, if it is cached and was read at `oldest` or
+        later. Returns which rows are missing (None: none), and when the oldest found row was read (None: none
+        found)."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is None:
@@ -41,7 +42,7 @@ class FrequencyCache:
             return kept.take(ids, out, oldest)
 
     def put(self, table: int, ids: Int64s, rows: Float32s, as_of: int = 0) -> None:
-        """Rows, each id once, that were read then, as far as there is room; what is here and as new stays."""
+        """Puts rows, each id once, that were read at `as_of`, if there is room. Rows that are as new stay."""
         with self._lock:
             kept = self._kept(table, rows.shape[1])
             fresh = kept.renew(ids, rows, as_of)
@@ -55,8 +56,8 @@ class FrequencyCache:
                 kept.drop(ids)
 
     def change(self, table: int, ids: Int64s, by: Float32s, change: Callable[[Float32s, Float32s], Float32s]) -> None:
-        """The rows of these ids, as far as they are here, become what `change` makes of them and of what is `by`, shape
-        (n, dim); they stay as old as they are."""
+        """Sets the cached rows of these ids to what `change` makes of them and of `by`, shape (n, dim). Their time
+        stays."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
@@ -67,8 +68,8 @@ class FrequencyCache:
             self._tables = {}
 
     def hottest(self, partitions: int) -> list[tuple[RowQuery, Int64s]]:
-        """The rows that the next version begins with, and how often each was asked for."""
-        with self._lock:  # for a copy: nobody who looks up waits while they are put in order
+        """The rows that the next version begins with, and their numbers of requests."""
+        with self._lock:  # only for a copy: look-ups do not wait for the sort
             asked = [(table, kept.dim, *kept.asked()) for table, kept in sorted(self._tables.items())]
         found = []
         for table, dim, ids, asks in asked:
@@ -81,7 +82,7 @@ class FrequencyCache:
         return found
 
     def begin(self, hottest: Sequence[tuple[RowQuery, Int64s]], rows: Sequence[Float32s]) -> None:
-        """With what another version's `hottest` has named, read of this one."""
+        """Begins with the rows that another version's `hottest` named, read from this version."""
         with self._lock:
             for (asked, asks), values in zip(hottest, rows, strict=True):
                 kept = self._kept(asked.table, asked.dim)
@@ -94,7 +95,7 @@ class FrequencyCache:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, about."""
+        """The bytes of all rows, about."""
         with self._lock:
             return self._used()
 
@@ -107,7 +108,7 @@ class FrequencyCache:
         return sum([len(kept.numbers) * kept.row_bytes for kept in self._tables.values()])
 
     def _room(self, kept: _Kept, wanted: int) -> int:
-        """For how many rows there is room."""
+        """How many more rows there is room for."""
         room = wanted if self._rows_max is None else min(wanted, self._rows_max - len(kept.numbers))
         if self._bytes_max is None:
             return room
@@ -116,7 +117,7 @@ class FrequencyCache:
         return min(room, (self._bytes_max - self._used()) // kept.row_bytes)
 
     def _shrink(self, bytes_max: int) -> None:
-        """Keeps the rows with the most requests for their bytes; of equal ones the newest."""
+        """Keeps the rows with the most requests for their bytes; among equal ones the newest."""
         tables = [self._tables[table] for table in sorted(self._tables)]
         worth = np.concatenate([kept.asks / kept.row_bytes for kept in tables])
         read = np.concatenate([kept.read for kept in tables])
@@ -130,7 +131,7 @@ class FrequencyCache:
 
 
 class _Kept:
-    """Of one table."""
+    """The cached rows of one table."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -164,7 +165,7 @@ class _Kept:
         return ~there, int(self._read[given].min()) if given.size else None
 
     def renew(self, ids: Int64s, rows: Float32s, as_of: int) -> Int64s:
-        """Rows that are here, and older. The places of those that are not here."""
+        """Replaces older rows. Returns the places of ids that are not cached."""
         numbers = self.numbers.find(ids)
         older = numbers >= 0
         older[older] = self._read[numbers[older]] < as_of
@@ -173,7 +174,7 @@ class _Kept:
         return np.flatnonzero(numbers < 0)
 
     def add(self, ids: Int64s, rows: Float32s, chosen: Int64s, asks: Int64s, as_of: int) -> None:
-        """Those at the chosen places, which are not here."""
+        """Adds the rows at the chosen places, whose ids are not cached."""
         if not chosen.size:
             return
         numbers = self.numbers.add(ids[chosen])
@@ -194,14 +195,14 @@ class _Kept:
         self._rows[known] = change(self._rows[known], by[there])
 
     def keep(self, chosen: Int64s) -> None:
-        """These alone, by number; what they were asked for counts half from now on."""
+        """Keeps only these, given by number. Their requests so far count half from now on."""
         ids, rows = self.numbers.ids[chosen], self._rows[chosen]
         self._read, self._asks, self._rows = self._read[chosen], self._asks[chosen] // 2, rows
         self.numbers = IdNumbering(expected=ids.size)
         self.numbers.add(ids)
 
     def asked(self) -> tuple[Int64s, Int64s]:
-        """All ids, and half of how often each was asked for."""
+        """All ids, and half of each one's number of requests."""
         return self.numbers.ids.copy(), self.asks // 2
 
     def _resize(self, size: int) -> None:

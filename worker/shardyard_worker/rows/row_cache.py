@@ -1,9 +1,9 @@
 """Rows that a worker has read, kept for a bounded number of its steps.
 
-Owns: which rows are young enough for a step, what happens to rows that this worker pushes, and the counts. Invariants:
-a row serves the step that it was read at, and at most `staleness` steps after it; where own pushes are included, a row
-misses only pushes that were under way when it was read; rows from before the job went back, or before partitions
-moved, are gone. Must not know: servers, what a step is.
+Owns: which rows are new enough for a step, what happens to rows that this worker pushes, and the counts. Invariants: a
+row serves the step at which it was read, and at most `staleness` steps after it. If own pushes are included, a row
+misses only pushes that were in flight when it was read. Rows are dropped when the job goes back or partitions move.
+Must not know: servers, what a step is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardyard_worker.rows.row_prefetch import Bools
 
 @dataclass(frozen=True)
 class CacheRules:
-    """`bytes_max`: of all rows; `staleness`: steps; `includes_own`: a row that this worker pushes is not given as it
-    was before; `under_way`: so many of its pushes may lack in what it reads."""
+    """`bytes_max`: of all rows. `staleness`: in steps. `includes_own`: a row that this worker has pushed is not
+    returned with its earlier value. `under_way`: how many of its own pushes a row that it reads may miss."""
 
     bytes_max: int
     staleness: int
@@ -31,8 +31,8 @@ class CacheRules:
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """Since the job was prepared, of distinct ids that were looked for: those that were here, those that were not, and
-    the largest age of one that was, in steps."""
+    """Counts of distinct ids looked up since the job was prepared: found, not found, and the largest age of a found
+    row, in steps."""
 
     hits: int = 0
     misses: int = 0
@@ -41,13 +41,13 @@ class CacheCounts:
 
 @dataclass(frozen=True)
 class SgdRule:
-    """How servers change a row by a gradient where nothing but the row is needed for it: SGD without momentum."""
+    """The servers' update of a row, if it needs only the row and its gradient: SGD without momentum."""
 
     lr: float
     decay: float
 
     def change(self, rows: Float32s, gradients: Float32s) -> Float32s:
-        """The rows after it, to the bits of the servers."""
+        """The rows after the update, with the servers' exact bits."""
         slope = gradients + np.float32(self.decay) * rows if self.decay else gradients
         return rows - np.float32(self.lr) * slope
 
@@ -59,7 +59,7 @@ class RowCache:
         self._rules = rules
         self._rows = FrequencyCache(bytes_max=rules.bytes_max)
         self._pushed: deque[tuple[int, int, Int64s]] = deque()
-        """The step, table and ids of what was pushed lately."""
+        """The step, table and ids of recent pushes."""
         self.staleness = rules.staleness
         self.step = 0
         """The step that the model computes."""
@@ -79,8 +79,8 @@ class RowCache:
         return self._rules.under_way
 
     def take(self, table: int, ids: Int64s, out: Float32s, step: int) -> Bools | None:
-        """out[i] becomes the row of ids[i], shape (n, dim), each id once, where it is young enough for that step. Which
-        are not; None: all are."""
+        """Sets out[i], shape (n, dim), to the row of ids[i], each id once, if it is new enough for the step. Returns
+        which rows are missing; None: none."""
         lacks, oldest = self._rows.take(table, ids, out, step - self.staleness)
         misses = 0 if lacks is None else int(np.count_nonzero(lacks))
         counts, age = self.counts, 0 if oldest is None else step - oldest
@@ -88,8 +88,8 @@ class RowCache:
         return lacks
 
     def put(self, table: int, ids: Int64s, rows: Float32s, as_of: int, *, since: int) -> None:
-        """Rows, each id once, that were read as of that step; they may lack this worker's pushes of the step `since`
-        and later."""
+        """Puts rows, each id once, that were read as of a step. They may miss this worker's pushes of step `since` and
+        later."""
         stays = np.ones(ids.size, np.bool_)
         for step, number, pushed in self._pushed if self._rules.includes_own else ():
             if number == table and step >= since:
@@ -97,8 +97,8 @@ class RowCache:
         self._rows.put(table, ids[stays], rows[stays], as_of)
 
     def pushed(self, table: int, ids: Int64s, gradients: Float32s, descent: SgdRule | None) -> None:
-        """This worker's gradients, shape (n, dim), for these rows, each id once, are sent with the step at hand.
-        `descent` None: what they change is not known."""
+        """Notes that this step sends these gradients, shape (n, dim), each id once. `descent` None: their effect on
+        rows is not known."""
         if not self._rules.includes_own:
             return
         self._pushed.append((self.step, table, ids))
@@ -108,7 +108,7 @@ class RowCache:
             self._rows.change(table, ids, gradients, descent.change)
 
     def begin(self, step: int) -> None:
-        """The model computes that step from now on."""
+        """From now on the model computes that step."""
         if step < self.step:
             self.clear()
             self._pushed.clear()
@@ -117,6 +117,6 @@ class RowCache:
             self._pushed.popleft()
 
     def clear(self) -> None:
-        """Forgets all rows: the servers may have undone updates, or other workers may be far ahead."""
+        """Drops all rows: the servers may have undone updates, or other workers may be far ahead."""
         self._rows.clear()
         self.lives += 1

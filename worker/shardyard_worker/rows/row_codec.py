@@ -1,8 +1,7 @@
-"""Rows on their way to servers: gradients, first values, and the ids of those that are looked up, as they travel.
+"""Rows on their way to servers, as bytes: gradients, initial values, and the ids of look-ups.
 
-Owns: the cut by partition and the codes. Invariants: what is cut for one server has all rows of its partitions and no
-others, whatever the map; each row is coded once, however often it is sent. Must not know: servers' addresses, what rows
-are for.
+Owns: the cut by partition, and the codes. Invariants: a server's part has all rows of its partitions and no others,
+under any map; each row is coded once, however often it is sent. Must not know: servers' addresses, what rows are for.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from shardyard.domain.pushes import PushedRows
 from shardyard_worker.rows.dedup import Float32s, UniqueIds
 
 PUSH_BYTES_EACH = 64 * MIB
-"""First values of rows are given in pushes of about so much."""
+"""Initial values of rows are pushed in pieces of about this size."""
 ROW_COST_MIN = 16
-"""Bytes that count for a row that is asked for, since its id travels too."""
+"""The minimum bytes counted for a requested row, since its id travels too."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows of one table: ids, shape (m,), by partition and ascending within each (UniqueIds), and values, shape (m,
-    dim)."""
+    """Rows of one table: ids, shape (m,), by partition and ascending within each (UniqueIds), and values, shape
+    (m, dim)."""
 
     table: int
     found: UniqueIds
     values: Float32s
 
     def cut(self) -> Iterator[TableRows]:
-        """The same in pieces of a bounded size."""
+        """Yields the rows in pieces of a bounded size."""
         each = max(1, PUSH_BYTES_EACH // max(1, self.values[:1].nbytes + 8))
         for begin in range(0, self.found.ids.size, each):
             part = slice(begin, begin + each)
@@ -57,8 +56,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How gradients of rows are coded. `work`: the numbers of what they were computed from, on which depends, with the
-    job's `seed`, what is drawn: work that is done again gives the same bits."""
+    """How gradients of rows are coded. Random numbers depend on the job's `seed` and on `work`, the numbers that name
+    the work, so that repeated work gives the same bits."""
 
     code: RowCode
     seed: int = 0
@@ -73,7 +72,7 @@ EXACT: Final = Rounding(RowCode.FLOAT32)
 
 
 class EncodedRows:
-    """What a push brings. `groups`: the settings of each table's optimizer."""
+    """The rows of a push. `groups`: the settings of each table's optimizer."""
 
     def __init__(
         self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = (), rounding: Rounding = EXACT
@@ -91,7 +90,7 @@ class EncodedRows:
             self._tables.append((each.table, parts))
 
     def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
-        """What is said of the rows of these partitions, and their bytes."""
+        """The headers of the rows of these partitions, and their bytes."""
         said: list[PushedRows] = []
         pieces: list[memoryview] = []
         for table, parts in self._tables:
@@ -126,15 +125,15 @@ def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, 
 
 @dataclass(frozen=True, slots=True)
 class RowLookup:
-    """A look-up of one server. `codes`: of the ids, in pieces; `answers`: for each run of rows that comes back, which
-    of the look-ups it is for, and where in that it begins and ends."""
+    """A look-up on one server. `codes`: the encoded ids, in pieces. `answers`: for each run of rows in the answer, the
+    look-up that it belongs to, and where it begins and ends there."""
 
     wanted: tuple[RequestedRows, ...]
     codes: tuple[memoryview, ...]
     answers: tuple[tuple[int, int, int], ...]
 
     def places(self, into: Sequence[Float32s]) -> list[memoryview]:
-        """The memory of the rows that are asked for, in the order in which they come, runs that touch as one."""
+        """The memory for the rows, in the order in which they arrive. Adjacent runs are one."""
         spans: list[tuple[int, int, int]] = []
         for look_up, begin, end in self.answers:
             if spans and spans[-1][0] == look_up and spans[-1][2] == begin:
@@ -143,7 +142,7 @@ class RowLookup:
         return [into[look_up][begin:end].reshape(-1).view("u1").data for look_up, begin, end in spans]
 
     def put(self, data: memoryview, into: Sequence[Float32s], code: RowCode = RowCode.FLOAT32) -> None:
-        """Puts the rows of an answer into their places. Raises MalformedPayload for another one."""
+        """Puts the rows of an answer into their places. Raises MalformedPayload if it does not match."""
         if code is not RowCode.FLOAT32:
             self._put_coded(data, into)
             return
@@ -164,15 +163,15 @@ class RowLookup:
             raise MalformedPayload(f"a look-up answered with {len(data)} bytes more than its rows have")
 
     def nbytes(self, into: Sequence[Float32s]) -> int:
-        """Of an answer without codes."""
+        """The bytes of an answer without codes."""
         return sum([len(place) for place in self.places(into)])
 
 
 def questions(
     wanted: Sequence[tuple[int, UniqueIds, int]], owned: Sequence[PartitionId], bytes_max: int = ROWS_ANSWERED_BYTES_MAX
 ) -> list[RowLookup]:
-    """How one server is asked for rows of its partitions: a table's number, its ids and its dim for each look-up, each
-    table once. As many questions as their answers need."""
+    """The requests to one server for rows of its partitions. Each look-up has a table's number, its ids and its dim,
+    each table once. There are as many requests as the answers need."""
     made: list[RowLookup] = []
     runs: dict[int, list[tuple[PartitionId, int, int]]] = {}
     left = bytes_max

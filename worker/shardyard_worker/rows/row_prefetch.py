@@ -1,8 +1,8 @@
-"""Rows of the next batches, which an exchange brings along with the values that these will be computed on.
+"""Rows of the next batches, which arrive with the values that these batches will be computed on.
 
-Owns: what is asked for ahead, the memory that it comes into, and which of it a forward needs. Invariants: what is taken
-from here is what servers had when they gave the values of the same exchange, the push of that exchange included; ids
-that were not asked for are never answered from here. Must not know: models, names of pushes, servers' addresses.
+Owns: which rows are prefetched, the memory that they arrive in, and which of them a forward needs. Invariants: a row
+from here is what the server had when it sent the values of the same exchange, the exchange's push included; an id that
+was not prefetched is never answered from here. Must not know: models, names of pushes, servers' addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RowQuery(NamedTuple):
-    """UniqueIds ids of one table, by its number, that are asked for, and its dim."""
+    """The unique ids that are looked up in one table, given by its number, and the table's dim."""
 
     table: int
     found: UniqueIds
@@ -31,8 +31,8 @@ class RowQuery(NamedTuple):
 
 
 class PartialRows(NamedTuple):
-    """Rows of which some need not be asked for. `rows`: shape (m, dim), of all ids of `found`; `lacks`: which are not
-    there, and are asked for."""
+    """Rows that are partly cached. `rows`: shape (m, dim), of all ids of `found`; `lacks`: which are missing and are
+    looked up."""
 
     found: UniqueIds
     rows: Float32s
@@ -40,9 +40,8 @@ class PartialRows(NamedTuple):
 
 
 class RowPrefetch:
-    """Each table at most once. `batches`: by table all ids, as the batch has them. `here`: by table what is asked for
-    with those that are here already. `as_of`: the step as of which servers answer; `lives`: of
-    the cache that had them."""
+    """Each table at most once. `batches`: by table all ids of the batch. `here`: by table the rows that were partly
+    cached. `as_of`: the step as of which servers answer. `lives`: of the cache that had the rows."""
 
     def __init__(
         self,
@@ -61,11 +60,11 @@ class RowPrefetch:
 
     @staticmethod
     def fit(asked: Sequence[RowQuery]) -> bool:
-        """Whether one answer has room for all."""
+        """Whether one answer has room for all rows."""
         return sum([max(4 * each.dim, ROW_COST_MIN) * each.found.ids.size for each in asked]) <= ROWS_ALONG_BYTES_MAX
 
     def question(self, owned: tuple[PartitionId, ...]) -> RowLookup | None:
-        """How the server that has these partitions is asked; None where none of the rows is there."""
+        """The look-up on the server that has these partitions. None if it has none of the rows."""
         if owned not in self._questions:
             made = questions(self._asked, owned, ROWS_ALONG_BYTES_MAX)
             assert len(made) <= 1
@@ -74,15 +73,15 @@ class RowPrefetch:
 
     @property
     def rows(self) -> Sequence[Float32s]:
-        """The memory that all answers go into, for each table."""
+        """The memory for all answers, for each table."""
         return self._rows
 
     def places(self, question: RowLookup) -> list[memoryview]:
-        """The memory that the answer goes into."""
+        """The memory for one server's answer."""
         return question.places(self._rows)
 
     def known(self, table: int, ids: Int64s) -> UniqueIds | None:
-        """These ids, each once, where all that was asked for of the table is the same batch."""
+        """These ids, each once, if exactly this batch was prefetched from the table."""
         batch = self._batches.get(table)
         if batch is None or not np.array_equal(batch, ids):
             return None
@@ -90,17 +89,17 @@ class RowPrefetch:
         return next(each.found for each in self._asked if each.table == table) if here is None else here.found
 
     def came(self) -> list[tuple[int, Int64s, Float32s]]:
-        """What was asked for, once it has come: by table, ids and rows."""
+        """The rows that have arrived: by table, ids and rows."""
         return [(each.table, each.found.ids, rows) for each, rows in zip(self._asked, self._rows, strict=True)]
 
     def forget_here(self) -> None:
-        """What was here is not good any more: only what was asked for is taken."""
+        """Drops the cached rows; from now on only rows that were looked up are taken."""
         self._here.clear()
         self._batches = {}
 
     def take(self, table: int, found: UniqueIds, dim: int) -> tuple[Float32s, Bools | None]:
-        """Rows of these ids, shape (m, dim), and which of them have not come; None: all have, and the rows may be
-        anybody's, so that nobody changes them."""
+        """Returns rows of these ids, shape (m, dim), and which have not arrived. None: all have; the rows may then be
+        shared and must not be changed."""
         here = self._here.get(table)
         if here is not None:
             return _taken(found, here.found, self._whole(table, here))
@@ -110,7 +109,7 @@ class RowPrefetch:
         return np.empty((found.ids.size, dim), np.float32), np.ones(found.ids.size, np.bool_)
 
     def _whole(self, table: int, here: PartialRows) -> Float32s:
-        """What was here, with what has come."""
+        """The cached rows together with those that have arrived."""
         for each, rows in zip(self._asked, self._rows, strict=True):
             if each.table == table:
                 here.rows[here.lacks] = rows
@@ -122,7 +121,7 @@ def complete(
     take: Callable[[RowQuery], tuple[Float32s, Bools | None]],
     rest: Callable[[Sequence[RowQuery]], Sequence[Float32s]],
 ) -> Sequence[Float32s]:
-    """Of each the rows that `take` has, shape (m, dim), and those that it lacks from `rest`, all at once."""
+    """For each query the rows, shape (m, dim), from `take`; all that it lacks come from one call of `rest`."""
     found: list[Float32s] = []
     lacking: list[tuple[Float32s, Bools]] = []
     more: list[RowQuery] = []
@@ -153,7 +152,7 @@ def part_of(found: UniqueIds, chosen: Bools) -> UniqueIds:
 
 
 def _places(wanted: UniqueIds, there: UniqueIds) -> Int64s:
-    """Where each wanted id is among those that are there, -1 where it is not."""
+    """The place of each wanted id among those that are there, -1 if it is not."""
     places = np.empty(wanted.ids.size, np.int64)
     _find_places(wanted.ids, wanted.starts, there.ids, there.starts, places)
     return places
@@ -161,7 +160,7 @@ def _places(wanted: UniqueIds, there: UniqueIds) -> Int64s:
 
 @compiled
 def _find_places(wanted: Int64s, wanted_starts: Int64s, there: Int64s, there_starts: Int64s, places: Int64s) -> None:
-    """Both ascend within each partition."""
+    """The same on arrays. Both lists ascend within each partition."""
     for p in range(wanted_starts.size - 1):
         at, end = there_starts[p], there_starts[p + 1]
         for i in range(wanted_starts[p], wanted_starts[p + 1]):

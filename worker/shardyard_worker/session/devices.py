@@ -8,8 +8,8 @@ from shardyard.domain.errors import ConfigurationError
 
 
 def pick_device(wanted: str, local_index: int) -> torch.device:
-    """`wanted`: worker.device. "auto" is one GPU for each process of a machine, in turn, and the CPU where there is
-    none. `local_index`: this process is so many behind the machine's first. Raises ConfigurationError."""
+    """Picks the device for worker.device = `wanted`. "auto": the machine's GPUs in turn, one for each process, or the
+    CPU if there is none. `local_index`: this process's index on its machine. Raises ConfigurationError."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

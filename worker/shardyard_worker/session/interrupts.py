@@ -1,11 +1,11 @@
-"""Ctrl-C, held back while a step is half done.
+"""Holds Ctrl-C back while a step is half done.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. In the midst of an exchange, or of a
-server's arithmetic in a yard inside this process, that would leave half of a step behind.
+Python raises KeyboardInterrupt between any two instructions of the main thread. During an exchange, or during a
+server's arithmetic in a yard inside this process, that would leave half a step behind.
 
-Owns: the handler of SIGINT, for so long. Invariants: an interrupt that came meanwhile is raised at the end, or where a
-wait can be given up (`check`); a second one is raised at once; a handler that is not Python's own is left alone. Must
-not know: what is held together.
+Owns: the handler of SIGINT during such work. Invariants: an interrupt is raised at the end of the work, or in a wait
+that can be given up (`check`); a second interrupt is raised at once; a handler other than Python's own stays. Must not
+know: what work is protected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Interrupts:
-    """For `with` blocks, one in another too. Used by the thread that trains, but for `check`."""
+    """For `with` blocks, which may nest. Only the thread that trains uses it, except `check`."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -25,7 +25,7 @@ class Interrupts:
         self._noted = False
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt where one has come, and this thread is to be told. Safe for several threads."""
+        """Raises KeyboardInterrupt if one was held back and this is the main thread. Safe for several threads."""
         if self._noted and threading.current_thread() is threading.main_thread():
             self._noted = False
             raise KeyboardInterrupt

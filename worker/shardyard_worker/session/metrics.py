@@ -26,7 +26,7 @@ class MetricLog:
         self._latest: dict[str, float | torch.Tensor] = {}
 
     def log(self, metrics: Metrics) -> None:
-        """The last value of each name stands; names beyond METRICS_MAX are left out."""
+        """Keeps the last value of each name. Names beyond METRICS_MAX are left out."""
         with self._lock:
             for kept in (self._waiting, self._latest):
                 for name, value in metrics.items():
@@ -34,7 +34,7 @@ class MetricLog:
                         kept[name] = value
 
     def take(self) -> dict[str, float]:
-        """What was logged since the last call."""
+        """Returns what was logged since the last call."""
         with self._lock:
             taken, self._waiting = self._waiting, {}
         return {name: float(value) for name, value in taken.items()}
@@ -47,7 +47,7 @@ class MetricLog:
 
 
 def checked_metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
-    """As it can be logged. Raises InvalidRequest."""
+    """Returns the value as it can be logged. Raises InvalidRequest."""
     if len(name) > METRIC_NAME_CHARACTERS_MAX:
         raise InvalidRequest(f"a metric's name of {len(name)} characters; at most {METRIC_NAME_CHARACTERS_MAX}")
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():

@@ -1,6 +1,6 @@
-"""Trying again: with a budget, and a growing pause with jitter (docs/reference/protocol.md, "Retries").
+"""Retries calls: with a budget, and a growing pause with jitter (docs/reference/protocol.md, "Retries").
 
-Invariant: only calls that may be sent again go through here: reads, and writes that are named. Must not know: what is
+Invariant: only calls that are safe to repeat go through here: reads, and writes with a name. Must not know: what is
 called.
 """
 
@@ -22,9 +22,9 @@ PAUSE_MS_MAX = 500
 class RetryPolicy:
     """Repeats a call while the peer does not answer or is not ready.
 
-    `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
-    an answer, unless there is something that makes it `worthwhile` to go on, in words; NotReady is an answer, and may
-    last for as long as `check` lets it. Whoever calls explains the wait, by `explanation`.
+    `check` raises when a retry has become pointless (the job has failed). After `budget_ms` without an answer
+    Unavailable is raised, unless `worthwhile` gives a reason to go on, in words. NotReady is an answer: it is retried
+    for as long as `check` allows. The caller explains the wait with `explanation`.
     """
 
     def __init__(
@@ -45,8 +45,7 @@ class RetryPolicy:
 
     @property
     def explanation(self) -> str:
-        """What is waited for, why the last attempt was not the last, and what there is to hope for. Any thread may
-        ask."""
+        """Says what is waited for, why the last attempt failed, and why it goes on. Any thread may ask."""
         hope = self._worthwhile()
         return self._waiting_for + (f" ({self._last})" if self._last else "") + (f"; {hope}" if hope else "")
 

@@ -1,8 +1,8 @@
-"""A worker's standing in a yard: its membership, its job, and what the coordinator said last.
+"""A worker's place in a yard: its membership, its job, and the coordinator's last reply.
 
-Owns: the coordinator's peer, the enrolment, the failure of the job. Invariants: once the job has failed every call of
-`check` raises that failure; calls to the coordinator are retried within the budget while it does not answer, since each
-may safely be sent again. Must not know: tensors.
+Owns: the connection to the coordinator, the membership, the failure of the job. Invariants: once the job has failed,
+every call of `check` raises that failure; a call to the coordinator that gets no answer is retried within the budget,
+since each is safe to repeat. Must not know: tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardyard_worker.session.step_barrier import StepBarrier
 log = logging.getLogger("shardyard.worker")
 
 ASK_AGAIN_MS: Final = 100
-"""Between two questions whether a checkpoint is committed."""
+"""The pause between two calls that ask whether a checkpoint is committed."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -59,7 +59,7 @@ class Progress:
     pushed: int = 0
     """Acknowledged pushes without leased data."""
     residual_lost: float = 0.0
-    """For the goodbye: the 2-norm of the residual that is lost with this worker."""
+    """Reported on leaving: the 2-norm of the residual that is lost with this worker."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Session:
         place: ProcessPlace,
         metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`metrics`: gives those that the next heartbeat reports."""
+        """`metrics` returns those for the next heartbeat."""
         self.network = network
         self.settings = settings
         self.progress = Progress()
         self.wait_registry = WaitRegistry(logger=log)
-        """Whatever this worker waits for is said here: in its log, and to the coordinator."""
+        """Explains all waits of this worker, in its log and to the coordinator."""
         self._metrics = metrics
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._lock = threading.Lock()
@@ -103,9 +103,9 @@ class Session:
         self.interrupts = Interrupts()
         self._goes_by: int | None = None
         self.checkpoint: CheckpointTaken | None = None
-        """The newest one that the job has."""
+        """The job's newest checkpoint."""
         self.on_heard: Callable[[wire.HeartbeatReply], None] | None = None
-        """Is told what each heartbeat brought, by the thread that sent it."""
+        """Called with each heartbeat's reply, by the thread that sent the heartbeat."""
         self._enrolment = MembershipClient(
             self._peer,
             Membership(MemberRole.WORKER, agent=place.agent, local_index=place.local_index),
@@ -118,7 +118,7 @@ class Session:
     # ---- joining and leaving
 
     def join(self) -> None:
-        """Registers and joins the job of the settings' name, else starts it. Raises CoordinatorUnavailable, ..."""
+        """Registers, and joins the job of the settings' name or starts it. Raises CoordinatorUnavailable, ..."""
         budget_ms = self.settings.worker.retry_budget_ms
         self._enrolment.register(patience_ms=budget_ms)
         bind_process(role="worker", id=self._enrolment.incarnation)
@@ -132,7 +132,7 @@ class Session:
         self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
         given = self.job_settings.consistency
         self.consistency = Consistency(0, given.mode, given.bound)
-        if reply.HasField("consistency"):  # not all servers may go by the settings yet
+        if reply.HasField("consistency"):  # not all servers may use the settings' mode yet
             self.consistency = lease_messages.consistency_from_wire(reply.consistency)
         self._enrolment.job = JobId(reply.job)
         self.seed = reply.seed
@@ -151,7 +151,7 @@ class Session:
         return self._left
 
     def leave(self, error: str = "") -> None:
-        """Leaves the job and the yard. The second time does nothing."""
+        """Leaves the job and the yard. A second call does nothing."""
         with self._lock:
             if self._left:
                 return
@@ -159,7 +159,7 @@ class Session:
             lost = self._failure is not None
         if not lost:
             self._report_last()
-        # a coordinator that is being started again shall hear that this worker is done, not that it died
+        # a coordinator that is being restarted must hear that this worker is done, not that it died
         patience_ms = 0 if error or lost else self.settings.worker.retry_budget_ms
         said = self.progress
         self._enrolment.leave(error, patience_ms=patience_ms, pushed=said.pushed, residual_lost=said.residual_lost)
@@ -167,11 +167,11 @@ class Session:
         self.wait_registry.close()
 
     def _report_last(self) -> None:
-        """A last heartbeat, so that what `status` shows of a finished job is complete."""
+        """Sends a last heartbeat, so that `status` shows a finished job completely."""
         try:
             self._enrolment.beat_last()
         except Exception as error:  # noqa: BLE001 - metrics are the script's
-            # nor may a metric that cannot be read, as after a device's failure, keep this worker from leaving
+            # a metric that cannot be read, as after a device failure, must not keep this worker from leaving
             log.debug("no last heartbeat: %s", error)
 
     def _tell_differences(self, wanted: JobSettings, given: JobSettings) -> None:
@@ -194,7 +194,7 @@ class Session:
         return self.job_settings.consistency.mode.updates
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """The map of the reply is followed from now on, and the mode that its partitions go by."""
+        """From now on follows the reply's map, and the mode of its partitions."""
         if not reply.HasField("consistency"):
             return
         given = lease_messages.consistency_from_wire(reply.consistency)
@@ -209,19 +209,19 @@ class Session:
         self.logical_ranks = self.job_settings.logical_rank_count if self.mode is UpdateMode.SYNC else 0
 
     def acknowledge_mode(self, consistency: Consistency) -> None:
-        """This worker goes by what its job was switched to, or started with. Returns when the coordinator knows: from
-        then on servers that are new to the job expect this worker to say how far it is."""
+        """Reports that this worker now uses the mode that its job was switched to or started with. Returns when the
+        coordinator knows. From then on servers that are new to the job expect this worker's step."""
         self._goes_by = consistency.number
         if consistency.number:
             self.learn()
 
     def ranks(self) -> tuple[RankLease, ...]:
-        """The logical ranks that were this worker's at the last heartbeat."""
+        """The logical ranks that this worker had at the last heartbeat."""
         with self._lock:
             return self._ranks
 
     def refresh(self) -> None:
-        """Asks the coordinator now, not at the next heartbeat."""
+        """Asks the coordinator now instead of at the next heartbeat."""
         self.check()
         try:
             self._enrolment.beat()
@@ -229,14 +229,14 @@ class Session:
             log.debug("the coordinator did not answer a heartbeat")
 
     def learn(self) -> None:
-        """As `refresh`, again until the coordinator answers: what a server said makes sense to nobody else."""
+        """As `refresh`, repeated until the coordinator answers: only it can explain a server's error."""
         patience = self._patience("the coordinator to say how the job stands", self.check)
         with self.wait_registry.over(lambda: patience.explanation):
             patience.call(self._enrolment.beat)
 
     def check(self) -> None:
-        """Raises the job's failure, if it has failed, InvalidRequest once this worker has left, and KeyboardInterrupt
-        where one was held back."""
+        """Raises the job's failure if it has failed, InvalidRequest after this worker has left, and KeyboardInterrupt
+        if one was held back."""
         self.interrupts.check()
         with self._lock:
             failure, left = self._failure, self._left
@@ -248,7 +248,7 @@ class Session:
             )
 
     def fail(self, error: errors.ShardyardError) -> None:
-        """Ends the job for this worker: whoever waits is woken, and `check` raises from now on."""
+        """Ends the job for this worker: wakes all waits; from now on `check` raises."""
         with self._lock:
             if self._failure is not None or self._left:
                 return
@@ -259,29 +259,29 @@ class Session:
             callback()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """`callback` is called, from another thread, when the job fails."""
+        """Calls `callback`, from another thread, when the job fails."""
         with self._lock:
             self._on_failure.append(callback)
 
     def not_on_failure(self, callback: Callable[[], None]) -> None:
-        """Takes `on_failure` back."""
+        """Undoes `on_failure`."""
         with self._lock:
             if callback in self._on_failure:
                 self._on_failure.remove(callback)
 
     def on_newer_map(self, callback: Callable[[], None]) -> None:
-        """`callback` is called, from any thread, whenever the coordinator has told of a higher generation."""
+        """Calls `callback`, from any thread, whenever the coordinator announces a higher generation."""
         with self._lock:
             self._on_newer_map.append(callback)
 
     def not_on_newer_map(self, callback: Callable[[], None]) -> None:
-        """Takes `on_newer_map` back."""
+        """Undoes `on_newer_map`."""
         with self._lock:
             if callback in self._on_newer_map:
                 self._on_newer_map.remove(callback)
 
     def reached(self, step: int) -> None:
-        """The worker stands at a step."""
+        """Notes that the worker is at a step."""
         self.progress.step = step
         bind_process(step=step)
 
@@ -290,9 +290,9 @@ class Session:
     def ask(
         self, method: Method[Request, Response], request: Request, *, check: Callable[[], None] | None = None
     ) -> Response:
-        """Calls the coordinator, again while it is not ready, or does not answer: it may be started again. The budget
-        is longer than the grace after which the enrolment calls it lost, which `check` then says: the session's own, if
-        none is given."""
+        """Calls the coordinator. Retries while it is not ready or does not answer, since it may be restarting. The
+        default budget is the session's own; it is longer than the grace time after which the coordinator counts as
+        lost, and `check` raises that."""
         patience = self._patience(f"the coordinator to answer {method.name}", check or self.check)
         with self.wait_registry.over(lambda: patience.explanation):
             return patience.call(
@@ -304,8 +304,8 @@ class Session:
         return RetryPolicy(budget_ms, check, waiting_for)
 
     def take_checkpoint(self) -> int:
-        """Waits until a checkpoint that begins after now is committed; its number. Raises what went wrong with it."""
-        self.learn()  # the checkpoint's step is what workers have reported
+        """Waits until a checkpoint that begins after now is committed. Returns its number, or raises its error."""
+        self.learn()  # the checkpoint's step is the one that workers have reported
         request = wire.TakeCheckpointRequest(caller=common_messages.caller_to_wire(self.caller))
         with self.wait_registry.over(lambda: "a checkpoint of the job to be committed"):
             while True:
@@ -319,18 +319,18 @@ class Session:
                 time.sleep(ASK_AGAIN_MS / 1000)
 
     def stop(self, reason: str) -> None:
-        """Has the job end before its data does, unless somebody has done so before."""
+        """Stops the job before its data ends, unless it was already told to stop."""
         request = wire.StopJobRequest(caller=common_messages.caller_to_wire(self.caller), reason=reason)
         self.step_barrier.take(lease_messages.stop_from_wire(self.ask(methods.STOP_JOB, request).stop))
         if self.step_barrier.heard is not None:
-            self.refresh()  # so that the others need not wait for a heartbeat of this worker
+            self.refresh()  # otherwise the others would wait for this worker's next heartbeat
 
     def _hear_news(self, reply: wire.JoinJobReply | wire.HeartbeatReply) -> None:
         if reply.HasField("stop"):
             self.step_barrier.take(lease_messages.stop_from_wire(reply.stop))
         if reply.HasField("consistency") and reply.consistency.number > self.consistency.number:
             self.consistency = lease_messages.consistency_from_wire(reply.consistency)
-        # behind the number of the map, under which nobody is halted
+        # after the number of the map, under which no worker is halted
         self.step_barrier.take_halt(lease_messages.halt_from_wire(reply.halt) if reply.HasField("halt") else None)
         if reply.HasField("checkpoint"):
             self.checkpoint = CheckpointTaken(reply.checkpoint.number, reply.checkpoint.step)
@@ -346,7 +346,7 @@ class Session:
         halted = self.step_barrier.halted
         if halted is not None:
             request.halt_heard.number, request.halt_heard.reached = halted
-        # a worker that computes nothing yet goes by what it will begin with
+        # a worker that does not compute yet reports the mode that it will begin with
         request.switches = self.consistency.number if self._goes_by is None else self._goes_by
         request.waiting_for = self.wait_registry.waiting_for
         for name, value in sorted(self._metrics().items()):

@@ -1,11 +1,10 @@
-"""Where the steps of a job end before its data does, as one worker has heard it (docs/internals/ledger.md, rules B8 to
+"""The step at which a job stops or changes its mode, as one worker knows it (docs/internals/ledger.md, rules B8 to
 B10).
 
-Owns: the stop, and the halt, that this worker was told of, how far it has come in a synchronous job, and how many
-pushes of its own it has begun in an asynchronous one. Invariant: from the moment at which it has heard of one until
-that is settled it begins no step, so that what it has said of itself stays true; behind a halt that is settled it
-begins none for as long as that lasts, and none of its own while one drains. Must not know: who decides, how it is told,
-what a step does.
+Owns: the stop and the halt that this worker was told of, how far it has come in a synchronous job, and how many own
+pushes it has begun in an asynchronous one. Invariants: between hearing of a stop or halt and its settlement the worker
+begins no step, so that what it has reported stays true. After a settled halt it begins no step while the halt lasts.
+While a halt drains, it begins no push of its own. Must not know: who decides, how it is told, what a step does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shardyard.domain.consistency import Stop, SwitchPoint
 
 
 class StepBarrier:
-    """Of one worker in one job. One thread contributes; safe for others beside it."""
+    """The barrier of one worker in one job. One thread contributes; other threads may read."""
 
     def __init__(self) -> None:
         self._taking = threading.Lock()
@@ -31,20 +30,20 @@ class StepBarrier:
 
     @property
     def end(self) -> int | None:
-        """The step before which a synchronous job ends, once that is settled."""
+        """The step before which a synchronous job ends. None until it is settled."""
         stop = self._stop
         return stop.step if stop is not None and stop.settled else None
 
     @property
     def heard(self) -> int | None:
-        """What the coordinator waits for: the first step to which this worker has not contributed. None where it waits
-        for nothing."""
+        """The report that the coordinator waits for: the first step to which this worker has not contributed. None if
+        it waits for nothing."""
         stop = self._stop
         return self._reached if stop is not None and not stop.settled else None
 
     @property
     def halted(self) -> tuple[int, int] | None:
-        """As `heard`, of a halt, with its number before; of one that drains, how many pushes of its own this worker has
+        """The same for a halt, after the halt's number. If the halt drains: how many own pushes this worker has
         begun."""
         with self._taking:
             halt = self._halt
@@ -54,22 +53,22 @@ class StepBarrier:
 
     @property
     def drains(self) -> bool:
-        """Whether the job is to go over to steps, for which nothing is begun."""
+        """Whether the job is draining before it changes to synchronous steps; no push is begun meanwhile."""
         halt = self._halt
         return halt is not None and halt.drains
 
     @property
     def halts(self) -> bool:
-        """Whether it is settled before which step the job goes over to another mode, which then takes a checkpoint."""
+        """Whether the step is settled before which the job changes its mode. It then takes a checkpoint."""
         return self._halt is not None and self._halt.settled
 
     def take_halt(self, halt: SwitchPoint | None) -> None:
-        """The coordinator has said so. None: there is none, or no more."""
+        """Takes the coordinator's halt. None: there is no halt, or it is over."""
         with self._taking:
             self._halt = halt
 
     def begin_own(self) -> bool:
-        """Whether this worker may begin a push of its own now, which it does then."""
+        """Begins a push of this worker's own, if that is allowed now. Returns whether it is."""
         with self._taking:
             if self.drains:
                 return False
@@ -77,13 +76,13 @@ class StepBarrier:
             return True
 
     def take(self, stop: Stop) -> None:
-        """The coordinator has said so; what is settled stays so."""
+        """Takes the coordinator's stop. A settled stop does not change."""
         with self._taking:
             if self._stop is None or not self._stop.settled:
                 self._stop = stop
 
     def permits(self, step: int) -> bool | None:
-        """Whether a step of a synchronous job is computed. None: that is not settled yet."""
+        """Whether a step of a synchronous job is computed. None: not settled yet."""
         stop, halt = self._stop, self._halt
         if halt is not None and halt.drains:
             halt = None  # over where there are steps
@@ -94,7 +93,7 @@ class StepBarrier:
         return True if halt is None or (halt.settled and step < halt.step) else None
 
     def may_begin(self, step: int) -> bool | None:
-        """As `permits`, where this worker contributes to the step at once if it is."""
-        # first said, then looked at: who has seen no stop is in what is said once there is one
+        """As `permits`, for a worker that contributes to the step at once if it is."""
+        # note the step before looking: a worker that sees no stop is then included in what it reports once there is one
         self._reached = max(self._reached, step + 1)
         return self.permits(step)

@@ -1,8 +1,8 @@
-"""What a script logs, as event files that TensorBoard reads: one run for each worker or evaluator, with the
-job's step on the x-axis.
+"""Writes logged metrics as TensorBoard event files: one run for each worker or evaluator, with the job's step on the
+x-axis.
 
-Owns: the files of one of them. Invariants: a tensor is read one call after the one that gave it, when it has been
-computed, so that a GPU is not waited for; a run's folder is never written twice. Must not know: who else is told.
+Owns: the files of one run. Invariants: a tensor is read one call after the one that gave it, when it has been computed,
+so that a GPU is not waited for; a run's folder is never written twice. Must not know: where else metrics go.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLUSH_S: Final = 10
 
 
 class TensorBoardWriter:
-    """A new run, in `folder`/JOB/TIME-WHO, such as worker-1.2. Raises ConfigurationError where TensorBoard's package is
+    """A new run, in `folder`/JOB/TIME-WHO, such as worker-1.2. Raises ConfigurationError if TensorBoard's package is
     not installed, or the folder cannot be made."""
 
     def __init__(self, folder: Path, *, job: str, who: str) -> None:
@@ -35,7 +35,7 @@ class TensorBoardWriter:
         self._given = step, metrics
 
     def close(self) -> None:
-        """Writes what is still to be written. The second time does nothing."""
+        """Writes what is left. A second call does nothing."""
         try:
             self._write()
         finally:
@@ -59,7 +59,7 @@ def _writer() -> Any:
 
 
 def _made(parent: Path, name: str) -> Path:
-    """The first folder of that name that is not there yet."""
+    """Makes the first folder of that name that does not exist yet."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for candidate in _candidates(parent, name):
