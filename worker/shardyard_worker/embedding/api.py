@@ -1,4 +1,4 @@
-"""Embedding tables, as `shardyard.tables`: what several modules share, how rows begin, are updated, come and go.
+"""`shardyard.tables`: tables that several modules share, and the settings of how rows begin, are updated, come and go.
 
 Owns: the names that users import.
 """
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def uniform(scale: float) -> InitialValues:
-    """Rows begin with numbers drawn evenly from [-scale, scale).
+    """Rows begin with float32 numbers drawn evenly from [-scale, scale).
 
     >>> table = sy.Embedding(8, initial=sy.tables.uniform(0.1))
     >>> bool(table(torch.tensor([17])).abs().max() <= 0.1)

@@ -1,7 +1,7 @@
-"""Which ids of a table get a row, and which lose it again, as `shardyard.tables` names it.
+"""Which ids of a table get a row, and which lose it, as settings of `shardyard.tables`.
 
-Owns: the settings that users give, and their types and ranges. Invariant: what was made can be kept by any server, and
-by a process without one. Must not know: rows.
+Owns: these settings, their types and ranges. Invariant: every server, and a process without one, can apply every valid
+setting. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class AdmitAll:
 
 @dataclass(frozen=True)
 class AdmitAfter:
-    """An id gets a row at its push number `pushes`. Gradients of earlier pushes are dropped. A step in which the id has
-    a gradient is a push.
+    """An id gets a row at its push number `pushes`. Gradients of earlier pushes are dropped. Each step in which the id
+    has a gradient is one push.
 
     >>> embedding = sy.Embedding(8, admission=sy.tables.AdmitAfter(3))
 
-    `cells` None: each id is counted, 16 bytes or more of memory for each until it has a row. Otherwise counts are
-    estimated by a filter of so many bytes, a power of two, in each partition, for at most 255 pushes: a little early
-    for some ids, never late. Raises TableError.
+    `cells` None: each id is counted exactly, in 16 bytes or more of memory for each id without a row. Otherwise a
+    filter of `cells` bytes, a power of two, in each partition estimates the counts, for at most 255 pushes. Some ids
+    then get their row a little early, none late. Raises TableError.
     """
 
     pushes: int
@@ -88,18 +88,18 @@ Admission = AdmitAll | AdmitAfter | AdmitByChance
 
 @dataclass(frozen=True)
 class Expiry:
-    """When rows are removed, with their optimizer state; 0 is never.
+    """When rows and their optimizer state are removed. A setting of 0 means never.
 
     >>> embedding = sy.Embedding(8, expiry=sy.tables.Expiry(age_steps=10_000, rows_kept=1_000_000))
 
-    `age_steps`, or `age_seconds`: they were pushed last more than so many steps, or seconds, ago. `frequency_min`: they
-    were pushed less often than that. `norm_min`: the L2 norm of their values is smaller. `rows_kept`: of more rows than
-    so many the least frequent go. `grace_steps`, or `grace_seconds`: for so long after its last push a row stays,
-    whatever its frequency and norm.
-    A table tells ages in steps or in seconds, not in both.
+    `age_steps` or `age_seconds`: removes rows whose last push is more than so many steps, or seconds, ago.
+    `frequency_min`: removes rows that were pushed less often than this. `norm_min`: removes rows whose values have a
+    smaller L2 norm. `rows_kept`: if there are more rows than this, removes the least frequent. `grace_steps` or
+    `grace_seconds`: a row stays for so long after its last push, whatever its frequency and norm. A table counts ages
+    in steps or in seconds, not in both.
 
-    Rows go a few at a time, with the steps that follow, in a synchronous job all at once. An id that comes again begins
-    anew. Raises TableError.
+    Rows are removed a few at a time in later steps; in a synchronous job all at once. An id that comes again starts
+    with a new row. Raises TableError.
     """
 
     age_steps: int = 0

@@ -1,9 +1,10 @@
-"""Which ids of a table in this process have a row, how often and when they were pushed, and which of them go.
+"""Which ids of a table in this process have a row, how often and when each was pushed, and which ids expire.
 
-Owns: the entries of ids that have a row, or are counted until they have one. Admission and expiry are those of a server
-(docs/internals/tables.md), which a property test holds these to: what is pushed at the same steps gives the same
-entries, and after a walk through the whole table the same ids are left, but for which of the equally frequent stay when
-there are too many rows. Invariant: what raises has changed nothing. Must not know: values of rows, when a walk is due.
+Owns: the entries of ids that have a row, or are counted until they get one. Admission and expiry are those of a server
+(docs/internals/tables.md), and a property test compares the two: the same pushes at the same steps give the same
+entries, and a walk through the whole table leaves the same ids, except for the choice among equally frequent ids when
+there are too many rows. Invariant: a call that raises has changed nothing. Must not know: values of rows, when a walk
+is due.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _NO_CELLS: Cells = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class LifetimeRules:
-    """Who gets a row of a table, and who loses it."""
+    """Which ids of a table get a row, and which lose it."""
 
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     expiry: ExpirySettings = field(default_factory=ExpirySettings)
 
     @property
     def are_kept(self) -> bool:
-        """Whether anybody has to remember how often and when ids were pushed."""
+        """Whether the frequencies and times of pushes are needed."""
         return self.admission.kind is not Admission.ALL or self.expires
 
     @property
@@ -44,9 +45,9 @@ class LifetimeRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedEntries:
-    """`ids`, shape (n,), ascending; `frequencies` and `times`, shape (n,): how often each was pushed, and when last, in
-    steps or milliseconds, as the table tells ages; `cells`: the filter of ids that have no row yet, empty where there
-    is none; `pushed`, shape (1,): how many ids were pushed since the last walk for what expires."""
+    """`ids`, shape (n,), ascending. `frequencies`, `times`, shape (n,): how often each was pushed, and when last, in
+    steps or milliseconds, as the table counts ages. `cells`: the filter of ids that have no row yet; empty if there is
+    none. `pushed`, shape (1,): how many ids were pushed since the last walk for expired ids."""
 
     ids: Int64s
     frequencies: Int64s
@@ -72,7 +73,7 @@ class LocalEntries:
         return len(self._numbers)
 
     def push(self, ids: Int64s, step: int, time: int) -> Flags:
-        """Counts `ids`, each once, in update number `step`; which of them have a row now."""
+        """Counts `ids`, each once, in update number `step`. Returns which of them have a row now."""
         admission = self._admission
         numbers = self._numbers.find(ids)
         entering = numbers < 0
@@ -98,7 +99,7 @@ class LocalEntries:
         return there
 
     def put(self, ids: Int64s, time: int) -> None:
-        """They have a row, and count as pushed now."""
+        """Gives these ids a row. They count as pushed now."""
         absent = ids[self._numbers.find(ids) < 0]
         self._enter(absent, np.ones(absent.size, np.int64))
         numbers = self._numbers.find(ids)
@@ -106,7 +107,7 @@ class LocalEntries:
         self._has_row[numbers] = True
 
     def expired(self, time: int, square_norms: Callable[[Int64s], npt.NDArray[np.float64]]) -> Int64s:
-        """The ids that go then. `square_norms`: of the values of rows, by their ids."""
+        """The ids that expire at `time`. `square_norms`: returns those of rows, by id."""
         expiry = self._expiry
         n = len(self)
         frequencies, has_row = self._frequencies[:n], self._has_row[:n]
@@ -130,7 +131,7 @@ class LocalEntries:
         return self._numbers.ids[gone]
 
     def drop(self, ids: Int64s) -> None:
-        """The entries of `ids`, where there are any, are no more."""
+        """Removes the entries of `ids`, if there are any."""
         found = self._numbers.find(ids)
         stays = np.ones(len(self), np.bool_)
         stays[found[found >= 0]] = False
@@ -142,7 +143,7 @@ class LocalEntries:
         self._units[: kept.size], self._has_row[: kept.size] = units, has_row
 
     def adopt(self, other: LocalEntries) -> None:
-        """Ids that have a row here and there count as pushed as often and as late as there."""
+        """Takes frequencies and times from `other`, for ids that have a row in both."""
         n = len(self)
         numbers = other._numbers.find(self._numbers.ids)
         both = numbers >= 0
@@ -159,8 +160,8 @@ class LocalEntries:
         )
 
     def load(self, saved: SavedEntries, has_row: Flags) -> None:
-        """The entries become those, each id once; `has_row`: which of them have a row. The filter stays as it is where
-        none of its size was saved."""
+        """Replaces all entries, each id once. `has_row`: which of them have a row. The filter stays as it is if none of
+        its size was saved."""
         self._numbers = IdNumbering(saved.ids.size)
         self._enter(saved.ids, saved.frequencies)
         n = saved.ids.size
@@ -170,7 +171,7 @@ class LocalEntries:
             self._cells = saved.cells.copy()
 
     def _enter(self, ids: Int64s, frequencies: Int64s) -> None:
-        """New entries, without rows, pushed last at time 0."""
+        """Adds entries without rows, last pushed at time 0."""
         before = len(self._numbers)
         self._numbers.add(ids)
         after = len(self._numbers)

@@ -1,8 +1,8 @@
-"""Steps of tables whose rows are in this process, for a loop with no job: `shardyard.tables.Optimizer`.
+"""`shardyard.tables.Optimizer`: steps of tables whose rows are in this process, for a loop without a job.
 
-Owns: one parameter group for each table, with its settings, so that learning-rate schedulers work as with any optimizer
-of torch; the number of each table's steps. Invariant: a step changes the rows of a table that have a gradient since the
-last `zero_grad`, each once, by the sum of its gradients. Must not know: jobs; how a rule computes.
+Owns: one parameter group for each table, with its settings, so that torch's learning-rate schedulers work; the number
+of each table's steps. Invariant: a step changes each row that has a gradient since the last `zero_grad` once, by the
+sum of its gradients. Must not know: jobs, how a rule computes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _OURS = (_ROWS, _ENTRIES, _NOW_MS)
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Trains the tables of a model that belongs to no job, each with the optimizer that it was made with, beside the
-    optimizer of the model's other parameters.
+    """Trains the tables of a model that belongs to no job, each with its own optimizer settings, beside the optimizer
+    of the model's other parameters.
 
-    It takes the gradients of those tables from now on. What is kept with each row begins anew. `clock`: by which rows
-    age whose table expires them by seconds. Raises InvalidRequest for a model without tables, VariableConflict for two
-    tables of one name.
+    From now on it takes these tables' gradients. Optimizer state of rows starts anew. `clock`: the clock by which rows
+    age, for tables that expire rows by seconds. Raises InvalidRequest for a model without tables, VariableConflict for
+    two tables of one name.
     """
 
     def __init__(self, model: torch.nn.Module, *, clock: Clock | None = None) -> None:
@@ -54,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
         self._steps = dict.fromkeys(self._tables, 0)
         self._clock = clock or SystemClock()
         self._begun_ms = self._clock.now_ms()
-        """When the clock of the tables was 0: they age while there is an optimizer."""
+        """The time at which the tables' clock was 0. They age only while there is an optimizer."""
         for table in self._tables.values():
             table.rows.keep(_NO_IDS, {})
             table.gradients.clear()
@@ -66,8 +66,8 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of each table that has gradients. Gives back the closure's loss. Raises InvalidRequest for a setting
-        out of range; then nothing has changed."""
+        """Takes one step of each table that has gradients. Returns the closure's loss. Raises InvalidRequest for a
+        setting out of range; then nothing has changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -94,14 +94,15 @@ class Optimizer(torch.optim.Optimizer):
         return self._clock.now_ms() - self._begun_ms
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients that have come. There is nothing to be set to zero."""
+        """Drops gradients. `set_to_none` changes nothing: there is no `.grad` to set to zero."""
         super().zero_grad(set_to_none)
         for table in self._tables.values():
             table.gradients.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with what is kept with each table's rows under "rows": ids, step, and state by torch's names; and
-        under "entries", of tables with admission or expiry, how often and when ids were pushed ("now_ms": the time)."""
+        """As torch's, plus two entries by table. "rows": ids, step, and optimizer state by torch's names. "entries",
+        for tables with admission or expiry: how often and when ids were pushed ("now_ms": the time, in
+        milliseconds)."""
         made = super().state_dict()
         made[_ROWS] = {}
         made[_ENTRIES] = {}
@@ -121,8 +122,8 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """After the model's own. Raises InvalidRequest for tables or rows that are not here, ShapeMismatch; then
-        nothing has changed."""
+        """Load the model's own state first. Raises InvalidRequest for tables or rows that the model does not have,
+        ShapeMismatch; then nothing has changed."""
         rows = state_dict.get(_ROWS, {})
         if set(rows) != set(self._tables):
             raise InvalidRequest(f"state of the tables {sorted(rows)} for the tables {sorted(self._tables)}")

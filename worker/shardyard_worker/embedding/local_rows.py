@@ -1,9 +1,9 @@
-"""RowSet of a table in this process: what a table has that belongs to no job.
+"""The rows of a table in this process, for tables that belong to no job.
 
-Owns: rows by id, what a table's optimizer keeps with each, their growth, and when a walk for expired ones is due.
-Invariants: looking up changes nothing (an id without a row reads as its initial value, which is a function of seed,
-table and id, or as zeros); a row is made by the first update that its table admits, or when it is put here; a call that
-raises has changed nothing. Must not know: modules, files.
+Owns: rows by id, the optimizer state of each, their growth, and when a walk for expired rows is due. Invariants: a
+look-up changes nothing; an id without a row reads as its initial value, a function of seed, table and id, or as zeros;
+the first update that the table admits makes the row, or a `put`; a call that raises has changed nothing. Must not know:
+modules, files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardyard_worker.embedding.local_entries import LifetimeRules, LocalEntries
 from shardyard_worker.rows.dedup import Float32s, IdNumbering, Int64s
 
 Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
-"""Of rows by gradients, with their state and which of them are fresh: in place."""
+"""Updates rows in place: (rows, gradients, state, which rows are new)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class LocalRows:
         self.dim, self.initial, self.key, self.lives = dim, initial, key, lives
         self._entries = LocalEntries(lives, key) if lives.are_kept else None
         self._time = 0
-        """Of the last update: a step, or milliseconds, as the table tells ages."""
+        """The time of the last update: a step, or milliseconds, as the table counts ages."""
         self._pushed = 0
-        """Ids, since the last walk for what expires."""
+        """Ids pushed since the last walk for expired rows."""
         self._numbers = IdNumbering()
         self._rows = np.empty((0, dim), np.float32)
         self._fresh: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
@@ -76,8 +76,8 @@ class LocalRows:
         step: int,
         now_ms: int = 0,
     ) -> None:
-        """Update number `step` of the table, at `now_ms` of its clock: changes the rows of `ids`, each once, by their
-        gradients, shape (n, dim), but for those that are not admitted. `widths`: what is kept with a row."""
+        """Takes update number `step` of the table, at `now_ms` of its clock: changes the rows of `ids`, each once, by
+        their gradients, shape (n, dim), except rows that are not admitted. `widths`: the state of a row."""
         self._keep(widths)
         self._time = max(self._time, self.lives.expiry.time(step, now_ms))
         if self._entries is None:
@@ -88,20 +88,20 @@ class LocalRows:
         self._pushed += ids.size
 
     def tend(self) -> None:
-        """Takes out what has expired by the last update, if it is time to look."""
-        # so a walk costs each id that is pushed as much, whatever the number of rows
+        """Removes what has expired by the last update, if a walk is due."""
+        # so a walk costs the same for each pushed id, whatever the number of rows
         if self._entries is not None and self.lives.expires and self._pushed >= len(self._entries):
             self._pushed = 0
             self.drop(self.expired())
 
     def expired(self) -> Int64s:
-        """The ids that have expired by the last update, also of those that are only counted."""
+        """The ids that have expired by the last update, those that are only counted too."""
         if self._entries is None:
             return np.empty(0, np.int64)
         return self._entries.expired(self._time, self._square_norms)
 
     def drop(self, ids: Int64s) -> None:
-        """The rows of `ids`, where there are any, are no more."""
+        """Removes the rows of `ids`, if there are any."""
         if not ids.size:
             return
         if self._entries is not None:
@@ -127,14 +127,14 @@ class LocalRows:
             self._state[name][numbers] = values.numpy()
 
     def put(self, ids: Int64s, rows: Float32s) -> None:
-        """The rows of `ids`, each once, become these; what is kept with those that were here stays."""
+        """Sets the rows of `ids`, each once. Optimizer state of rows that were here stays."""
         numbers = self._add(ids)
         self._rows[numbers] = rows
         if self._entries is not None:
             self._entries.put(ids, self._time)
 
     def with_rows(self, ids: Int64s, rows: Float32s, key: int) -> LocalRows:
-        """Another store, of another key, whose rows are these; what is kept here with any of them is kept there too."""
+        """Another store, with another key and these rows. Rows that are here take their optimizer state along."""
         made = LocalRows(self.dim, self.initial, key, self.lives)
         made.put(ids, rows)
         kept, state = self.kept()
@@ -150,7 +150,7 @@ class LocalRows:
         return RowSet(ids[order], self._rows[order])
 
     def kept(self) -> tuple[Int64s, dict[str, Float32s]]:
-        """The ids of the rows that were updated, ascending, and what is kept with them."""
+        """The ids of the rows that were updated, ascending, and their optimizer state."""
         ids = self._numbers.ids
         order = np.argsort(ids)
         order = order[~self._fresh[order]]
@@ -161,14 +161,15 @@ class LocalRows:
         return ids[self._numbers.find(ids) < 0]
 
     def entries(self) -> SavedEntries | None:
-        """How often and when ids were pushed; None where nobody has to know."""
+        """How often and when ids were pushed; None if that is not needed."""
         return None if self._entries is None else self._entries.save(self._pushed)
 
     def keep(
         self, ids: Int64s, state: Mapping[str, Float32s], time: int = 0, entries: SavedEntries | None = None
     ) -> None:
-        """What is kept with the rows of `ids`, which are here, becomes this; with all others nothing is. `time`: a step
-        or milliseconds, as ages are told. Without `entries` all rows count as pushed once, and then."""
+        """Replaces the optimizer state: that of `ids`, whose rows are here, is given; all others have none. `time`: a
+        step or milliseconds, as the table counts ages. Without `entries` all rows count as pushed once, at that
+        time."""
         self._time, self._pushed = time, 0
         if self._entries is not None:
             self._entries = LocalEntries(self.lives, self.key)

@@ -1,8 +1,8 @@
 """Modules that look up rows by id: `sy.Embedding`, `sy.EmbeddingBag`, `sy.EmbeddingCollection`.
 
-Owns: what a forward takes and how it is checked, padding, and which table's rows become which output. Results are those
-of `torch.nn.Embedding` and `torch.nn.EmbeddingBag` on the same rows. Invariant: what is refused has looked up nothing.
-Must not know: who has the rows.
+Owns: what a forward takes and how it is checked, padding, and which rows become which output. Results are those of
+`torch.nn.Embedding` and `torch.nn.EmbeddingBag` on the same rows. Invariant: invalid input is rejected before any
+look-up. Must not know: where rows are.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Features = torch.Tensor | Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _CheckedLookup:
-    """One look-up, checked: flat ids without padding, and what becomes of their rows."""
+    """A checked look-up: flat ids without padding, and how their rows become the output."""
 
     ids: Int64s
     shape: tuple[int, ...] = ()
-    """Of the ids, for an embedding."""
+    """The shape of the ids, for an embedding."""
     kept: Int64s | None = None
-    """Where in that shape the ids are; None: everywhere."""
+    """The places of the ids in that shape; None: everywhere."""
     starts: Int64s | None = None
-    """Of bags: bag b has ids[starts[b]:starts[b + 1]]."""
+    """For bags: bag b has ids[starts[b]:starts[b + 1]]."""
     weights: torch.Tensor | None = None
 
 
@@ -96,11 +96,11 @@ class _LookupModule(torch.nn.Module):
         return f"{self.dim}" + ("" if self.padding_idx is None else f", padding_idx={self.padding_idx}")
 
     def asked(self, features: Features) -> _CheckedLookup:
-        """The look-up of what `forward` was given. Raises what `forward` raises."""
+        """The look-up for an input of `forward`. Raises what `forward` raises."""
         raise NotImplementedError
 
     def answered(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
-        """What `forward` gives back: `rows[places]` are those of the ids that were asked for."""
+        """The output of `forward`: `rows[places]` are the rows of the looked-up ids."""
         raise NotImplementedError
 
     def _answer(self, features: Features) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Embedding(_LookupModule):
         super().__init__(dim, table, padding_idx, initial, optimizer, admission, expiry, dtype, device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Shape (*ids.shape, dim), for ids of any shape, int64 or int32. Raises DTypeMismatch, TooLarge,
+        """Returns shape (*ids.shape, dim), for ids of any shape, int64 or int32. Raises DTypeMismatch, TooLarge,
         InvalidRequest."""
         return self._answer(ids)
 
@@ -203,8 +203,8 @@ class EmbeddingBag(_LookupModule):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Shape (bags, dim). `ids`: shape (bags, n), or (n,) with `offsets`, shape (bags,): where each bag begins.
-        `per_sample_weights`: of the shape of `ids`, by which rows are multiplied; for mode "sum".
+        """Returns shape (bags, dim). `ids`, int64 or int32: shape (bags, n), or (n,) with `offsets`, shape (bags,):
+        where each bag begins. `per_sample_weights`: factors of the rows, in the shape of `ids`; for mode "sum".
 
         Raises DTypeMismatch, ShapeMismatch, InvalidRequest, TooLarge.
         """
@@ -276,8 +276,8 @@ class EmbeddingBag(_LookupModule):
 
 
 class EmbeddingCollection(torch.nn.Module):
-    """Several features that are looked up together: the ids of features with one table at once, and all tables of a job
-    in one round trip.
+    """Looks up several features together: one look-up for all features of a table, and one round trip for all tables of
+    a job.
 
     `features`: for each name an Embedding, an EmbeddingBag, or a dim, which means EmbeddingBag(dim, "sum"). Raises
     InvalidRequest.
@@ -303,13 +303,14 @@ class EmbeddingCollection(torch.nn.Module):
             self.features._modules[name] = module
 
     def forward(self, features: Mapping[str, Features]) -> dict[str, torch.Tensor]:
-        """By feature what its module gives for its ids, or for (ids, offsets), or (ids, offsets, per_sample_weights).
-        Some features may be left out. Raises InvalidRequest for one that is not known, and what the modules raise."""
+        """Returns each feature's output by name. An input is ids, (ids, offsets), or (ids, offsets,
+        per_sample_weights). Features may be left out. Raises InvalidRequest for an unknown one, and what the modules
+        raise."""
         found = _answers([(self.module(name), given) for name, given in features.items()])
         return dict(zip(features, found, strict=True))
 
     def module(self, name: str) -> _LookupModule:
-        """Of a feature. Raises InvalidRequest."""
+        """The module of a feature. Raises InvalidRequest."""
         known: dict[str, Any] = self.features._modules
         if name not in known:
             raise InvalidRequest(f"there is no feature {name!r}; there are {', '.join(known)}")
@@ -318,8 +319,7 @@ class EmbeddingCollection(torch.nn.Module):
 
 
 def ids_of(module: torch.nn.Module, features: Any) -> list[tuple[Table, Int64s]]:
-    """What `module`, or a table, would look up if it was given these. Raises InvalidRequest, and what a forward
-    raises."""
+    """What `module`, or a table, would look up for these inputs. Raises InvalidRequest, and what a forward raises."""
     if isinstance(module, Table):
         return [(module, flat_ids(_only(features)))]
     if isinstance(module, EmbeddingCollection):
@@ -337,7 +337,7 @@ Question = tuple[_LookupModule, Features]
 
 
 def _answers(questions: Sequence[Question]) -> list[torch.Tensor]:
-    """What each module gives for its features. Compiled models leave their graphs for it."""
+    """The output of each module. Compiled models leave their graphs for this call."""
     return _answers_uncompiled(questions) if torch.compiler.is_compiling() else _answers_now(questions)
 
 
@@ -350,7 +350,7 @@ def _answers_now(questions: Sequence[Question]) -> list[torch.Tensor]:
     ]
 
 
-# not torch.compiler.disable, which imports the compiler at once
+# torch.compiler.disable would import the compiler at once
 _answers_uncompiled: Callable[[Sequence[Question]], list[torch.Tensor]] = _disable_dynamo(_answers_now)
 
 

@@ -1,9 +1,9 @@
-"""What a model makes of rows: one output for each id, or one for each bag of ids, with gradients.
+"""Turns rows into outputs: one for each id, or one for each bag of ids, with gradients.
 
-Owns: gathering and pooling as functions of autograd, over places in a list of distinct rows. The results are those of
-`torch.nn.functional.embedding` and `embedding_bag`; the gradient of a row is summed here, in the order of its
-occurrences, and no gradient of a single occurrence is ever written down. On the CPU, in float32, whatever the device of
-the model: rows come from servers through this memory, and what is pooled is smaller. Must not know: ids, tables.
+Owns: gathering and pooling as functions of autograd, over places in a list of distinct rows. Results are those of
+`torch.nn.functional.embedding` and `embedding_bag`. The gradients of a row are summed here in the order of its
+occurrences; the gradient of a single occurrence is never stored. All is on the CPU in float32, whatever the model's
+device: rows come from servers through host memory, and pooled outputs are smaller. Must not know: ids, tables.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def gather(rows: torch.Tensor, places: Int64s) -> torch.Tensor:
 def pool(
     rows: torch.Tensor, places: Int64s, starts: Int64s, mode: Mode, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Shape (bags, dim): of bag b the sum, mean or maximum of rows[places[starts[b]:starts[b + 1]]], zeros if it has
-    none. `weights`: shape (n,), float32, by which rows are multiplied, in SUM alone. Of equal maxima the first one has
-    the gradient. All on the CPU; `starts` has been checked."""
+    """Shape (bags, dim): bag b is the sum, mean or maximum of rows[places[starts[b]:starts[b + 1]]], or zeros if that
+    is empty. `weights`: shape (n,), float32, factors of the rows, only with SUM. Among equal maxima the first gets the
+    gradient. All on the CPU; `starts` has been checked."""
     assert weights is None or mode is Mode.SUM
     found: torch.Tensor
     if mode is Mode.MAX:

@@ -1,10 +1,10 @@
-"""How rows are updated, as `shardyard.tables` names it: settings of a table's optimizer, and the formulas on rows.
+"""How rows are updated: the optimizer settings of `shardyard.tables`, and the formulas on rows.
 
-Owns: the settings, their ranges, what is kept with each row, and the formulas in operations of torch, for tables whose
-rows are in this process. Each is that of `torch.optim`, or of `shardyard.optim` or the paper for what torch does not
-have, for the rows that have a gradient; the others stay as they are (lazy: no decay, no momentum goes on), as with
-torch's sparse gradients. Invariant: the bits of a row depend on its gradients and the number of the step alone. Must
-not know: ids, where rows are kept.
+Owns: the settings, their ranges, the state of each row, and the formulas in operations of torch, for tables whose rows
+are in this process. The formulas are those of `torch.optim`; for what torch lacks, those of `shardyard.optim` or the
+paper. Only rows that have a gradient change (lazy: no decay or momentum for the others), as with torch's sparse
+gradients. Invariant: the bits of a row depend only on its gradients and the number of the step. Must not know: ids,
+where rows are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowOptimizer:
     """Settings of a table's optimizer. Raises InvalidRequest for one out of range."""
 
     kind: ClassVar[str]
-    """As servers call it."""
+    """The servers' name for it."""
     lr: float
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Adagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one sum for each row, of the mean of its squared gradients, as FBGEMM's exact row-wise Adagrad
+    """Adagrad with one sum for each row, that of its mean squared gradients, as FBGEMM's exact row-wise Adagrad
     (Mudigere et al., arXiv:2104.05158). A row of dim 64 takes 65 numbers instead of 128.
 
     >>> embedding = sy.Embedding(64, optimizer=sy.tables.RowWiseAdagrad(lr=0.05))
@@ -82,8 +82,8 @@ class RowWiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """Lazy `torch.optim.Adam`: moments of rows without a gradient do not decay. Bias is corrected by the number of the
-    table's steps.
+    """Lazy `torch.optim.Adam`: moments of rows without a gradient do not decay. The bias correction uses the number of
+    the table's steps.
 
     >>> embedding = sy.Embedding(8, optimizer=sy.tables.Adam(lr=1e-3, betas=(0.9, 0.99)))
     """
@@ -160,7 +160,7 @@ def check(kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def state_widths(kind: str, settings: Mapping[str, Any], dim: int) -> dict[str, int]:
-    """What is kept with each row: names, which are torch's, and how many numbers; all of them begin as 0."""
+    """The state of a row: names, which are torch's, and the number of values of each. All begin as 0."""
     if kind == "sgd" and not settings["momentum"]:
         return {}
     return {name: dim if is_whole else 1 for name, is_whole in _STATES[kind]}
@@ -175,8 +175,8 @@ def update(
     state: State,
     fresh: torch.Tensor,
 ) -> None:
-    """One step, `step` counted from 1, of rows and their state, in place. Both of shape (n, dim). `fresh`: shape (n,),
-    true where the state is still that of a row without any update."""
+    """Takes step number `step`, counted from 1, of rows and their state, in place. Both have shape (n, dim). `fresh`,
+    shape (n,): true for rows that were never updated."""
     decay = settings.get("weight_decay", 0.0)
     if decay and kind != "adamw":
         gradients = gradients.add(rows, alpha=decay)

@@ -1,9 +1,8 @@
-"""An embedding table as a part of a model: its name and settings, where its rows come from, and the gradients for them.
+"""An embedding table as a part of a model: its name and settings, where its rows come from, and its rows' gradients.
 
-Owns: `Table`, a module without a size that modules which look up share; the port to whoever has the rows; which
-gradients of rows have come since the last step. Invariants: a table with gradients to give has somebody who takes them,
-or `backward` raises; gradients of several forwards add up per id, in the order in which they came. Must not know: how
-rows are pooled, files, jobs.
+Owns: `Table`, a module without a size that look-up modules share; the port to the source of rows; the row gradients
+since the last step. Invariants: if a table has gradients, an optimizer takes them, or `backward` raises; gradients of
+several forwards add up per id, in the order in which they came. Must not know: how rows are pooled, files, jobs.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class RowsNeeded(NamedTuple):
-    """RowSet that a forward needs: those of `found.ids`."""
+    """The rows that a forward needs: those of `found.ids`."""
 
     table: Table
     found: UniqueIds
 
 
 class RowSource(Protocol):
-    """Whoever has the rows of tables: this process, or a job's servers."""
+    """Where rows of tables come from: this process, or a job's servers."""
 
     def once(self, table: Table, ids: Int64s) -> UniqueIds:
-        """Ids of a table, shape (n,), each once, in the order in which they are fetched."""
+        """Returns the ids of a table, shape (n,), each once, in the order in which they are fetched."""
 
     def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
-        """Of each, the rows of its ids, shape (m, dim), in that order; in one round trip. Nothing is changed by it; the
-        arrays stay as they are, and nobody changes them."""
+        """Returns the rows of each one's ids, shape (m, dim), in that order, in one round trip. It changes nothing, and
+        the arrays must not be changed."""
 
     def count(self, table: Table) -> int:
-        """How many rows it has."""
+        """How many rows the table has."""
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
-        """All its rows, a part of them at a time: ids, shape (n,), and rows, shape (n, dim)."""
+        """Yields all rows in parts: ids, shape (n,), and rows, shape (n, dim)."""
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:
-        """The rows of `ids`, each once, become these."""
+        """Sets the rows of `ids`, each once."""
 
     def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:
-        """It has these rows and no others; what it has been told of its seed is new."""
+        """Replaces all rows by these. The table's seed may have changed too."""
 
 
 class LocalRowSource:
-    """RowSet that the tables have themselves."""
+    """Rows that the tables have themselves."""
 
     def once(self, table: Table, ids: Int64s) -> UniqueIds:  # noqa: ARG002
         return unique_ids(ids)
@@ -87,25 +86,24 @@ class LocalRowSource:
 
 
 class Gradients:
-    """Of one table, since the last step: for each backward the ids and their sums."""
+    """The gradients of one table since the last step: for each backward the ids and their sums."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._came: list[tuple[UniqueIds, Float32s]] = []
 
     def add(self, found: UniqueIds, sums: Float32s) -> None:
-        """The sums of unique_ids ids, shape (m, dim), which are nobody else's from here on."""
+        """Adds the sums of unique ids, shape (m, dim). The caller must not use the array afterwards."""
         with self._lock:
             self._came.append((found, sums))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that have come, on the memory in which they are kept."""
+        """The gradients so far, as tensors on the same memory."""
         with self._lock:
             return [torch.from_numpy(sums) for _, sums in self._came]
 
     def take(self, partitions: int = 1) -> tuple[UniqueIds, Float32s] | None:
-        """The unique_ids ids of all, and shape (m, dim), the sums of their gradients; None if none have come. There are
-        none after that."""
+        """Takes all gradients: the unique ids, and the sums, shape (m, dim). None if there are none."""
         with self._lock:
             came, self._came = self._came, []
         if not came:
@@ -187,7 +185,7 @@ class Table(torch.nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the rows, or reads those of the job; nobody trains it yet."""
+        """A copy has the rows, or reads those of the job; no optimizer trains it yet."""
         return self.__dict__ | {"gradients": None, "is_trained": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,7 +195,7 @@ class Table(torch.nn.Module):
     # ---- looking up
 
     def leaf(self, found: UniqueIds, rows: Float32s) -> torch.Tensor:
-        """`rows` as a tensor of autograd, whose gradient comes here."""
+        """`rows` as a tensor of autograd, whose gradient is collected here."""
         tensor = torch.from_numpy(rows)
         if torch.is_grad_enabled() and self.weight.requires_grad:
             tensor.requires_grad_()
@@ -215,10 +213,10 @@ class Table(torch.nn.Module):
     # ---- all rows
 
     def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """The rows of `ids`, shape (n,), become `rows`, shape (n, dim); others stay.
+        """Sets the rows of `ids`, shape (n,), int64 or int32, to `rows`, shape (n, dim). Other rows stay.
 
-        Raises DTypeMismatch, ShapeMismatch, InvalidRequest for rows that are not finite and for an id that comes twice;
-        then nothing has changed.
+        Raises DTypeMismatch, ShapeMismatch, InvalidRequest for rows that are not finite and for repeated ids; then
+        nothing has changed.
         """
         if ids.dtype not in ID_DTYPES or rows.dtype not in FLOAT_DTYPES:
             raise DTypeMismatch(
@@ -227,8 +225,9 @@ class Table(torch.nn.Module):
         self._put(ids.detach().cpu().to(torch.int64).numpy(), rows.detach().cpu().float().numpy())
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors; of a job's a
-        partition at a time. Raises InvalidRequest, ConfigurationError without pyarrow, StorageUnavailable."""
+        """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors. Rows of a
+        job are read a partition at a time. Raises InvalidRequest, ConfigurationError without pyarrow,
+        StorageUnavailable."""
         table_io.write(Path(path), self.dim, lambda: self.source.pieces(self))
 
     def everything(self) -> RowSet:
@@ -247,8 +246,8 @@ class Table(torch.nn.Module):
         return RowSet(ids[order], rows)
 
     def load(self, source: str | os.PathLike[str] | torch.nn.Embedding | torch.nn.EmbeddingBag | torch.Tensor) -> None:
-        """Puts the rows of a file that `export` has written; or of an ordinary embedding, or of its weight, shape
-        (n, dim), whose ids are 0 to n - 1. Other rows stay.
+        """Puts the rows of a file that `export` wrote, or of an ordinary embedding or its weight, shape (n, dim), whose
+        ids are 0 to n - 1. Other rows stay.
 
         Raises what `put` raises, CheckpointNotFound, CheckpointDamaged, ConfigurationError; then nothing has changed.
         """
@@ -284,7 +283,7 @@ class Table(torch.nn.Module):
             raise InvalidRequest(f"two rows for id {again[0]} of {_called(self)}; each id has one")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, _keep_vars: bool) -> None:
-        """ids ascending, their rows, and the seed, by which ids without a row read the same again."""
+        """Saves ids ascending, their rows, and the seed, so that ids without a row read the same again."""
         every = self.everything()
         destination[prefix + "ids"] = torch.from_numpy(every.ids)
         destination[prefix + "rows"] = torch.from_numpy(every.rows)
@@ -356,9 +355,9 @@ def tables_of(model: torch.nn.Module) -> dict[str, Table]:
 
 
 def fetch(asked: Sequence[tuple[Table, Int64s]]) -> Iterator[tuple[torch.Tensor, Int64s]]:
-    """For each table and its ids, shape (n,): rows, shape (m, dim), and where in them each id's is, shape (n,).
+    """For each table and its ids, shape (n,), gives rows, shape (m, dim), and the row of each id, shape (n,).
 
-    The ids of one table are looked up together, and all tables of one source in one call of it.
+    The ids of one table are looked up together, and all tables of one source in one call.
     """
     by_table: dict[Table, list[int]] = {}
     for index, (table, _) in enumerate(asked):

@@ -1,11 +1,11 @@
-"""Ids and rows of a table as a file: safetensors, or Parquet, by the end of its name.
+"""Reads and writes the ids and rows of a table: safetensors or Parquet, by the file's ending.
 
     .safetensors   ids (n,) int64, rows (n, dim) float32
     .parquet       columns id: int64, row: fixed_size_list<float>[dim]
 
-Owns: both forms both ways. Invariants: a file is there whole or not at all; of what is written no more than a piece is
-in memory, with all ids for safetensors; what is read has the shapes and dtypes above, and each id once, or
-CheckpointDamaged is raised. pyarrow is imported when it is needed. Must not know: modules, where rows are kept.
+Owns: both formats in both directions. Invariants: a file is there whole or not at all; while writing, at most one piece
+is in memory, plus all ids for safetensors; a file that is read has the shapes and dtypes above and each id once, or
+CheckpointDamaged is raised. pyarrow is imported only when needed. Must not know: modules, where rows are kept.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _OTHER: Final = "give a file that table.export has written, or one of the same f
 
 
 def write(path: Path, dim: int, pieces: Chunks) -> None:
-    """Raises InvalidRequest for another ending, ConfigurationError where pyarrow is not installed,
-    StorageUnavailable, and what `pieces` raises, which is asked for its pieces once."""
+    """Writes the file; iterates over `pieces` once. Raises InvalidRequest for another ending, ConfigurationError
+    without pyarrow, StorageUnavailable, and what `pieces` raises."""
     if _ending(path) == SAFETENSORS:
         write_file(path, _safetensors(path.parent, dim, pieces))
     else:
@@ -81,8 +81,8 @@ class Spool:
 
 @contextmanager
 def spooled(dim: int, pieces: Chunks, folder: Path | None = None) -> Iterator[Spool]:
-    """In a safetensors file all ids stand before the first row, and how many there are before all: until they have
-    come, rows wait in a file without a name in this folder (None: that for temporary files). Raises OSError."""
+    """A safetensors file begins with the number of ids, then all ids, then the rows. So rows wait in an unnamed file in
+    `folder` (None: that for temporary files) until all ids have come. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         parts = list(_written(file, pieces))
         file.flush()
@@ -92,15 +92,15 @@ def spooled(dim: int, pieces: Chunks, folder: Path | None = None) -> Iterator[Sp
 
 
 def _written(file: IO[bytes], pieces: Chunks) -> Iterator[Int64s]:
-    """The ids of each piece, whose rows it writes."""
+    """Writes the rows of each piece, and yields its ids."""
     for ids, rows in pieces():
         file.write(np.ascontiguousarray(rows).data)
         yield ids
 
 
 def read(path: Path) -> RowSet:
-    """Raises CheckpointNotFound, CheckpointDamaged for what is no such file, InvalidRequest for another ending,
-    ConfigurationError where pyarrow is not installed, StorageUnavailable."""
+    """Raises CheckpointNotFound, CheckpointDamaged for a file of another kind, InvalidRequest for another ending,
+    ConfigurationError without pyarrow, StorageUnavailable."""
     ending = _ending(path)
     if not path.is_file():
         raise CheckpointNotFound(f"{path} is not there", why="rows are read from a file", todo="check the path")

@@ -1,13 +1,12 @@
 """One push and pull: from tensors to one message for each server, and back.
 
-In: gradients, rows and the name of a push, from `training`. Out: the values of one version, and the servers'
-verdicts. A push names all partitions of each server; what is sent again carries the same name, so a server counts it
-once.
+In: gradients, rows and the name of a push, from `training`. Out: the values of one version, and the servers' verdicts.
+A push names all partitions of each server. A push that is sent again has the same name, so a server counts it once.
 
 Read in the order of a step: `requests` (what training asks), `server_group` (all servers under one map),
 `request_builder` (the part of one server), `fan_out` (calls and retries), `server_stream` (the stream to one server).
-`flat_buffers` holds gradients as they lie on the wire, `pulled_values` the values that come back, both over
-`buffer_layout` and `tensor_copy`. `tensor_types` says which tensors fit, `device_copies` copies
-from and to a GPU. `row_reads` looks table rows up, `shm_rows` is their shared memory. `overlap` sends gradients during
-backward, `partial_reply` gives values out while they arrive, `norm_sums` sums the norm of a synchronous step.
+`flat_buffers` holds gradients in their layout on the wire, `pulled_values` the values that come back; both use
+`buffer_layout` and `tensor_copy`. `tensor_types` says which tensors fit, `device_copies` copies to and from a GPU.
+`row_reads` looks table rows up, `shm_rows` is their shared memory. `overlap` sends gradients during backward,
+`partial_reply` gives out values while they arrive, `norm_sums` sums the norm of a synchronous step.
 """

@@ -26,7 +26,8 @@ from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, int]
-"""Where a partition's values lie: (region, byte) of its server's memory; (-1 or -2, 0): came over a stream."""
+"""The place of a partition's values: (region, byte) of its server's memory; (-1 or -2, 0) if they came over a
+stream."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class PartValues:
 
 
 Version = Mapping[Incarnation, Sequence[PartValues]]
-"""The values of all servers at one time. Two pulls later their memory is used again."""
+"""The values of all servers at one time. Two pulls later their memory is reused."""
 
 
 class Late(NamedTuple):
@@ -115,7 +116,7 @@ class ServerBuffers:
     known: dict[tuple[int, Key], PartValues] = field(default_factory=dict)
 
     def values(self, index: int, key: Key, payload: Bytes) -> PartValues:
-        """The tensors of partition `index` at a place. Made once, since places come back."""
+        """The tensors of partition `index` at a place. They are cached, since places recur."""
         found = self.known.get((index, key))
         if found is None:
             found = PartValues(key, tuple(piece.of(payload) for piece in self.pieces[index]))

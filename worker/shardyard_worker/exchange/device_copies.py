@@ -1,18 +1,17 @@
-"""DeviceCopies between tensors on a GPU and the flat buffers of the host, on streams of their own beside the
-computation.
+"""Copies between tensors on a GPU and the host's flat buffers, on their own streams beside the computation.
 
-Owns: the streams, the events that say when a copy is done, the pinning of the buffers, and all calls of torch.cuda for
-these. Invariants:
-- `fetch` returns when the buffers hold the gradients as they are then: what was copied when autograd made it (`take`)
-  counts only if it is the same tensor with the same elements still, else it is copied again.
-- What the computing stream is given after `bring` finds the new values; memory that values were brought from may change
+Owns: the streams, the events that mark the end of a copy, the pinning of the buffers, and the calls of torch.cuda for
+all this. Invariants:
+- When `fetch` returns, the buffers hold the current gradients: an early copy (`take`) is used only if the gradient is
+  still the same tensor with the same elements; otherwise it is copied again.
+- Work launched on the computing stream after `bring` reads the new values. The memory that they come from may change
   only after `settle`.
-- Where memory cannot be pinned copies are slower, and right.
+- If memory cannot be pinned, copies are slower, but right.
 
-How a gradient is known to be unchanged: torch counts changes in place, but not those through `.data` and not those of
-`GradScaler.unscale_`. So the sum of its words is compared too, taken before the copy, on the copy's stream: if what was
-summed up was changed already, so was what was copied after it. Scaling or clamping moves all words of float32, as
-signed numbers, the same way, so their sum cannot come out even; after other changes it hardly ever does.
+How an unchanged gradient is recognised: torch counts changes in place, but not those through `.data` nor those of
+`GradScaler.unscale_`. So the sum of its words is compared too. The sum is taken before the copy, on the copy's stream,
+so the copy is never older than the sum. Scaling or clamping moves all words of float32, as signed numbers, in the same
+direction, so it always changes the sum; other changes almost always do.
 
 Must not know: variables, servers, codecs.
 """
@@ -39,7 +38,7 @@ log = logging.getLogger("shardyard.worker")
 
 Bytes = npt.NDArray[np.uint8]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Flat tensors: into, from."""
+"""Flat tensors: (into, from)."""
 
 EARLY_BYTES_MIN: Final = 256 * KIB
 """Smaller gradients are copied when they are pushed: launching a copy and its check costs more than it hides."""
@@ -50,44 +49,44 @@ _READ_ONLY: Final = 0x08
 
 class Event(Protocol):
     def synchronize(self) -> None:
-        """Returns when what a lane was given before is done. Safe from any thread."""
+        """Returns when the work before this event is done. Safe from any thread."""
 
 
 class Lane(Protocol):
-    """A stream of work on a device, in order, beside the stream that computes (the one current in this thread)."""
+    """A stream of work on a device, in order, beside the computing stream (the current one of this thread)."""
 
     def follow(self) -> None:
-        """What is launched from now on waits for what the computing stream has been given."""
+        """Work launched from now on waits for the work that the computing stream has so far."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Does work, later, in order. It keeps alive what it needs until then, but on a device what the computing
-        stream's tensors lie in: see `keep`."""
+        """Runs `work` later, in order. It keeps alive what it needs until then, except memory of the computing stream's
+        tensors on a device: see `keep`."""
 
     def inside(self) -> AbstractContextManager[None]:
-        """Within it, what torch is asked for is done on this lane."""
+        """Inside the block, torch's work goes to this lane."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory, if it is given back, is not used anew before what has been launched is done."""
+        """The tensor's memory, once freed, is not reused before the work launched so far is done."""
 
     def mark(self) -> Event:
-        """Of what has been launched so far."""
+        """An event after the work launched so far."""
 
     def lead(self, event: Event) -> None:
-        """What the computing stream is given from now on waits for the event."""
+        """Work of the computing stream from now on waits for the event."""
 
 
 class Engine(Protocol):
-    """One device's."""
+    """The engine of one device."""
 
     def lane(self) -> Lane: ...
 
     def pin(self, address: int, nbytes: int, *, read_only: bool) -> str:
-        """Why the memory could not be pinned; "" if it is."""
+        """Pins memory. Returns why it could not be pinned, or ""."""
 
     def unpin(self, address: int) -> None: ...
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """Memory of the host, uint8 of shape (nbytes,), pinned if that can be."""
+        """Host memory, uint8 of shape (nbytes,), pinned if possible."""
 
 
 class CudaLane:
@@ -113,7 +112,7 @@ class CudaLane:
         tensor.record_stream(self._stream)
 
     def mark(self) -> Event:
-        # blocking: a thread that waits leaves the processor to those that send
+        # blocking: a thread that waits leaves the processor to the sending threads
         event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.record_event(event)  # type: ignore[arg-type]
         return event
@@ -123,7 +122,7 @@ class CudaLane:
 
 
 class CudaEngine:
-    """One CUDA device's."""
+    """The engine of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -154,7 +153,7 @@ class CudaEngine:
             if error == 0:
                 return ""
             try:
-                # CUDA tells of the error once more, at the next kernel, whoever's that is; so it is this one
+                # CUDA reports the error again at the next kernel, so launch one here
                 torch.ones(1, device=self._device)
             except RuntimeError as again:
                 return f"{name}: error {error}: {str(again).splitlines()[0]}"
@@ -165,13 +164,13 @@ EngineOf = Callable[[torch.device], Engine | None]
 
 
 def engine_of(device: torch.device) -> Engine | None:
-    """None where plain copies serve: on the CPU, and on devices other than CUDA's."""
+    """None if plain copies do: on the CPU, and on devices other than CUDA's."""
     return CudaEngine(device) if device.type == "cuda" else None
 
 
 @dataclass
 class _Device:
-    """What serves one device. Work for pushes, for values and for encoders goes on lanes of their own."""
+    """The lanes of one device: one each for pushes, values and encoders."""
 
     engine: Engine
     out: Lane
@@ -181,7 +180,7 @@ class _Device:
 
 @dataclass
 class _Taken:
-    """A gradient that was copied when it was made. `words`: their sum, once the lane has come to it."""
+    """An early copy of a gradient. `words`: the sum of its words, once the lane has computed it."""
 
     gradient: TensorWeakRef
     version: int
@@ -199,7 +198,7 @@ class _Taken:
 
 @dataclass(frozen=True)
 class DeviceCopy:
-    """What the buffers shall hold: a tensor, by the index of its variable, and where its elements go."""
+    """A copy into the buffers: a tensor, the index of its variable, and where its elements go."""
 
     index: int
     tensor: torch.Tensor
@@ -207,7 +206,7 @@ class DeviceCopy:
     offsets: tuple[int, ...]
 
     def pairs(self) -> Pairs:
-        """To be made where the work is done: a tensor that does not lie in order is put in order first."""
+        """The copies to make. Call it on the lane: a tensor that is not contiguous is made so first."""
         flat = self.tensor.detach().reshape(-1)
         return [
             (into, flat[offset : offset + into.numel()]) for into, offset in zip(self.into, self.offsets, strict=True)
@@ -217,8 +216,8 @@ class DeviceCopy:
 class DeviceCopies:
     """All copies between the devices of a model and its flat buffers.
 
-    `alone`: every parameter is on such a device. Used by the thread that trains; `take` also by autograd's, `settle` by
-    any, and `beside`, between two pushes, by that which saves what compression remembers.
+    `alone`: every parameter is on such a device. Used by the thread that trains, except: `take` also by autograd's
+    thread, `settle` by any thread, `beside`, between two pushes, by the thread that saves compression state.
     """
 
     def __init__(self, find_engine: EngineOf = engine_of, *, alone: bool = True) -> None:
@@ -248,8 +247,7 @@ class DeviceCopies:
     # ---- from the device
 
     def take(self, wanted: DeviceCopy) -> Event | None:
-        """Begins to copy a gradient that has just been made; `fetch` of the same will find it there. None: it is not
-        worth while."""
+        """Begins to copy a new gradient, so that `fetch` finds it in place. None: too small to be worth it."""
         gradient = wanted.tensor
         if gradient.nbytes < EARLY_BYTES_MIN or gradient.is_inference():
             return None
@@ -267,14 +265,14 @@ class DeviceCopies:
         return lane.mark()
 
     def forget(self, index: int | None = None) -> None:
-        """What `take` has copied (of this variable) is not there any more."""
+        """Discards what `take` has copied (of this variable)."""
         if index is None:
             self._taken.clear()
         else:
             self._taken.pop(index, None)
 
     def fetch(self, wanted: Sequence[DeviceCopy]) -> None:
-        """DeviceCopies what was not taken, or has changed since. Returns when all of it is in the buffers."""
+        """Copies what was not taken or has changed since. Returns when all is in the buffers."""
         by_device: dict[torch.device, list[DeviceCopy]] = {}
         for each in wanted:
             by_device.setdefault(each.tensor.device, []).append(each)
@@ -284,7 +282,7 @@ class DeviceCopies:
             self.fetch(again)
 
     def _fetch_from(self, device: _Device, wanted: Sequence[DeviceCopy]) -> Callable[[], list[DeviceCopy]]:
-        """Launches the copies and the comparison. What is given back waits for both, and tells what has changed."""
+        """Launches copies and comparisons. The returned function waits for both, and returns what has changed."""
         lane, taken, before = device.out, [], []
         lane.follow()
         for each in wanted:
@@ -315,8 +313,7 @@ class DeviceCopies:
         return changed
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
-        """DeviceCopies of tensors as arrays of shape (elements,), of the same dtype (bool: uint8). From within
-        `beside`."""
+        """Copies tensors into arrays of shape (elements,) and the same dtype (bool: uint8). Call it inside `beside`."""
         flat = [_in_order(tensor).view(torch.uint8) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
         for number, each in enumerate(flat):
@@ -344,9 +341,9 @@ class DeviceCopies:
 
     @contextmanager
     def beside(self, devices: Iterable[torch.device], inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Within it, what torch is asked for on these devices is done on lanes of encoders, which alone touch what
-        encoders keep. They follow the computing streams, which wait for them in the end. `inputs`: the computing
-        stream's tensors that are read."""
+        """Inside the block, torch's work on these devices goes to the encoders' lanes, which alone use the encoders'
+        state. They wait for the computing streams, which wait for them in the end. `inputs`: tensors of the computing
+        stream that are read."""
         known = [found for found in map(self._device, devices) if found is not None]
         with ExitStack() as stack:
             for device in known:
@@ -364,7 +361,7 @@ class DeviceCopies:
     # ---- to the device
 
     def bring(self, pairs: Pairs) -> None:
-        """Begins to copy values; the computing stream goes on when they are there."""
+        """Begins to copy values. The computing stream waits for them."""
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for into, values in pairs:
             by_device.setdefault(into.device, []).append((into, values))
@@ -379,15 +376,15 @@ class DeviceCopies:
             self._brought[device] = event
 
     def settle(self) -> None:
-        """Waits until all values are where they were brought."""
+        """Waits until all values have been copied."""
         for event in tuple(self._brought.values()):
             event.synchronize()
 
     # ---- memory of the host
 
     def memory(self, nbytes: int) -> Bytes:
-        """Zeros of shape (nbytes,), pinned. Shared with processes that are forked off: pages that are copied on write
-        would part from those that the device has."""
+        """Zeros of shape (nbytes,), pinned. The memory is shared with forked processes: copy-on-write would replace
+        pages that the device still uses."""
         if not nbytes:
             return np.zeros(0, np.uint8)
         made: Bytes = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
@@ -395,8 +392,8 @@ class DeviceCopies:
         return made
 
     def pin(self, memory: Bytes, *, read_only: bool = False) -> None:
-        """Lets devices read and write (`read_only`: read) memory at full speed, if that can be. It must be mapped by
-        itself, and shared: see `memory`."""
+        """Lets devices read and write (`read_only`: read) memory at full speed, if possible. It must be a mapping of
+        its own, and shared: see `memory`."""
         if not memory.size or memory.ctypes.data in self._pinned:
             return
         engine = next((device.engine for device in self._devices.values() if device is not None), None)
@@ -410,20 +407,20 @@ class DeviceCopies:
             log.info("copies to and from the GPU are slower: memory could not be pinned (%s)", why)
 
     def attach(self, ticket: ShmHandle) -> AttachedMemory:
-        """Opens what a server exports, to be read by devices only. Raises NotShareable."""
-        # not private: pinning would give this process pages of its own, which the server never writes to
+        """Opens memory that a server exports, for devices to read. Raises NotShareable."""
+        # not private: pinning would then copy pages into this process, and the server's writes would not reach them
         memory = attach(ticket, private=False)
         self.pin(memory.bytes, read_only=True)
         return memory
 
     def unpin(self, memory: Bytes) -> None:
-        """Memory that is going away. Nothing is copied from or to it any more."""
+        """Unpins memory that is going away. It is not copied from or to any more."""
         found = self._pinned.pop(memory.ctypes.data, None)
         if found is not None:
             found[1].unpin(memory.ctypes.data)
 
     def close(self) -> None:
-        """Waits for what is under way, and gives back what was pinned."""
+        """Waits for copies in flight, and unpins all memory."""
         self.settle()
         for device in self._devices.values():
             if device is not None:
@@ -434,7 +431,7 @@ class DeviceCopies:
 
 
 def copies_for(parameters: Iterable[torch.Tensor], find_engine: EngineOf = engine_of) -> DeviceCopies | None:
-    """What a model with these parameters needs; None where plain copies serve all of them."""
+    """The copies for a model with these parameters; None if plain copies do for all."""
     devices = list(dict.fromkeys(parameter.device for parameter in parameters))
     copies = DeviceCopies(find_engine)
     served = [copies._device(device) is not None for device in devices]
@@ -443,12 +440,12 @@ def copies_for(parameters: Iterable[torch.Tensor], find_engine: EngineOf = engin
 
 
 def tensor_of(memory: Bytes) -> torch.Tensor:
-    """Memory as a tensor of uint8, also such as cannot be written; to write to that ends the process."""
+    """Memory as a tensor of uint8, read-only memory too; writing to that kills the process."""
     return torch.from_numpy(memory if memory.flags.writeable else np.asarray(_Readable(memory)))
 
 
 class _Readable:
-    """Says of an array that it could be written, since torch has no tensors that cannot."""
+    """Marks a read-only array as writable, since torch has no read-only tensors."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory
@@ -462,15 +459,13 @@ def _copy_beside(pairs: Pairs) -> None:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words of 32 bits, or of 16 where its elements are so narrow, as signed numbers, int64,
-    shape (). Exact."""
+    """The exact sum of a tensor's 32-bit words (16-bit for 16-bit elements) as signed numbers, int64, shape ()."""
     word = torch.int16 if tensor.element_size() == 2 else torch.int32
     return _in_order(tensor).view(word).sum(dtype=torch.int64)
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements one after the other, shape (elements,); also where there is one or none, which may have any stride
-    and still be contiguous."""
+    """The elements in order, shape (elements,). Tensors of at most one element are contiguous with any stride."""
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 

@@ -1,7 +1,7 @@
-"""Calls to all servers of a job at once, again where a server did not answer.
+"""Calls to all servers of a job at once, with retries.
 
-Owns: retries, and what an error means. Invariants: a request that is sent again carries the same name; every wait
-explains itself; nobody waits under a map that is not the job's any more: `check` raises MapChanged then. Must not
+Owns: retries, and the meaning of errors. Invariants: a request that is sent again has the same name; every wait
+explains itself; no call waits under a map that is not the job's any more: `check` raises MapChanged then. Must not
 know: what is asked.
 """
 
@@ -30,19 +30,19 @@ log = logging.getLogger("shardyard.worker")
 R = TypeVar("R")
 Describe = Callable[[], str]
 Make = Callable[[ServerStream], ServerRequest | None]
-"""Makes the request for a server, if there is one, when its stream is open."""
+"""Makes the request for a server, if there is one, once its stream is open."""
 
 _MOVED = (errors.StaleGeneration, errors.StaleIncarnation)
 _EXPLAINED = (errors.NotFound, errors.Unavailable, *_MOVED)
-"""Errors whose reason the coordinator knows."""
+"""Errors that the coordinator can explain."""
 REFRESH_MS = 50
-"""Between two questions for a map that is about to change."""
+"""The pause between two refreshes when the map is about to change."""
 RECOVERING = "its partitions wait to be restored (see `shardyard status`)"
-"""What a wait says of a job whose server is lost."""
+"""The explanation of a wait when a job's server is lost."""
 THREADS_BYTES_MIN = 256 * KIB
-"""Where more than this travels over streams to several servers, each server has a thread."""
+"""If streams to several servers carry more than this, each server has a thread."""
 CALLS_MAX = 4
-"""Calls to one server at a time: an exchange, and look-ups of rows by other threads."""
+"""Concurrent calls to one server: an exchange, and row look-ups of other threads."""
 
 
 class MapChanged(Exception):
@@ -76,13 +76,13 @@ class FanOut:
         self._pool = ThreadPoolExecutor(CALLS_MAX * len(self._streams), "server")
 
     def close(self) -> None:
-        """Ends every call under way; none begins any more. Safe from any thread."""
+        """Ends every call in flight, and refuses new ones. Safe from any thread."""
         self._closed.set()
         self.cancel()
         self._pool.shutdown(wait=False)
 
     def cancel(self) -> None:
-        """Ends every call under way. Safe from any thread."""
+        """Ends every call in flight. Safe from any thread."""
         for stream in self._streams:
             stream.cancel()
             stream.peer.close()
@@ -97,7 +97,7 @@ class FanOut:
         return self._session.generation > self._map.generation
 
     def check(self) -> None:
-        """Raises MapChanged, and the error that the job failed with."""
+        """Raises MapChanged if there is a newer map, and the error that the job failed with."""
         self._session.check()
         if self.is_behind:
             raise MapChanged
@@ -107,8 +107,7 @@ class FanOut:
     def call(
         self, ask: Callable[[ServerStream], R], waiting_for: str, streams: Sequence[ServerStream] | None = None
     ) -> list[R]:
-        """Calls these servers (None: all) at once, each again while it does not answer. Raises the first refusal when
-        all are done."""
+        """Calls these servers (None: all) at once, with retries. Once all are done, raises the first refusal."""
         self.check()
         try:
             return self._call(ask, waiting_for, self._streams if streams is None else streams)
@@ -127,7 +126,7 @@ class FanOut:
                 for policy, stream in zip(policies, streams, strict=True)
             ]
         except RuntimeError:
-            # another thread has met a failure, and closed the pool
+            # another thread has met a failure and closed the pool
             self._session.check()
             raise
 
@@ -135,7 +134,7 @@ class FanOut:
             each = zip(futures, policies, strict=True)
             return "; ".join(policy.explanation for future, policy in each if not future.done())
 
-        # explained here, since one call may last longer than a wait may go without a word
+        # explained here, since one call may take longer than a wait may stay unexplained
         with self._wait_registry.over(explanation):
             wait(futures)
         return [future.result() for future in futures]
@@ -151,8 +150,8 @@ class FanOut:
     # ---- exchanges
 
     def exchange(self, make: Make, waiting_for: Describe) -> list[ExchangeReply]:
-        """An exchange with every server for which `make` returns a request, all at once. Raises the first refusal when
-        all are done."""
+        """Exchanges with all servers at once for which `make` returns a request. Once all are done, raises the first
+        refusal."""
         self.check()
         streams = self._streams
         try:
@@ -168,7 +167,7 @@ class FanOut:
         return sum([self._buffers.nbytes(stream.server) for stream in self._streams if not stream.shared])
 
     def _exchange_here(self, make: Make, waiting_for: Describe) -> list[ExchangeReply]:
-        """In this thread: all requests are sent, then all answers are read."""
+        """The same in this thread: sends all requests, then reads all answers."""
         streams = self._streams
         begun: dict[Incarnation, PushHeader] = {}
         waits: list[str] = []
@@ -212,7 +211,7 @@ class FanOut:
         return made[0]
 
     def _attempt(self, make: Make, stream: ServerStream) -> ExchangeReply | None:
-        """A whole exchange with one server. Its answer may be that to an earlier attempt."""
+        """One whole exchange with one server. The answer may be that of an earlier attempt."""
         stream.retried = True
         header = self._begin(make, stream)
         return None if header is None else stream.finish(header)
@@ -232,15 +231,15 @@ class FanOut:
     # ---- after an error
 
     def _refresh_and_check(self, error: errors.ShardyardError) -> None:
-        """Asks the coordinator why a server does not do its part: the job has failed, or its partitions have moved, or
-        will move in a moment."""
+        """Asks the coordinator why a server does not answer: the job has failed, or its partitions have moved or will
+        move soon."""
         if isinstance(error, errors.NotFound) and "newest" not in error.facts:
             # servers drop a job that has failed, and its workers may hear of the failure later
             self._session.learn()
         else:
             self._session.refresh()
         self.check()
-        # a server that was started again knows nothing of the job, and the coordinator may not know of it yet
+        # a restarted server knows nothing of the job, and the coordinator may not know of the restart yet
         moved = isinstance(error, _MOVED)
         if moved or self._session.recovering:
             with self._wait_registry.over(lambda: f"a partition map after generation {self._map.generation}"):

@@ -1,7 +1,7 @@
 """Flat buffers between the model's tensors and the payloads of partitions.
 
-Owns: per server the memory in which gradients lie as in its payload on the wire, and the views that a model's `.grad`s
-may be. `values` has what comes back. Must not know: servers' addresses, names of pushes.
+Owns: for each server the memory that holds gradients in their layout on the wire, and the views that a model's `.grad`s
+may be. `pulled_values` has what comes back. Must not know: servers' addresses, names of pushes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 class FlatBuffers:
     """The buffers of a job's variables under one partition map.
 
-    `shareable`: gradients lie in memory that servers on this machine may open. `slots`: pushes that may be under way at
-    a time, each with gradients of its own. `copies`: by which tensors on a GPU are copied, if there are any.
+    `shareable`: servers on this machine may open the gradients' memory. `slots`: how many pushes may be in flight, each
+    with its own gradients. `copies`: copies tensors of a GPU, if there are any.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlatBuffers:
         self.values = PulledValues(layout, self._homes, self._where, copies, self._copier)
 
     def close(self) -> None:
-        """Servers cannot attach from now on."""
+        """From now on servers cannot attach."""
         if self._copies is not None:
             self._copies.close()
         for home in self._homes.values():
@@ -110,8 +110,8 @@ class FlatBuffers:
         return pieces[0].view(spec.shape) if len(pieces) == 1 and spec.kind is VariableKind.PARAMETER else None
 
     def take_over(self, old: FlatBuffers) -> None:
-        """Copies the gradients that were filled in, and the current values, from the buffers of an earlier map of the
-        same layout. Nothing refers to `old` afterwards."""
+        """Copies the filled-in gradients and the current values from the buffers of an earlier map of the same layout.
+        Nothing refers to `old` afterwards."""
         assert old._layout is self._layout or old._layout == self._layout
         assert old._slots == self._slots
         self._slot = old._slot
@@ -137,7 +137,7 @@ class FlatBuffers:
         return tuple(self._homes)
 
     def nbytes(self, server: Incarnation) -> int:
-        """A whole payload for a server."""
+        """The size of a server's whole payload."""
         return self._homes[server].nbytes
 
     def payload_bytes(self, partition: PartitionId) -> int:
@@ -146,14 +146,14 @@ class FlatBuffers:
     # ---- towards the servers
 
     def view(self, index: int) -> torch.Tensor | None:
-        """Memory of the variable's shape that the next push sends as it lies: a gradient there need not be copied. None
-        where the variable is cut into several pieces."""
+        """Memory of the variable's shape that the next push sends: a gradient there need not be copied. None if the
+        variable is cut into several pieces."""
         return self._views[self._slot][index]
 
     def fill(self, sent: Sequence[torch.Tensor | None]) -> None:
-        """Copies what a push carries into the flat buffers: for each variable, in order, a gradient (parameter)
-        or a new value (buffer), or None. What lies there already is left. Raises ShapeMismatch, DTypeMismatch,
-        UnsupportedModel, having sent nothing."""
+        """Copies what a push carries into the flat buffers: for each variable, in order, a gradient (parameter), a new
+        value (buffer), or None. What is there already is not copied. Raises ShapeMismatch, DTypeMismatch,
+        UnsupportedModel; then nothing was sent."""
         views, pairs = self._views[self._slot], []
         wanted: list[DeviceCopy] = []
         for index, tensor in enumerate(sent):
@@ -177,8 +177,8 @@ class FlatBuffers:
         return self._copies is not None and self._copies.carries(tensor)
 
     def take(self, index: int, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Begins to copy a gradient that a GPU has just made, so that `fill` need not copy it again. Returns a
-        function that waits until it lies in its view; None: it is left to `fill`."""
+        """Begins to copy a gradient that a GPU has just made, so that `fill` need not copy it. Returns a function that
+        waits until it is in its view; None: `fill` will copy it."""
         spec = self._layout.variables[index]
         fits = tuple(gradient.shape) == spec.shape and fits_dtype(spec, gradient)
         if self._copies is None or not fits or gradient.layout is not torch.strided:
@@ -192,17 +192,17 @@ class FlatBuffers:
 
     @property
     def slot(self) -> int:
-        """The slot that is filled in now. It is used again as many pushes later as there are slots."""
+        """The slot that is filled now. Each slot is reused after as many pushes as there are slots."""
         return self._slot
 
     def next_slot(self) -> None:
-        """The push of this slot is under way, so the next one is put elsewhere."""
+        """The push of this slot is in flight, so the next one uses another."""
         self._slot = (self._slot + 1) % self._slots
         if self._copies is not None:
             self._copies.forget()
 
     def memory(self, server: Incarnation) -> SharedMemory | None:
-        """The shared memory of a server's gradients, if they lie in such."""
+        """The shared memory of a server's gradients, if they are in shared memory."""
         return self._homes[server].memory
 
     def place(self, server: Incarnation, slot: int) -> int:
@@ -238,7 +238,7 @@ class FlatBuffers:
         return tuple(parts), pieces
 
     def span(self, index: int) -> Span | None:
-        """Where the gradient of a variable that lies in one piece has its bytes, padding included."""
+        """The bytes of a gradient whose variable is in one piece, padding included."""
         if len(self._where[index]) != 1:
             return None
         (where,) = self._where[index]
@@ -251,7 +251,7 @@ class FlatBuffers:
         return home.gradients[slot * home.nbytes :][: home.nbytes]
 
     def shared_parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[PushPart, ...]:
-        """A server's part of a push whose payload is the whole layout, also where variables are absent."""
+        """A server's part of a push whose payload is the whole layout, even if variables are absent."""
         home = self._homes[server]
         if not absent:
             return home.whole
@@ -262,8 +262,8 @@ class FlatBuffers:
         )
 
     def encode(self, sent: Sequence[torch.Tensor | None], encode: Encode) -> Codes:
-        """The codes of what a push carries, for each partition one a block. The tensors have been checked
-        (`check_tensor`); they are encoded where they lie."""
+        """Encodes what a push carries: for each partition one code a block. The tensors have been checked
+        (`check_tensor`) and are encoded in place."""
         flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in sent]
         places: list[PartitionId] = []
         blocks: list[tuple[Block, torch.Tensor]] = []

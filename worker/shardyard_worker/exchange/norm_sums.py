@@ -1,8 +1,8 @@
 """The norm of a synchronous step's gradient, summed over all partitions (rule B6).
 
-Owns: what partitions have reported of the newest step. Invariant: a verdict is a sum over all partitions in the order
-of their numbers, so every worker gets the same bits, from whichever answers. Pure. Must not know: streams, when a
-verdict is sent, what it decides.
+Owns: the partitions' reports of the newest step. Invariant: a verdict sums over all partitions in the order of their
+numbers, so every worker computes the same bits, whatever answers it has. Pure. Must not know: streams, when a verdict
+is sent, what it decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardyard.domain.pushes import GatheredPart, StepVerdict
 
 
 class NormSums:
-    """Of a job with so many partitions, under one partition map."""
+    """The sums of a job with this many partitions, under one partition map."""
 
     def __init__(self, partitions: int) -> None:
         self._partitions = tuple(PartitionId(number) for number in range(partitions))
@@ -56,8 +56,8 @@ class NormSums:
     def explain(
         self, missing: tuple[NotReadyPart, ...], owned: Mapping[Incarnation, Sequence[PartitionId]]
     ) -> tuple[NotReadyPart, ...]:
-        """Names the partitions of other servers that a step waits for: each server knows only its own. `missing`: of
-        one pull."""
+        """Names the partitions of other servers that a step waits for, since each server knows only its own. `missing`:
+        as one pull reports it."""
         step = missing[0].want - 1 if missing else -1
         lacking = frozenset(self.lacking(step)) if step >= 0 else frozenset()
         if not lacking:

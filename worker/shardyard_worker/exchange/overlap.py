@@ -1,9 +1,9 @@
-"""Gradients on their way to the servers while backward still computes others.
+"""Sends gradients to the servers while backward still computes others.
 
-Owns: a thread that sends, what was sent of the next push, and a sum of it. Invariants: what is sent ahead counts for
-nothing until the push names it; what has changed since it was sent (clipped, accumulated again) is sent again with the
-push, seen by its sum, whoever changed it; a stream that breaks off takes what was sent with it. Must not know: names of
-pushes, autograd.
+Owns: a thread that sends, which gradients of the next push were sent, and their checksums. Invariants: what is sent
+early counts only once the push names it; what has changed since (clipped, accumulated again) has another checksum, and
+is sent again with the push, whatever changed it; if a stream breaks, what was sent on it is lost with it. Must not
+know: names of pushes, autograd.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass
 class _Sent:
-    """What went to one server, by variable: where it lies, and the sum of what lay there."""
+    """What was sent to one server, by variable: its place, and the checksum of its bytes."""
 
     sums: dict[int, tuple[Span, int]] = field(default_factory=dict)
     broken: bool = False
 
 
 class Overlap:
-    """For the streams of one job. Used by one thread, but for `close`."""
+    """Early sends on the streams of one job. For one thread, except `close`."""
 
     def __init__(
         self, buffers: FlatBuffers, streams: Mapping[Incarnation, ServerStream], wait_registry: WaitRegistry
@@ -51,7 +51,7 @@ class Overlap:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; streams must have been ended. Safe from any thread, and to repeat."""
+        """Ends the thread, after the streams were ended. Safe from any thread, and to repeat."""
         self._waiting.put(None)
 
     def ready(self, index: int, *, wait: Callable[[], None] | None = None) -> None:
@@ -79,7 +79,7 @@ class Overlap:
         self._waiting.put(send)
 
     def drain(self) -> None:
-        """Waits for what is being sent: exchanges are this thread's alone."""
+        """Waits for sends in flight, since the caller's exchange needs the streams alone."""
         if self._pending:
             self._pending = False
             done = threading.Event()
@@ -90,12 +90,12 @@ class Overlap:
                 done.wait()
 
     def forget(self) -> None:
-        """Another exchange begins, and the servers forget what came ahead of it. After `drain`."""
+        """Another exchange begins, so servers drop what was sent before it. Call it after `drain`."""
         self._sent.clear()
 
     def rest(self, server: Incarnation) -> list[Span] | None:
-        """What of the payload must be sent with the push, after what was sent ahead of it; None where that is nothing.
-        Once for a push, after `drain`."""
+        """The spans of the payload that must still be sent with the push; None if nothing was sent early. Call it once
+        a push, after `drain`."""
         sent = self._sent.pop(server, None)
         if sent is None or sent.broken:
             return None
@@ -114,15 +114,15 @@ class Overlap:
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None:
             work()
-        while not self._waiting.empty():  # somebody may wait for the last of it
+        while not self._waiting.empty():  # a thread may wait for the last of it
             work = self._waiting.get()
             if work is not None:
                 work()
 
 
 def _sum(payload: Bytes) -> int:
-    """Equal for equal bytes, and hardly ever for others; as fast as memory. The length is a multiple of 64."""
+    """A checksum as fast as memory; different bytes hardly ever have the same. The length is a multiple of 64."""
     words = payload.view(np.uint64)
-    # the second sum tells two words that have changed places
+    # the second sum notices two words that have changed places
     half = words.size // 2
     return int(np.add.reduce(words)) ^ (int(np.add.reduce(words[:half])) << 1)

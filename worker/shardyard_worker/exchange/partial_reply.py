@@ -1,7 +1,7 @@
-"""Values that are still on their way: one server's answer, of which the head has come.
+"""Values that are still arriving: one server's answer, whose head has come.
 
-Owns: which bytes have come. Invariants: bytes are written where they belong, once, and never beyond the memory that was
-given; who waits is woken when its bytes are there, or when they will not come. Must not know: tensors, who sends.
+Owns: which bytes have come. Invariants: bytes are written to their place, once, and never outside the given memory; a
+waiting thread is woken when its bytes are there, or when they will not come. Must not know: tensors, who sends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardyard.wire.frames import Frame, Scatter
 
 
 class PartialReply:
-    """The payload of one answer. One thread adds, any may wait."""
+    """The payload of one answer. One thread adds; any thread may wait."""
 
     def __init__(self, server: Incarnation, into: memoryview) -> None:
         self.server = server
@@ -23,13 +23,13 @@ class PartialReply:
         self._lost: errors.ShardyardError | None = None
 
     def add(self, frame: Frame) -> None:
-        """Raises MalformedPayload, having written nothing, for bytes beyond the end or for such as have come."""
+        """Raises MalformedPayload, having written nothing, for bytes outside the payload or that have come before."""
         with self._changed:
             self._scatter.add(frame)
             self._changed.notify_all()
 
     def lose(self, error: errors.ShardyardError) -> None:
-        """What has not come will not come."""
+        """The rest will not come."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
@@ -44,14 +44,14 @@ class PartialReply:
             return self._scatter.has(begin, end)
 
     def wait(self, begin: int, end: int) -> None:
-        """Until bytes [begin, end) are there. Raises what they were lost by: Unavailable where they can be asked for
-        again, else MalformedPayload or TooLarge."""
+        """Waits until bytes [begin, end) are there. If they are lost, raises Unavailable if they can be asked for
+        again, otherwise MalformedPayload or TooLarge."""
         with self._changed:
             self._changed.wait_for(lambda: self._scatter.has(begin, end) or self._lost is not None)
             if self._lost is not None and not self._scatter.has(begin, end):
                 raise self._lost.anew()
 
     def settle(self) -> None:
-        """Until all is there, or lost."""
+        """Waits until all bytes are there or lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._scatter.complete or self._lost is not None)

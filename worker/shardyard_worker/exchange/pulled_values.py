@@ -1,8 +1,8 @@
 """The values of the current version, and of the next one while it comes from the servers.
 
-Invariant: the next version is put together beside the current one, and becomes current as a whole, over all servers.
-So the values of the current version can be put back into the model at any time (rule B5), once those that are still
-arriving have come. Must not know: servers' addresses, names of pushes.
+Invariant: the next version is assembled beside the current one, and replaces it as a whole, over all servers. So the
+current values can be put back into the model at any time (rule B5), once those that are still arriving have come. Must
+not know: servers' addresses, names of pushes.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class PulledValues:
         self._copier = copier
 
     def landing(self, server: Incarnation) -> memoryview:
-        """The memory for the next version of a server's values, where it comes over a stream."""
+        """The memory for the next version of a server's values, if it comes over a stream."""
         home = self._homes[server]
         if not home.landings:
             home.landings = [zeros(home.nbytes, self._copies) for _ in range(2)]
         return home.landings[free_landing(home)].data
 
     def land_codes(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
-        """Decodes the next version of a server's values: one code a block, each of so many bytes. `to_shadow`: a code
-        may be of the difference to the values before. Raises MalformedPayload, TooLarge."""
+        """Decodes the next version of a server's values: one code a block; `sizes`: their bytes. `to_shadow`: a code
+        may be the difference to the values before. Raises MalformedPayload, TooLarge."""
         home = self._homes[server]
         landing = np.frombuffer(self.landing(server), np.uint8)
         if to_shadow and home.shadow is None:
@@ -89,7 +89,7 @@ class PulledValues:
         home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
 
     def forget(self, server: Incarnation) -> None:
-        """The server's memory is not the same any more. The current values stay as they are."""
+        """The server's memory has changed. The current values stay as they are."""
         home = self._homes[server]
         home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
         if self._copies is not None and home.attached:
@@ -99,7 +99,7 @@ class PulledValues:
             home.attached = []
 
     def attach(self, server: Incarnation, ticket: ShmHandle) -> AttachedMemory:
-        """Opens a server's memory, so that values are read where they lie. Raises NotShareable."""
+        """Opens a server's memory, so that values are read in place. Raises NotShareable."""
         if self._copies is None or not self._copies.alone:
             return attach(ticket, private=True)
         memory = self._copies.attach(ticket)
@@ -107,12 +107,12 @@ class PulledValues:
         return memory
 
     def settle(self) -> None:
-        """Waits until no copy to a GPU reads current values. Before a server's next exchange."""
+        """Waits until no copy to a GPU reads current values. Call it before a server's next exchange."""
         if self._copies is not None:
             self._copies.settle()
 
     def flip(self) -> None:
-        """Makes what has come from all servers the current version."""
+        """Makes the next version, complete on all servers, the current one."""
         for home in self._homes.values():
             if home.incoming:
                 home.current, home.incoming = home.incoming, []
@@ -134,8 +134,8 @@ class PulledValues:
         return found
 
     def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False, version: Version | None = None) -> None:
-        """Copies the current values, or those of a version, into tensors, by index of the variable. `view`:
-        parameters that lie in one piece become views on them instead, until the next call."""
+        """Copies the current values, or those of `version`, into tensors, by index of the variable. `view`: parameters
+        in one piece become views on the values instead, until the next call."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
             if version is None:

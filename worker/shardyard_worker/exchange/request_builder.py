@@ -1,8 +1,8 @@
 """One push or pull, cut into a request for each server.
 
 Owns: what a header says, and where its payload is: codes, shared memory, or pieces of the flat buffers. Invariant: a
-push lists every partition of a server, also where it carries nothing for one (rule A3). Must not know: whether a
-server answers.
+push lists every partition of a server, even if it carries nothing for one (rule A3). Must not know: whether a server
+answers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardyard_worker.exchange.server_stream import Piece, ServerStream
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 
 ServerRequest = tuple[PushHeader, Sequence[Piece], Sequence[memoryview]]
-"""A header, the payload that travels on the stream, and the memory for the rows that come back."""
+"""A header, the payload for the stream, and the memory for the rows that come back."""
 Order = Callable[[], tuple[int, ...]]
 
 
 class RequestBuilder:
     """For the servers of one partition map.
 
-    `owned`: the partitions of each server. `coding`: how pulled values are to be coded (PullHeader). `order`: returns
-    the indices of variables in the order in which the model needs their values; empty: all at once.
+    `owned`: the partitions of each server. `coding`: how pulled values are coded (PullHeader). `order`: returns the
+    indices of variables in the order in which the model needs their values; empty: all at once.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class RequestBuilder:
     def _payload(
         self, push: PushRequest, stream: ServerStream
     ) -> tuple[tuple[PushPart, ...], Sequence[Piece], int | None, bool]:
-        """The parts of a push, the pieces that travel, where the payload begins in shared memory, and whether the
-        pieces are the rest of what was sent during backward."""
+        """The parts of a push, the pieces for the stream, where the payload begins in shared memory, and whether the
+        pieces complete what was sent during backward."""
         buffers, server = self._buffers, stream.server
         if push.kind is PushKind.EMPTY:
             return buffers.empty_parts(server), (), None, False
@@ -122,7 +122,7 @@ class RequestBuilder:
     def pull(
         self, pull: PullSpec, verdict: StepVerdict | None, ahead: RowPrefetch | None, stream: ServerStream
     ) -> ServerRequest:
-        """A server's part of a pull alone. `verdict`: what the step that makes the version may wait for."""
+        """A server's part of a pull alone. `verdict`: which ranks the step that makes the version may wait for."""
         header = self.header(stream.server)
         header = replace(header, pull=self._pull_header(stream, pull), ssp_report=pull.ssp_report, verdict=verdict)
         wanted, ids, places = ((), (), ()) if ahead is None else self._wanted(ahead, stream.server)
@@ -140,7 +140,7 @@ class RequestBuilder:
         return ((), (), ()) if lookup is None else (lookup.wanted, lookup.codes, ahead.places(lookup))
 
     def _pull_header(self, stream: ServerStream, pull: PullSpec) -> PullHeader:
-        """The same object as long as nothing changes, so that a stream sees at once that its header is the same."""
+        """Returns the same object while nothing changes, so that a stream recognises the same header at once."""
         server, order = stream.server, self._order() if pull.prefetched else ()
         kept = self._pulls.get(server)
         if kept is not None and kept[0] is pull and kept[1] == stream.shared and kept[2] is order:

@@ -1,4 +1,4 @@
-"""What training asks of the servers, and what they answer, before and after it is cut for each server."""
+"""What training asks of the servers and what they answer: one request and one result for all servers together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PushRequest:
     slot: int = 0
     """The slot of the flat buffers that holds the gradients."""
     bases: Bases | None = None
-    """What its gradients were computed on, where servers scale by staleness."""
+    """The versions that its gradients were computed on, if servers scale by staleness."""
     overflow: bool = False
     rows: EncodedRows | None = None
     """Gradients of table rows."""
@@ -48,9 +48,9 @@ class PullSpec:
     exactly: bool
     wait_ms: int = 0
     prefetched: bool = False
-    """The pull may return while values are still arriving, where the model waits for each value at its first use."""
+    """The pull may return while values are still arriving; the model then waits for each value at its first use."""
     ssp_report: SspReport | None = None
-    """How far this worker is, where staleness is bounded."""
+    """How far this worker is, if staleness is bounded."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,6 @@ class ExchangeResult:
     clock: int = 0
     """The number from which this worker counts its steps, if it has joined a bounded job."""
     foreign: frozenset[PartitionId] = frozenset()
-    """Partitions that had this work from another worker."""
+    """Partitions that already had this work from another worker."""
     ahead: RowPrefetch | None = None
     """Rows that came with the values."""

@@ -1,7 +1,7 @@
 """Reads of table rows from the servers, beside the exchanges.
 
 Owns: the three reads: rows by id, the number of rows, all rows of a partition. Invariant: a read changes nothing, so it
-is asked again wherever no answer came. Must not know: who needs the rows, caches.
+is repeated if no answer came. Must not know: who needs the rows, caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS_WAIT_MS = 200
 
 
 class RowReads:
-    """Under one partition map. Any thread may read, also while another thread exchanges."""
+    """Reads under one partition map. Any thread may read, even while another thread exchanges."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class RowReads:
         self, asked: Mapping[Incarnation, Sequence[RowLookup]], into: Sequence[Float32s], number: int | None = None
     ) -> None:
         """Asks all servers at once, and puts the rows into the arrays of the look-ups. `number`: the version of the
-        rows, in a synchronous job; None: the newest of each partition. Raises NotFound (facts: newest) where that
-        version has passed."""
+        rows in a synchronous job; None: the newest of each partition. Raises NotFound (facts: newest) if the version
+        has passed."""
         code = self._session.job_settings.compression.rows_pull
         wait_ms = 0 if number is None else ROWS_WAIT_MS
 

@@ -1,8 +1,7 @@
 """All servers of a job under one partition map: pushes and pulls of whole versions.
 
 Owns: the streams to the servers, and which servers have answered a pull. Invariants: a push goes to every server (rule
-A3); a pull becomes current only when the parts of all servers are there. Must not know: what a push is named after,
-and why.
+A3); a pull becomes current only when the parts of all servers are there. Must not know: how and why a push is named.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class ServerGroup:
         follows: bool = False,
         tables: bool = False,
     ) -> None:
-        """`coding`, `order`: see RequestBuilder. `follows`: something may have been sent under an earlier map already.
+        """`coding`, `order`: see RequestBuilder. `follows`: a request may have been sent under an earlier map already.
         `tables`: whether the job has any."""
         self.generation: Generation = map_.generation
-        """The map's."""
+        """The map's generation."""
         self._session = session
         self._buffers = buffers
         settings = session.settings.worker
@@ -80,13 +79,13 @@ class ServerGroup:
         self._fan_out = FanOut(session, map_, self._streams, buffers, self._requests, follows=follows)
         self.rows = RowReads(session, map_, self._owned, self._fan_out, self._streams)
         self._landed: set[Incarnation] = set()
-        """The servers whose part of the pull under way is there."""
+        """The servers whose part of the current pull has come."""
         self._versions: dict[Incarnation, int] = {}
         self._incoming: dict[Incarnation, tuple[PulledPart, ...]] = {}
         self.current: tuple[tuple[PulledPart, ...], ...] = ()
         """The versions of the current values, by server."""
         self._ahead: RowPrefetch | None = None
-        """The rows that come with the pull under way."""
+        """The rows that come with the current pull."""
         sums_norms = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
         self._norms = NormSums(len(map_.owners)) if sums_norms else None
         self._members: StepVerdict | None = None
@@ -94,7 +93,7 @@ class ServerGroup:
         session.on_newer_map(self._cancel_if_behind)
 
     def detach(self) -> None:
-        """Tells the servers that this worker does not read their memory any more."""
+        """Tells the servers that this worker no longer reads their memory."""
         waits: list[str] = []
         with self._session.wait_registry.over(lambda: f"{waits[-1]} to hear that its memory is not read any more"):
             for server, stream in self._streams.items():
@@ -102,7 +101,7 @@ class ServerGroup:
                 stream.detach(self._requests.header(server, detach=True))
 
     def close(self) -> None:
-        """Ends every call under way. Safe from any thread."""
+        """Ends every call in flight. Safe from any thread."""
         self._session.not_on_failure(self.close)
         self._session.not_on_newer_map(self._cancel_if_behind)
         self._fan_out.close()
@@ -112,8 +111,8 @@ class ServerGroup:
             self._receivers.shutdown(wait=False)
 
     def _cancel_if_behind(self) -> None:
-        """A frozen server of the old map does not answer until it resumes, and all requests are sent again under the
-        new map anyway."""
+        """Ends calls under an old map: a frozen server does not answer until it resumes, and all requests are sent
+        again under the new map anyway."""
         if self.is_behind:
             self._fan_out.cancel()
 
@@ -129,7 +128,7 @@ class ServerGroup:
     # ---- before training
 
     def initialize(self, push: PushRequest) -> None:
-        """Gives every server the first values, which lie in the buffers."""
+        """Gives every server the initial values, which are in the buffers."""
 
         def send(stream: ServerStream) -> None:
             parts, pieces = self._buffers.parts(stream.server, frozenset())
@@ -139,7 +138,7 @@ class ServerGroup:
         self._fan_out.call(send, f"the first values to arrive ({push.name})")
 
     def initialize_rows(self, name: PushName, rows: EncodedRows) -> None:
-        """Gives every server the first rows of its partitions. They replace rows that it has."""
+        """Gives every server the initial rows of its partitions. They replace rows that it has."""
 
         def send(stream: ServerStream) -> None:
             pushed, pieces = rows.of(self._owned[stream.server])
@@ -190,8 +189,8 @@ class ServerGroup:
         return self._result(self._fan_out.exchange(make, partial(_applied, push)))
 
     def pull(self, pull: PullSpec) -> ExchangeResult:
-        """Asks the servers whose parts have not landed since the last complete pull. To begin a new pull, or after an
-        incomplete push_pull, ask until `missing` is empty."""
+        """Asks the servers whose parts have not come since the last complete pull. For a new pull, or after an
+        incomplete push_pull, repeat it until `missing` is empty."""
         verdict = self._verdict_for(pull)
 
         def make(stream: ServerStream) -> ServerRequest | None:
@@ -207,7 +206,7 @@ class ServerGroup:
         self._ahead = None
 
     def report_rest(self, epoch: int) -> None:
-        """Tells the servers that this worker takes no steps for now, from the end of that epoch on."""
+        """Tells the servers that after that epoch this worker takes no steps for now."""
 
         def make(stream: ServerStream) -> ServerRequest:
             return replace(self._requests.header(stream.server), ssp_report=SspReport(SspPhase.RESTS, epoch)), (), ()
@@ -236,22 +235,22 @@ class ServerGroup:
         assert self._receivers is not None
         try:
             self._receivers.submit(receive)
-        except RuntimeError as error:  # another thread leaves the job, or has met a failure
+        except RuntimeError as error:  # another thread is leaving the job, or has met a failure
             raise errors.ServerUnavailable("this worker does not listen to the servers any more") from error
 
     # ---- verdicts of synchronous steps
 
     def set_members(self, verdict: StepVerdict | None) -> None:
-        """Goes to the servers with the next pull of the version that the step makes."""
+        """Sets the verdict that the next pull of the step's version sends to the servers."""
         self._members = verdict
 
     def norm_of(self, step: int) -> float | None:
-        """The 2-norm of the step's gradient, in a synchronous job that clips by norm; None while a server has not
-        reported its part."""
+        """The 2-norm of the step's gradient, in a synchronous job that clips by norm. None until all servers have
+        reported their part."""
         return None if self._norms is None else self._norms.norm(step)
 
     def _verdict_for(self, pull: PullSpec) -> StepVerdict | None:
-        """What the step that makes this version may wait for."""
+        """Which ranks the step that makes this version may wait for."""
         if not pull.exactly or not pull.number:
             return None
         norm = None if self._norms is None else self._norms.verdict(pull.number - 1)
@@ -290,7 +289,8 @@ class ServerGroup:
         )
 
     def _foreign(self, replies: Sequence[ExchangeReply]) -> frozenset[PartitionId]:
-        """Duplicates that another worker has pushed. After a retry a duplicate may be this worker's own push."""
+        """Partitions where another worker's push counted first. After a retry a duplicate may be this worker's own
+        push."""
         twice = [part.partition for reply in replies for part in reply.push if part.outcome is Outcome.DUPLICATE]
         if not twice:
             return _NONE

@@ -1,9 +1,9 @@
 """The stream to one server: one exchange at a time, reopened after an error, with shared memory where possible.
 
-Owns: the stream, what it has established, the server's memory that this process has attached. Invariants: an exchange
-is begun and finished before the next one; an exchange that broke off is sent again whole, under the same name; a
-location that a server names is checked against the memory before it is used. For one thread at a time. Must not know:
-other servers, what is pushed.
+Owns: the stream, what was agreed on it, the server's memory that this process has attached. Invariants: an exchange
+ends before the next one begins; an exchange that broke off is sent again whole, under the same name; a location that a
+server names is checked against the memory before it is used. For one thread at a time. Must not know: other servers,
+what is pushed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DETACH_MS = 1_000
 
 
 Piece = tuple[int, memoryview]
-"""Where bytes lie in a payload, and the bytes."""
+"""A place in a payload, and the bytes for it."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """`same_host`: try shared memory. `view`: parameters may become views on a server's memory.
-    `overlap`: gradients are sent while backward computes others. `receive_later`: receives the rest of an
-    answer in another thread; needed for pulls with an order. `tables`: the job has tables."""
+    """`same_host`: try shared memory. `view`: parameters may be views on a server's memory. `overlap`: gradients are
+    sent while backward computes others. `receive_later`: another thread receives the rest of an answer; needed for
+    pulls with an order. `tables`: the job has tables."""
 
     same_host: bool
     view: bool
@@ -77,7 +77,7 @@ class ServerStream:
         return self._stream is not None
 
     def open(self, header: PushHeader) -> None:
-        """Opens the stream, and sees whether payloads can lie in shared memory. Raises Unavailable."""
+        """Opens the stream, and finds out whether shared memory works. Raises Unavailable."""
         self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._settings.deadline_ms)
         self._exchanges = 0
         self._headers = HeaderWriter()
@@ -89,8 +89,8 @@ class ServerStream:
             self._attach(header)
 
     def put_rows(self, pieces: Sequence[memoryview], places: Sequence[memoryview]) -> tuple[int | None, int | None]:
-        """Copies rows and ids of the next exchange into shared memory. Returns where they lie, and where the server
-        shall put the rows for `places`. None: they travel over the stream."""
+        """Copies rows and ids of the next exchange into shared memory. Returns where they are, and where the server
+        must put the rows for `places`. None: they travel over the stream."""
         memory = self._shm_rows
         if memory is None or not memory.opened:
             return None, None
@@ -104,14 +104,14 @@ class ServerStream:
         return travels and self._exchanges > 0 and not busy
 
     def send_early(self, at: int, piece: memoryview) -> None:
-        """Sends a piece of the next push's payload. Between exchanges, another thread may call this."""
+        """Sends a piece of the next push's payload. Another thread may call this between exchanges."""
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         stream.send(frames.cut_places(b"", [(at, piece)]), answered=False)
 
     def settle(self) -> None:
-        """Waits until the last answer is complete, or the stream has failed. Before the next exchange."""
+        """Waits until the last answer is complete, or the stream has failed. Call it before the next exchange."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.settle()
@@ -131,8 +131,8 @@ class ServerStream:
             stream.send(frames.cut_places(written, pieces))
 
     def finish(self, header: PushHeader, *, deadline_ms: int | None = None) -> ExchangeReply:
-        """Returns the answer. Pulled values are incoming in the buffers then; those of a pull with an order may still
-        be arriving. Raises the server's refusal, or Unavailable."""
+        """Returns the answer. The buffers then have the pulled values; if the pull has an order, some may still be
+        arriving. Raises the server's refusal, or Unavailable."""
         try:
             result = self._take(header, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
         except errors.NotShareable as error:
@@ -152,7 +152,7 @@ class ServerStream:
             stream.cancel()
 
     def detach(self, header: PushHeader) -> None:
-        """Tells the server that its memory is not read any more. A server that does not answer is ignored."""
+        """Tells the server that its memory is no longer read. A server that does not answer is ignored."""
         if self._stream is None or not self.shared:
             return
         try:
@@ -164,7 +164,7 @@ class ServerStream:
     # ---- inside
 
     def _attach(self, header: PushHeader) -> None:
-        """Offers memory. Each kind is tried once: a reason against it does not go away."""
+        """Offers memory. Each kind is tried once, since a reason against it stays."""
         memory = self._buffers.memory(self.server) if self._shareable else None
         rows = self._make_shm_rows()
         if memory is None and rows is None:
@@ -258,7 +258,7 @@ class ServerStream:
         return result
 
     def _assemble(self, stream: Stream, first: Frame, deadline_ms: int, *into: memoryview) -> None:
-        """Receives the data of an answer, and the rows behind it."""
+        """Receives the data of an answer, and the rows after it."""
         assembler = Assembler(*into, *self._rows)
         assembler.add(first)
         while not assembler.complete:

@@ -1,9 +1,9 @@
-"""Memory that rows of tables pass through between this worker and a server on the same machine.
+"""Shared memory through which rows pass between this worker and a server on the same machine.
 
-Owns: what lies where in it: rows that are pushed and the ids of those wanted first, then the rows that the server puts
-there. Invariants: the room of a stream that broke off is not used again, since its server may still read it, or write
-there; a page costs nothing before it was needed; what does not fit travels over the stream. Used between the beginning
-of an exchange and its end, by the thread that has it. Must not know: what rows are for, servers.
+Owns: the layout: first the pushed rows and the ids that are looked up, then the rows that the server writes.
+Invariants: memory of a stream that broke off is not reused, since its server may still read or write it; an unused page
+takes no memory; what does not fit travels over the stream. Used during an exchange, by its thread. Must not know: what
+rows are for, servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WANTED_AT: Final = ROWS_ROOM_BYTES
 
 
 class ShmRows:
-    """Of one stream. Raises NotShareable, TooLarge."""
+    """The memory of one stream. Raises NotShareable, TooLarge."""
 
     def __init__(self) -> None:
         self._memory = SharedMemory(2 * ROWS_ROOM_BYTES, read_only=False)
@@ -35,12 +35,12 @@ class ShmRows:
         return self._memory.ticket()
 
     def settle(self, *, opened: bool) -> None:
-        """The server has opened it, or never will: nobody can from now on."""
+        """Notes that the server has opened the memory, or never will. From now on no process can."""
         self.opened = opened
         self._memory.close()
 
     def put(self, pieces: Sequence[memoryview]) -> int | None:
-        """Where these lie now, one after the other; None: they do not fit."""
+        """Puts these in, one after the other. Returns where they begin; None: they do not fit."""
         total = sum([len(piece) for piece in pieces])
         if not pieces or total > ROWS_ROOM_BYTES:
             return None
@@ -52,12 +52,12 @@ class ShmRows:
 
     @staticmethod
     def place(places: Sequence[memoryview]) -> int | None:
-        """Where the rows shall be put that belong into `places`; None: they do not fit."""
+        """Where the server must put the rows for `places`; None: they do not fit."""
         total = sum([len(place) for place in places])
         return _WANTED_AT if places and total <= ROWS_ROOM_BYTES else None
 
     def take(self, places: Sequence[memoryview]) -> None:
-        """What the server has put there goes into `places`, one after the other."""
+        """Copies the server's rows into `places`, one after the other."""
         at = 0
         for place in places:
             place[:] = self._wanted[at : at + len(place)]

@@ -21,8 +21,8 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-"""Tensors of these are variables of float32: widened when they are sent, which is exact, and narrowed, to nearest,
-halves to even, when values are loaded."""
+"""Tensors of these dtypes are float32 variables. They are widened, exactly, when they are sent, and narrowed, to
+nearest, halves to even, when values are loaded."""
 
 
 def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0) -> VariableSpec:
