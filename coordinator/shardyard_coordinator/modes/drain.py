@@ -1,12 +1,12 @@
-"""The switch of a job between synchronous and asynchronous updates, and the step before which it happens (rules B8, B10
-of docs/internals/ledger.md).
+"""Switches a job between synchronous and asynchronous updates, before a fixed step (rules B8, B10 of
+docs/internals/ledger.md).
 
-Owns: which mode was asked for, how far each worker has come, and the fixed step. Invariants: the step is fixed when
-every living worker has reported how far it has come, and waits there, and the servers have told what they have from
-workers that are gone. So no worker has contributed to that step, and all steps with a contribution are computed as
-steps. A worker's report counts only for the halt that it names. If the job drains, the step is fixed again whenever
-partitions go back. The halt may be cancelled until the partitions are in the other mode. Must not know: what steps
-contain, data shards, servers, time.
+Owns: the requested mode, how far each worker is, and the fixed step. Invariants: the step is fixed after every living
+worker has reported how far it is and waits there, and after the servers have reported what they have from workers that
+are gone. So no worker has contributed to that step, and all steps with a contribution are computed as steps. A worker's
+report counts only for the drain that it names. If the job changes to steps, the step is fixed again whenever partitions
+go back. The switch may be cancelled until the partitions are in the other mode. Must not know: what steps contain, data
+shards, servers, time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ HALTS_MAX: Final = (1 << 32) - 1
 
 
 class Drain:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._count = 0
         self._reached = StepBarrier()
@@ -39,53 +37,54 @@ class Drain:
         """Once the step of a drain is fixed: checkpoints that were begun before this ticket lack something."""
 
     def ask(self, wanted: Consistency) -> list[Entry]:
-        """Records."""
+        """Returns the records."""
         assert self.halt is None
         self._begin(self._count + 1, wanted)
         return [self._asked]
 
     def give_up(self) -> list[Entry]:
-        """The job stays as it is. Records."""
+        """Cancels the switch. Returns the records."""
         self.end()
         return [("halt_given_up", {})]
 
     def end(self) -> None:
-        """The job has switched, or stays as it is."""
+        """The job has switched, or the switch was cancelled."""
         self.halt = self.wanted = None
         self.ticket = 0
         self._reached.clear()
 
     @property
     def drains(self) -> bool:
-        """Whether the job changes to steps, so that data shards are computed to their end first."""
+        """Whether the job changes to steps, so that its data shards must be computed to their end first."""
         return self.halt is not None and self.halt.drains
 
     def reopen(self) -> None:
-        """Partitions have gone back, and what they lack is to be pushed again."""
+        """Partitions have gone back. What they lack must be pushed again."""
         if self.halt is not None and self.halt.drains and self.halt.settled:
             self.halt, self.ticket = replace(self.halt, settled=False, step=0), 0
 
     def on_reached(self, worker: Incarnation, number: int, reached: int) -> None:
-        """The worker has contributed to no step from `reached` on, and waits."""
+        """The worker waits, and contributes to no step from `reached` on."""
         if self._is_open and self.halt is not None and number == self.halt.number:
             self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
-        """Whether all living workers have reported how far they have come."""
+        """Whether all living workers have reported how far they are."""
         return self._is_open and self._reached.has_all(workers)
 
     def fix_step(self, step: int, ticket: int = 0) -> list[Entry]:
-        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone. Where
-        it drains: above all versions, and `ticket` that of the next checkpoint. Records."""
+        """Fixes the step once `is_due`. Returns the records. `step`: the first to which no partition has any
+        contribution, those of workers that are gone included. If the job changes to steps: a step above all versions,
+        with `ticket` for the next checkpoint."""
         return self._fix(step if self.drains else self._reached.agreed_step(step), ticket)
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """The living workers that have not reported how far they have come."""
+        """The living workers that have not reported how far they are."""
         return self._reached.missing(workers) if self._is_open else ()
 
     @property
     def step(self) -> int | None:
-        """The step before which the job switches, once that is fixed."""
+        """The step before which the job switches, once it is fixed."""
         return self.halt.step if self.halt is not None and self.halt.settled else None
 
     @property

@@ -1,10 +1,10 @@
 """The consistency mode of a running job, and its bound on staleness (docs/guides/switching.md).
 
-Owns: the latest switch, what is in force until all servers have been told, and which workers follow the switch.
-Invariants: servers are told first, so that no worker relies on a bound that some server does not know; workers are told
-once all servers of the job's map follow the switch, and again under each new map; of two switches the one with the
-higher number counts, everywhere; a request for what is in force changes nothing; there is one switch at a time. Must
-not know: servers, messages, what time it is.
+Owns: the latest switch, the mode in force until all servers know the switch, and which workers follow it. Invariants:
+servers are told first, so that no worker relies on a bound that some server does not know. Workers are told once all
+servers of the job's map follow the switch, and again under each new map. Of two switches, the one with the higher
+number counts everywhere. A request for what is in force changes nothing. There is one switch at a time. Must not know:
+servers, messages, what time it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTING: Final = "job.consistency.mode"
 
 
 class ModeSetting:
-    """Of one job that was started under a `mode` and a `bound` on staleness."""
+    """`mode` and `bound`: the mode and the staleness bound with which the job was started."""
 
     def __init__(self, mode: ConsistencyMode, bound: int | None) -> None:
         self.latest = Consistency(0, mode, bound)
@@ -44,8 +44,8 @@ class ModeSetting:
     # ---- what is asked
 
     def ask(self, settings: JobSettings) -> list[Entry]:
-        """The job is to go by these settings. Records; none where it does. Raises NotReady while a switch is under way,
-        TooLarge."""
+        """Asks for these settings. Returns the records, none if the job follows them already. Raises NotReady while a
+        switch is under way, TooLarge."""
         consistency = settings.consistency
         if (consistency.mode, consistency.bound) == (self.latest.mode, self.latest.bound):
             return []
@@ -59,53 +59,54 @@ class ModeSetting:
         return [self._switched]
 
     def following(self, settings: JobSettings) -> Consistency:
-        """What the job goes by once it goes by these settings. Raises TooLarge."""
+        """The consistency that these settings mean for the job. Raises TooLarge."""
         if self.latest.number == SWITCHES_MAX:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
         return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
 
     def switch_updates(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
-        """From partitions of another kind of updates, whose last map is of that generation, by way of a checkpoint."""
+        """Changes between synchronous and asynchronous updates, by way of that checkpoint. `generation`: of the last
+        map of the former partitions."""
         self._switch(consistency)
         self._left, self._by = generation, checkpoint
 
     @property
     def has_switched_updates(self) -> bool:
-        """Whether its partitions were of another kind before."""
+        """Whether the job has changed between synchronous and asynchronous updates."""
         return self._left is not None
 
     def is_former_checkpoint(self, number: int) -> bool:
-        """Whether a checkpoint is of partitions that the job has left for others: what it has of data means something
-        else, also where the mode is the same again."""
+        """Whether the checkpoint is from before the last change between synchronous and asynchronous updates. Its data
+        ledger then means something else, even if the mode is the same again."""
         return self._left is not None and number <= self._by
 
     def is_former_map(self, generation: Generation | None) -> bool:
-        """Whether a map is one of partitions that the job has left for others."""
+        """Whether the map is from before the last change between synchronous and asynchronous updates."""
         return self._left is not None and generation is not None and generation <= self._left
 
     # ---- how far it is
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some server may not go by it."""
+        """Whether some server may not follow the latest switch yet."""
         return self.latest.number > 0 and self._told is None
 
     @property
     def in_force(self) -> Consistency:
-        """What all servers go by, and workers shall. Partitions go over from one kind of updates to the other before
-        anybody sees their map."""
+        """What all servers follow, and workers shall follow. A change between synchronous and asynchronous updates is
+        in force before anyone sees the new map."""
         crosses = self._before.mode.updates is not self.latest.mode.updates
         return self._before if self.is_under_way and not crosses else self.latest
 
     def begin(self, generation: Generation | None, now_ms: int) -> bool:
-        """Whether the servers of the map of that generation are to be told now; then they are being told."""
+        """Whether the servers of the map of that generation are to be told now. If so, the call counts as under way."""
         if not self.latest.number or self._told == generation or self._asking or now_ms < self._retry_at_ms:
             return False
         self._asking = True
         return True
 
     def end(self, generation: Generation | None, number: int) -> bool:
-        """The servers of that map go by the switch of that number. Whether the workers hear of it now."""
+        """The servers of that map follow the switch of that number. Returns whether the workers are told now."""
         self._asking = False
         if number != self.latest.number:
             return False
@@ -117,7 +118,7 @@ class ModeSetting:
         self._asking, self._retry_at_ms = False, now_ms + RETRY_MS
 
     def acknowledge(self, worker: Incarnation, number: int) -> list[Entry]:
-        """A worker says by which switch it goes. Records."""
+        """A worker reports which switch it follows. Returns the records."""
         if not self._acknowledged.get(worker, 0) < number <= self.latest.number:
             return []
         self._acknowledged[worker] = number
@@ -127,11 +128,11 @@ class ModeSetting:
         return self._acknowledged.get(worker, 0) == self.latest.number
 
     def behind(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """Those of the living that have not gone over yet."""
+        """The living workers that do not follow the latest switch yet."""
         return tuple(worker for worker in sorted(workers) if not self.follows_latest(worker))
 
     def forget(self, worker: Incarnation) -> None:
-        """It is gone."""
+        """The worker is gone."""
         self._acknowledged.pop(worker, None)
 
     def _switch(self, consistency: Consistency) -> None:
@@ -151,13 +152,13 @@ class ModeSetting:
         }
 
     def entries(self) -> list[Entry]:
-        """After the job's settings, and its workers."""
+        """Records to read after the job's settings and its workers."""
         if not self.latest.number:
             return []
         return [self._switched, *(_acknowledged(*each) for each in self._acknowledged.items())]
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         number = body.number("number", least=1, most=SWITCHES_MAX)
         if kind == "worker_gone_over":
             require(number <= self.latest.number, "a worker goes by a switch that was not")
@@ -173,8 +174,8 @@ class ModeSetting:
 
 
 def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None) -> JobSettings:
-    """The settings of a running job with another mode or bound; None: as it is. Raises InvalidRequest for a switch that
-    cannot be made while it runs, ConfigurationError where settings do not fit each other."""
+    """The settings of a running job with another mode or bound; None: unchanged. Raises InvalidRequest for a switch
+    that cannot be made while the job runs, ConfigurationError if settings do not fit each other."""
     before = settings.consistency
     wanted = before.mode if mode is None else mode
     if staleness is not None and wanted is not ConsistencyMode.BOUNDED:
@@ -202,7 +203,7 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
 
 
 def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
-    """A job's settings as of its latest switch."""
+    """The job's settings after its latest switch."""
     if not latest.number:
         return settings
     changed = {"mode": latest.mode} | ({} if latest.bound is None else {"staleness": latest.bound})

@@ -1,9 +1,9 @@
-"""An end of the job before that of its data, and the step before which all workers end (rule B9 of
+"""Ends a job before its data ends, and fixes the step before which all workers end (rule B9 of
 docs/internals/ledger.md).
 
-Owns: who asked for it first; in a synchronous job, how far each worker has come, and the fixed step. Invariants: the
-first request decides, and it cannot be cancelled; the step is fixed once, when every living worker has reported how far
-it has come, and waits there, and the servers have told what they have from workers that are gone. So no worker has
+Owns: who asked for it first; in a synchronous job, how far each worker is, and the fixed step. Invariants: the first
+request decides, and cannot be cancelled. The step is fixed once, after every living worker has reported how far it is
+and waits there, and after the servers have reported what they have from workers that are gone. So no worker has
 contributed to that step, and all steps with a contribution are computed by all. Must not know: what steps contain,
 servers, time.
 """
@@ -21,7 +21,7 @@ from shardyard_coordinator.records import Body, Entry, require
 
 
 class Stopping:
-    """Of one job. `by_steps`: it is synchronous."""
+    """`by_steps`: the job is synchronous."""
 
     def __init__(self, *, by_steps: bool) -> None:
         self._by_steps = by_steps
@@ -29,32 +29,32 @@ class Stopping:
         self.stop: Stop | None = None
 
     def ask(self, reason: str, worker: Incarnation | None) -> list[Entry]:
-        """`worker`: None for a person. Returns records, none if a stop was asked for before."""
+        """Returns the records, none if a stop was requested before. `worker`: None for a person."""
         if self.stop is not None:
             return []
         self.stop = Stop(reason, worker)
         return [self._asked, *([] if self._by_steps else self._fix(0))]
 
     def on_reached(self, worker: Incarnation, reached: int) -> None:
-        """The worker has contributed to no step from `reached` on, and waits."""
+        """The worker waits, and contributes to no step from `reached` on."""
         if self._is_open:
             self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
-        """Whether all living workers have reported how far they have come."""
+        """Whether all living workers have reported how far they are."""
         return self._is_open and self._reached.has_all(workers)
 
     def fix_step(self, step: int) -> list[Entry]:
-        """`step`: the first of which no partition has any part, read when it was due: workers that are gone came so
-        far. Returns records."""
+        """Fixes the step once `is_due`. Returns the records. `step`: the first to which no partition has any
+        contribution, those of workers that are gone included."""
         return self._fix(self._reached.agreed_step(step))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
-        """The living workers that have not reported how far they have come."""
+        """The living workers that have not reported how far they are."""
         return self._reached.missing(workers) if self._is_open else ()
 
     def is_over(self, step: int) -> bool:
-        """Whether a synchronous job that stands at `step` takes no more steps."""
+        """Whether a synchronous job that is at `step` takes no more steps."""
         return self._by_steps and self.stop is not None and self.stop.settled and step >= self.stop.step
 
     @property

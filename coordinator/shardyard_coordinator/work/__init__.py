@@ -1,13 +1,13 @@
-"""Who computes which samples, and what counts.
+"""Which worker computes which samples, and what counts.
 
-In: requests for work, and the watermarks of the servers, which say what has been applied. Out: leases under tokens,
-and which samples are done, dropped or lost. Each sample counts once an epoch; docs/internals/ledger.md has the rules.
+In: requests for work, and the servers' watermarks, which say what has been applied. Out: leases under tokens, and which
+samples are done, dropped or lost. Each sample counts once an epoch; docs/internals/ledger.md has the rules.
 
 - `tokens` and `feeds`: what a lease and a feed are. Start here.
 - Asynchronous jobs: `data_ledger` leases ranges of samples.
 - Synchronous jobs: `ranks` gives logical ranks to workers, `step_ledger` follows the steps.
-- Backup workers: `straggler_verdicts` says who counts in a step, `step_times` how long to wait for the rest.
+- Backup workers: `straggler_verdicts` says which ranks count in a step, `step_times` how long to wait for the rest.
 - `quarantine`: batches that kill workers or have no finite gradient.
-- `departed` and `losses`: pushes that nobody can compute again, found and counted.
-- `ledger_conversion`: from one ledger to the other, when a job changes its mode.
+- `departed` and `losses`: pushes that no worker can compute again, found and counted.
+- `ledger_conversion`: converts one ledger to the other when a job changes its mode.
 """

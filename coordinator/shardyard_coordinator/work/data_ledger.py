@@ -1,8 +1,8 @@
-"""Which samples of an asynchronous job are whose, and which are done (promise 2; rules A1, A6).
+"""Which worker has which samples of an asynchronous job, and which are done (promise 2; rules A1, A6).
 
 Owns: a job's feeds as data shards, each free, leased under a token, or done; the batches in quarantine, which do not
-count. Invariants: a data shard is leased to one worker at a time; tokens only grow; a data shard is done only when the
-servers' watermarks said so, and stays done; memory does not grow with the number of epochs or samples. Must not know:
+count. Invariants: a data shard is leased to one worker at a time. Tokens only grow. A data shard is done only when the
+servers' watermarks say so, and stays done. Memory does not grow with the number of epochs or samples. Must not know:
 servers, members, time.
 """
 
@@ -39,8 +39,6 @@ BATCHES_PER_DATA_SHARD_AUTO_MAX: Final = 64
 
 
 class DataLedger:
-    """The data shards of an asynchronous job."""
-
     def __init__(
         self, *, batches_per_data_shard: int | None, workers_expected: int, next_token: Callable[[], Token]
     ) -> None:
@@ -55,7 +53,7 @@ class DataLedger:
         return len(self._feeds)
 
     def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
-        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
+        """The first worker that opens a feed decides its spec. Raises FeedConflict, InvalidRequest, TooLarge."""
         check_opening(feed, spec, [each.spec for each in self._feeds])
         found = self._add(feed, spec) if feed == len(self._feeds) else self._feeds[feed]
         return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
@@ -76,30 +74,30 @@ class DataLedger:
         return shards.lease(number)
 
     def held(self, worker: Incarnation) -> list[DataShardSource]:
-        """What is leased to the worker."""
+        """The data shards that are leased to the worker."""
         found = [(shards, shards.held_by(worker)) for shards in self._feeds]
         return [shards.source(number) for shards, number in found if number is not None]
 
     @property
     def working(self) -> frozenset[Incarnation]:
-        """The workers that have something leased."""
+        """The workers that hold a lease."""
         return frozenset(held.worker for shards in self._feeds for held in shards.held.values())
 
     @property
     def is_drained(self) -> bool:
-        """Whether all data shards are done that were ever leased."""
+        """Whether all data shards that were ever leased are done."""
         return not any(shards.held or shards.returned for shards in self._feeds)
 
     @property
     def holders(self) -> str:
-        """The data shards that were begun and are not done, the first ones with their workers; for people."""
+        """For people: the data shards that were begun and are not done. The first ones are named with their workers."""
         free = [str(shards.source(number)) for shards in self._feeds for number in shards.returned]
         held = [shards.holders for shards in self._feeds if shards.held]
         return ", ".join([*held, *(f"{source} (nobody)" for source in free[:HOLDERS_NAMED_MAX])])
 
     def place(self, feed: int) -> tuple[int, int, int]:
-        """Of a feed that is drained: so many epochs have counted, and so many samples of the next one's permutation,
-        which are its first; and how many batches its data shards have. Raises NotFound."""
+        """How far a drained feed is: the whole epochs that count, the samples that count from the start of the next
+        epoch's permutation, and the batches of each data shard. Raises NotFound."""
         shards = self._require(feed)
         assert self.is_drained
         epoch, index = divmod(shards.begun, shards.per_epoch)
@@ -116,7 +114,7 @@ class DataLedger:
             raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
 
     def first_of(self, source: DataShardSource) -> int | None:
-        """The batch at which the lease of a data shard began; None where that is not known, or nobody holds it."""
+        """The batch at which the lease of a data shard began; None if that is not known, or if no worker holds it."""
         shards = self._require(source.feed)
         held = shards.held.get(shards.number(source))
         return None if held is None else held.first
@@ -124,7 +122,8 @@ class DataLedger:
     def release(
         self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
     ) -> list[DataShardSource]:
-        """The worker is gone; what it held is the next to be leased. `reached`: where its sources stand for good."""
+        """The worker is gone. What it held is leased next. `reached`: the final next sequence of each of its
+        sources."""
         freed = []
         for shards in self._feeds:
             number = shards.held_by(worker)
@@ -136,8 +135,8 @@ class DataLedger:
         return freed
 
     def is_closed(self, source: DataShardSource, worker: Incarnation, token: Token) -> bool:
-        """True where this lease was closed as done before: the worker asks again. False where it holds the lease.
-        Raises StaleToken where it does not, NotFound."""
+        """True if this lease was closed as done before: the worker asks again. False if the worker holds the lease.
+        Raises StaleToken if it does not, NotFound."""
         shards = self._require(source.feed)
         number = shards.number(source)
         if self._closed.get(worker) == (source, token):
@@ -152,8 +151,8 @@ class DataLedger:
         return False
 
     def close(self, source: DataShardSource, worker: Incarnation, token: Token, *, next_sequence: int) -> bool:
-        """Ends the lease. `next_sequence` is the lowest next sequence over all partitions. Returns whether the data
-        shard is done; if not, it is free again. Raises StaleToken, NotFound."""
+        """Ends the lease. Returns whether the data shard is done; if not, it is free again. `next_sequence`: the lowest
+        next sequence over all partitions. Raises StaleToken, NotFound."""
         if self.is_closed(source, worker, token):
             return True
         shards = self._feeds[source.feed]
@@ -166,12 +165,11 @@ class DataLedger:
 
     @property
     def tokens(self) -> list[Token]:
-        """Of the leases that are held."""
+        """The tokens of the leases that are held."""
         return [held.token for shards in self._feeds for held in shards.held.values()]
 
     @property
     def done(self) -> tuple[DoneDataShards, ...]:
-        """The data shards that are closed."""
         return tuple(
             DoneDataShards(each.feed, each.per_epoch, each.begun, frozenset((*each.returned, *each.held)))
             for each in self._feeds
@@ -179,7 +177,7 @@ class DataLedger:
         )
 
     def counts(self, last: int) -> tuple[FeedCounts, ...]:
-        """Of the `last` feeds opened."""
+        """The counts of the `last` feeds opened."""
         return tuple(
             each.counts(
                 sum(
@@ -191,7 +189,7 @@ class DataLedger:
         )
 
     def samples_done(self) -> int:
-        """Samples counted so far, by the servers' word: those of the data shards that are done."""
+        """The samples of the data shards that are done, as the servers' watermarks say."""
         left_out = 0
         for each in self.quarantined():
             source = each.condemned.source
@@ -214,8 +212,8 @@ class DataLedger:
     # ---- records
 
     def entries(self) -> list[Entry]:
-        """Records that make this ledger anew: the feeds, how far each is, then the last lease that each worker has
-        closed, and the leases that are held."""
+        """Records that rebuild this ledger: the feeds, how far each is, the last lease that each worker has closed, and
+        the leases that are held."""
         opened: list[Entry] = []
         leases: list[Entry] = []
         closed = sorted(self._closed.items())
@@ -236,12 +234,12 @@ class DataLedger:
 
     @property
     def copied(self) -> list[Entry]:
-        """As `entries`, for a checkpoint that is begun."""
+        """The same records as `entries`, for a checkpoint that is begun."""
         return self.entries()
 
     @property
     def closed(self) -> int:
-        """Data shards that are done, over all feeds."""
+        """How many data shards are done, over all feeds."""
         return sum(each.done for each in self._feeds)
 
     @property
@@ -250,8 +248,8 @@ class DataLedger:
         return bool(self._feeds) and all(each.done == each.total for each in self._feeds)
 
     def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
-        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
-        given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
+        """Frees and returns the data shards that were done since a checkpoint was begun with the ledger `kept`:
+        partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
         then = _read(kept)
         reopened: list[DataShardSource] = []
         for shards in self._feeds:
@@ -262,7 +260,7 @@ class DataLedger:
         return reopened
 
     def begin_with(self, kept: Mapping[str, object]) -> None:
-        """Takes over what a checkpoint of another run has: what was leased is free. Raises DamagedRecord."""
+        """Takes over the ledger of another run's checkpoint. What was leased is free. Raises DamagedRecord."""
         assert not self._feeds
         then = _read(kept)
         for shards in then._feeds:
@@ -275,10 +273,10 @@ class DataLedger:
         self, spec: FeedSpec, epoch: int, samples: int, per_shard: int | None
     ) -> tuple[DataShardSource, int] | None:
         """Adds a feed of which whole epochs were counted as steps, and `samples` of the epoch after them. Returns the
-        data shard of which a part is counted, and how many of its batches are; None if there is no such shard.
-        `per_shard`: batches of a data shard; None: that is chosen."""
+        data shard that is partly counted, with the number of its batches that are; None if there is none. `per_shard`:
+        batches of a data shard; None: the ledger chooses."""
         shards = self._add(len(self._feeds), spec, per_shard)
-        # a step begins where a data shard does, or where one of its pushes does
+        # a step begins at the start of a data shard, or of one of its pushes
         index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
         shards.begun = epoch * shards.per_epoch + index
         if not rest:
@@ -294,7 +292,7 @@ class DataLedger:
         return self._require(feed).batches_per_data_shard
 
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
-        """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""
+        """The first feed that has finished since a checkpoint was begun with the ledger `kept`."""
         then = _read(kept)
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
@@ -303,7 +301,7 @@ class DataLedger:
         return None
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        """Applies a record of `entries`, or one of its kinds. Raises DamagedRecord."""
         if kind == "feed_opened":
             feed, spec = feed_of(body, len(self._feeds))
             per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
@@ -330,7 +328,7 @@ class DataLedger:
     # ---- within
 
     def _add(self, feed: int, spec: FeedSpec, per_shard: int | None = None) -> DataShards:
-        """`per_shard`: batches of a data shard; None: that is chosen."""
+        """`per_shard`: batches of a data shard; None: the ledger chooses."""
         batches = spec.units(spec.batch_size, "batch")
         # gradients are accumulated within a data shard
         chosen = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
@@ -359,12 +357,12 @@ class DataLedger:
 
 
 def new_data_ledger() -> DataLedger:
-    """To read what a checkpoint has; it leases nothing."""
+    """A ledger to read a checkpoint's records into. It leases nothing."""
     return DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
 
 
 def _read(kept: Mapping[str, object]) -> DataLedger:
-    """The ledger that a checkpoint has. Raises DamagedRecord."""
+    """The ledger in a checkpoint. Raises DamagedRecord."""
     then = new_data_ledger()
     for kind, body in entries_of(kept):
         then.restore(kind, body)
@@ -372,8 +370,8 @@ def _read(kept: Mapping[str, object]) -> DataLedger:
 
 
 def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], ...]:
-    """The data shards of which all partitions of a checkpoint have counted the batches before a number as steps of a
-    synchronous job, in the ledger that the job goes by since. Raises DamagedRecord."""
+    """The data shards that were partly computed as steps while the job was synchronous, from the ledger in a
+    checkpoint. All partitions have counted their batches below the number beside them. Raises DamagedRecord."""
     body = Body(kept)
     found: list[tuple[DataShardSource, int]] = []
     for item in body.items("begun") if body.has("begun") else ():
@@ -385,19 +383,19 @@ def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], .
 
 
 def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
-    """The data shards that are closed in the ledger that a checkpoint has. Raises DamagedRecord."""
+    """The closed data shards of the ledger in a checkpoint. Raises DamagedRecord."""
     return _read(kept).done
 
 
 def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
-    """`first`: the batch at which the lease begins; None where that was not read."""
+    """`first`: the batch at which the lease begins; None if that was not read."""
     return "data_leased", {**_lease_body(source, worker, token), "first": first}
 
 
 def data_closed(
     source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
 ) -> Entry:
-    """All partitions have the batches below `reached`; those from `first` on were computed under this lease."""
+    """All partitions have the batches below `reached`. Those from `first` on were computed under this lease."""
     return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
 
 

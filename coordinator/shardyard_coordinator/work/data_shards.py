@@ -24,7 +24,8 @@ HOLDERS_NAMED_MAX: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """`first`: the batch at which the lease began, the lowest watermark then; None where that was not read."""
+    """`first`: the batch at which the lease began, which is the lowest watermark at that time; None if it was not
+    read."""
 
     worker: Incarnation
     token: Token
@@ -33,9 +34,9 @@ class HeldShard:
 
 @dataclass(slots=True)
 class DataShards:
-    """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
-    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned,
-    where it is known."""
+    """One asynchronous feed. Data shards are numbered through all epochs. Those below `begun` have been leased at least
+    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned, if
+    it is known."""
 
     feed: int
     spec: FeedSpec
@@ -56,7 +57,7 @@ class DataShards:
 
     @property
     def samples_done(self) -> int:
-        """Samples of the data shards that are done, over all epochs."""
+        """The samples of the data shards that are done, over all epochs."""
         whole, rest = divmod(self.begun, self.per_epoch)
         begun = whole * self.span(self.source(self.per_epoch - 1))[1]
         begun += self.span(self.source(rest - 1))[1] if rest else 0
@@ -74,7 +75,7 @@ class DataShards:
         return source.epoch * self.per_epoch + source.index
 
     def span(self, source: DataShardSource) -> tuple[int, int]:
-        """[begin, end) of the epoch's permutation."""
+        """The data shard's samples, [begin, end) of the epoch's permutation."""
         length = self.batches_per_data_shard * self.spec.batch_size
         begin = source.index * length
         return begin, min(begin + length, self.spec.samples_by_batches)
@@ -101,7 +102,7 @@ class DataShards:
         return next((number for number, held in self.held.items() if held.worker == worker), None)
 
     def take(self, *, fresh: bool) -> int | None:
-        """The next free data shard: a returned one, else a fresh one, if those are given."""
+        """The next free data shard: a returned one first, else a fresh one if `fresh`."""
         if self.returned:
             return self.returned.pop(0)
         if self.begun == self.total or not fresh:
@@ -110,7 +111,7 @@ class DataShards:
         return self.begun - 1
 
     def hold(self, number: int, worker: Incarnation, token: Token, *, fresh: bool) -> None:
-        """`fresh`: it was never leased before."""
+        """`fresh`: the data shard was never leased before."""
         self.held[number] = HeldShard(worker, token, 0 if fresh else self.reached.pop(number, None))
 
     def give_back(self, number: int, reached: int | None) -> None:
@@ -120,12 +121,12 @@ class DataShards:
             self.reached = dict(sorted({**self.reached, number: reached}.items()))
 
     def forget_reached(self) -> None:
-        """Partitions went back: where leases begin is not known any more."""
+        """Partitions went back, so it is no longer known where leases begin."""
         self.reached.clear()
         self.held = {number: dataclasses.replace(held, first=None) for number, held in self.held.items()}
 
     def take_again(self, number: int) -> bool:
-        """As `take` once did; whether it was fresh. Raises DamagedRecord."""
+        """Repeats a recorded `take`. Returns whether the data shard was fresh. Raises DamagedRecord."""
         if number in self.returned:
             self.returned.remove(number)
             return False
@@ -134,13 +135,11 @@ class DataShards:
         return True
 
     def has(self, source: DataShardSource, batch: int) -> bool:
-        """Whether the data shard has the batch."""
         known = source.epoch < self.spec.epochs and source.index < self.per_epoch
         return known and batch < self.batches(source)
 
     def reopen(self, before: DataShards | None) -> list[int]:
-        """Data shards that are done, and were not in an earlier state (None: there was no such feed), are free again.
-        Returns them."""
+        """Frees and returns the data shards that were done since an earlier state. None: there was no such feed."""
         begun = 0 if before is None else before.begun
         undone = {*range(begun, self.begun), *(() if before is None else (*before.returned, *before.held))}
         again = sorted(undone - set(self.returned) - set(self.held))
@@ -165,7 +164,7 @@ class DataShards:
 
     @property
     def holders(self) -> str:
-        """The data shards that are leased, the first ones with their workers."""
+        """The data shards that are leased. The first ones are named with their workers."""
         held = sorted(self.held.items())
         named = [f"{self.source(number)} (worker {each.worker})" for number, each in held[:HOLDERS_NAMED_MAX]]
         more = len(held) - len(named)
@@ -174,13 +173,14 @@ class DataShards:
     # ---- records
 
     def progress(self, ended: Sequence[int]) -> Entry:
-        """How far the feed is. `ended`: data shards whose leases have records of their own, as those that are held."""
+        """How far the feed is. `ended`: data shards whose leases have records of their own, like those that are
+        held."""
         free = sorted([*self.returned, *ended, *self.held])
         reached = [list(each) for each in sorted(self.reached.items())]
         return "feed_progress", {"feed": self.feed, "begun": self.begun, "free": free, "reached": reached}
 
     def restore_progress(self, body: Body) -> None:
-        """Takes the record of `progress`. Raises DamagedRecord."""
+        """Applies the record of `progress`. Raises DamagedRecord."""
         require(not self.begun, f"feed {self.feed} begins twice")
         self.begun = body.number("begun", most=self.total)
         self.returned = sorted(body.numbers("free", most=self.begun - 1))
@@ -192,14 +192,14 @@ class DataShards:
             self.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
 
     def restore_lease(self, body: Body) -> None:
-        """Takes the record `data_leased`. Raises DamagedRecord."""
+        """Applies the record `data_leased`. Raises DamagedRecord."""
         number, worker, token = self._lease_of(body)
         self.hold(number, worker, token, fresh=self.take_again(number))
         first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
         self.held[number] = HeldShard(worker, token, first)
 
     def restore_end(self, body: Body) -> tuple[int, Incarnation, Token]:
-        """Reads the record `data_closed`: which lease ends. Raises DamagedRecord."""
+        """Reads from the record `data_closed` which lease ends. Raises DamagedRecord."""
         number, worker, token = self._lease_of(body)
         held = self.held.get(number)
         matches = held is not None and (held.worker, held.token) == (worker, token)

@@ -1,9 +1,9 @@
 """Workers that are gone, and whose own pushes restored partitions may lack (rule A11).
 
 A living worker finds the gap at its next push. A worker that is gone pushes no more, so the partitions are asked what
-they have of it. Owns: workers that are gone and that the newest checkpoint does not know as gone, with the number of
-own pushes that each reported as acknowledged; which partitions were restored; whether they must be asked. Invariant:
-only what a restored partition lacks is declared lost. Must not know: how partitions are asked, what was lost before.
+they have from it. Owns: the workers that have gone since the newest checkpoint, with the number of own pushes that each
+reported as acknowledged; which partitions were restored; whether they must be asked. Invariant: only what a restored
+partition lacks is declared lost. Must not know: how partitions are asked, what was lost before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Nexts = Collection[tuple[PartitionId, int]]
 
 
 class Departed:
-    """Of one job, whose partitions go back to checkpoints."""
+    """For jobs whose partitions go back to checkpoints."""
 
     def __init__(self) -> None:
         self._pushed: dict[Incarnation, int] = {}
@@ -36,13 +36,13 @@ class Departed:
 
     @property
     def is_due(self) -> bool:
-        """Whether partitions were not asked yet; until then no checkpoint is begun, since what it would have could not
-        be told from what there was."""
+        """Whether some partitions have not been asked yet. Until then no checkpoint is begun: it would hide what they
+        lack."""
         return self._is_due
 
     def add(self, worker: Incarnation, pushed: int) -> list[Incarnation]:
-        """A worker is gone that has so many acknowledged pushes of its own, as far as it has said. Returns those that
-        are given up for it."""
+        """A worker is gone that reported so many acknowledged pushes of its own. Returns the workers that are dropped
+        to make room for it."""
         self._pushed[worker] = pushed
         given_up = list(self._pushed)[:-DEPARTED_MAX]
         for each in given_up:
@@ -51,12 +51,12 @@ class Departed:
         return given_up
 
     def restored(self, partitions: Iterable[PartitionId]) -> None:
-        """They are as a checkpoint has them."""
+        """These partitions are as a checkpoint has them."""
         self._restored |= frozenset(partitions)
         self._is_due, self._is_asked = bool(self._pushed and self._restored), False
 
     def forget(self, gone: Iterable[Incarnation]) -> list[Incarnation]:
-        """A checkpoint has all that came of these workers. Returns those of whom nothing more can be lost."""
+        """A checkpoint has everything from these workers. Returns those that can lose nothing more."""
         forgotten = [worker for worker in gone if self._pushed.pop(worker, None) is not None]
         self._is_due = self._is_due and bool(self._pushed)
         return forgotten
@@ -73,10 +73,10 @@ class Departed:
         self._is_asked, self._retry_at_ms = False, now_ms + RETRY_MS
 
     def answer(self, found: Mapping[Incarnation, Nexts]) -> dict[Incarnation, list[LostRange]]:
-        """What restored partitions lack of each worker's pushes. Of one that was killed, the push that was under way
-        may be among it."""
+        """What restored partitions lack of each worker's pushes. If a worker was killed, this may include the push that
+        was under way."""
         self._is_asked = False
-        self._is_due = not set(self._pushed) <= set(found)  # who has gone meanwhile
+        self._is_due = not set(self._pushed) <= set(found)  # some may have gone meanwhile
         lost = {worker: self._lacks(worker, nexts) for worker, nexts in found.items() if worker in self._pushed}
         return {worker: ranges for worker, ranges in lost.items() if ranges}
 
@@ -97,7 +97,7 @@ class Departed:
         return [("workers_departed", {"workers": workers, "restored": sorted(self._restored)})]
 
     def restore(self, body: Body) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         for each in body.items("workers"):
             worker, pushed = checked_items(each, "a worker that is gone", count=2)
             known = Incarnation(checked_number(worker, "a worker that is gone", least=1))

@@ -1,8 +1,8 @@
-"""A feed: a data set as one call of `job.batches` reads it, whether it is dealt as data shards or as steps.
+"""A feed: a data set as one call of `job.batches` reads it, in data shards or in steps.
 
-Owns: the spec of a feed, what workers and people are told of it, and its first record. Invariants: the first worker
-that opens a feed decides, and one that opens it in another way is refused; an accepted spec is within bounds. Must not
-know: which samples belong to which worker, which are done (data_ledger, step_ledger).
+Owns: the spec of a feed, what workers and people are told about it, and its first record. Invariants: the first worker
+that opens a feed decides its spec, and a worker with another spec is refused. An accepted spec is within bounds. Must
+not know: which samples belong to which worker, which are done (data_ledger, step_ledger).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardyard_coordinator.work.quarantine import QuarantinedWork
 
 @dataclass(frozen=True, slots=True)
 class FeedSpec:
-    """How a data set is read. `batch_size` is per worker (asynchronous) or per logical rank (synchronous); so many
-    batches make a step are `accumulate`."""
+    """How a data set is read. `batch_size` is per worker (asynchronous) or per logical rank (synchronous). `accumulate`
+    batches make a step."""
 
     samples: int
     fingerprint: str
@@ -45,7 +45,7 @@ class FeedSpec:
                 raise TooLarge(f"a feed with {name} {value}; at most {value_max} are taken")
 
     def units(self, samples_per_unit: int, what: str) -> int:
-        """Batches, or steps, of an epoch. Raises InvalidRequest where drop_last leaves none."""
+        """Batches, or steps, of an epoch. Raises InvalidRequest if drop_last leaves none."""
         full, rest = divmod(self.samples, samples_per_unit)
         if self.drop_last and not full:
             raise InvalidRequest(
@@ -56,11 +56,11 @@ class FeedSpec:
 
     @property
     def samples_by_batches(self) -> int:
-        """Those of an epoch that count where it is dealt by batches."""
+        """The samples of an epoch that count if it is dealt by batches."""
         return min(self.units(self.batch_size, "batch") * self.batch_size, self.samples)
 
     def cut(self, logical_ranks: int, local_steps: int) -> EpochPlan:
-        """Into steps, or rounds, of a synchronous job."""
+        """Cuts an epoch into steps, or rounds, of a synchronous job."""
         return EpochPlan(
             self.samples, self.batch_size, logical_ranks, self.drop_last, self.accumulate, local_steps=local_steps
         )
@@ -68,8 +68,8 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedOpening:
-    """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps. `begun`: what had counted of it
-    when the job became synchronous, epochs and samples of the next one."""
+    """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps. `begun`: what counted when the
+    job became synchronous: whole epochs, and samples of the next one."""
 
     batches_per_data_shard: int
     units_per_epoch: int
@@ -80,7 +80,7 @@ class FeedOpening:
 
 @dataclass(frozen=True, slots=True)
 class LeaseWait:
-    """All that is left is held by others."""
+    """All the work that is left is held by other workers."""
 
     waiting_for: str
 
@@ -92,7 +92,7 @@ class FeedDone:
 
 @dataclass(frozen=True, slots=True)
 class FeedCounts:
-    """EpochPlan of all epochs by state."""
+    """The units of all epochs by state."""
 
     feed: int
     samples: int
@@ -106,7 +106,7 @@ class FeedCounts:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedBatch:
-    """A batch that does not count, and its samples: positions [begin, end) of the epoch's permutation."""
+    """A batch that does not count. Its samples are the positions [begin, end) of the epoch's permutation."""
 
     feed: int
     epoch: int
@@ -116,7 +116,7 @@ class QuarantinedBatch:
 
 
 def check_opening(feed: int, spec: FeedSpec, opened: Sequence[FeedSpec]) -> None:
-    """`opened`: those that are known, by their numbers. Raises FeedConflict, InvalidRequest, TooLarge."""
+    """`opened`: the known feeds, by number. Raises FeedConflict, InvalidRequest, TooLarge."""
     spec.check()
     if feed >= limits.FEEDS_MAX:
         raise TooLarge(
@@ -152,7 +152,7 @@ def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:
 
 
 def feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:
-    """Raises DamagedRecord unless the record opens feed `feed`, with bounds that a feed has."""
+    """Reads the record that opens feed `feed`. Raises DamagedRecord if it opens another, or is out of bounds."""
     require(body.number("feed") == feed, f"feed {body.number('feed')} was opened where feed {feed} is the next")
     spec = FeedSpec(
         samples=body.number("samples", least=1, most=limits.SAMPLES_MAX),
@@ -161,7 +161,7 @@ def feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:
         epochs=body.number("epochs", least=1, most=limits.EPOCHS_MAX),
         shuffle=body.flag("shuffle"),
         drop_last=body.flag("drop_last"),
-        # feeds that were opened by a release before have none
+        # feeds that an earlier release opened have none
         accumulate=body.number("accumulate", least=1, most=limits.ACCUMULATE_MAX) if body.has("accumulate") else 1,
     )
     return feed, spec

@@ -1,8 +1,7 @@
 """Converts a job's data ledger to a step ledger, and a step ledger to a data ledger.
 
-A job that switches between asynchronous and synchronous updates goes on with a new ledger. What the old ledger has
-counted is done in the new one, and what is in quarantine stays there. Neither ledger knows the other: only this module
-knows both.
+A job that switches between asynchronous and synchronous updates continues with a new ledger. What the old ledger has
+counted is done in the new one, and what is in quarantine stays there. Only this module knows both ledgers.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 
 
 def take_over_steps(ledger: DataLedger, steps: StepLedger, step: int) -> list[tuple[DataShardSource, int]]:
-    """Fills an empty data ledger from the steps of a job that stands before `step`. Returns each data shard of which a
-    part is counted, and how many of its batches are."""
+    """Fills an empty data ledger from the steps of a job that stands before `step`. Returns each data shard that is
+    partly counted, with the number of its batches that are."""
     assert not len(ledger)
     begun: list[tuple[DataShardSource, int]] = []
     for feed in range(len(steps)):
@@ -39,7 +38,7 @@ def take_over_steps(ledger: DataLedger, steps: StepLedger, step: int) -> list[tu
 
 def take_over_data(steps: StepLedger, ledger: DataLedger, step: int) -> None:
     """Fills an empty step ledger from a data ledger whose begun data shards are all done. The first step is `step`.
-    Raises InvalidRequest where steps could not deal the rest."""
+    Raises InvalidRequest if the rest cannot be dealt in steps."""
     assert not len(steps)
     check(steps, ledger)
     for feed in range(len(ledger)):
@@ -50,7 +49,7 @@ def take_over_data(steps: StepLedger, ledger: DataLedger, step: int) -> None:
 
 
 def check(steps: StepLedger, ledger: DataLedger) -> None:
-    """Raises InvalidRequest where steps could not deal what is left of the feeds of an asynchronous job."""
+    """Raises InvalidRequest if what is left of an asynchronous job's feeds cannot be dealt in steps."""
     *before, _ = ledger.counts(len(ledger))
     for each in before:
         if not each.finished:

@@ -1,9 +1,9 @@
 """What is lost: pushes without leased data, exactly (rule A11), and residuals of compression.
 
-No other worker can compute the work of a worker's own source again: what a restored partition lacks of it is lost. A
-residual is lost with its worker. Owns: which sequences of which worker each partition lacks; of workers that are gone,
-how many, and how many residuals. Invariant: a push that is found to be lost twice is counted once; memory does not grow
-with the number of workers that have gone. Must not know: servers, who asks.
+No other worker can compute the pushes of a worker's own source again: what a restored partition lacks of them is lost.
+A residual is lost with its worker. Owns: which sequences of which worker each partition lacks; how many were lost of
+workers that are gone, and how many residuals. Invariants: a push that is found lost twice is counted once. Memory does
+not grow with the number of workers that have gone. Must not know: servers, which request led to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LostRange:
-    """Acknowledged pushes `first` to `last` of a worker, which a partition does not have any more."""
+    """Acknowledged pushes `first` to `last` of a worker, which a partition no longer has."""
 
     partition: PartitionId
     first: int
@@ -34,15 +34,13 @@ class LostRange:
 
 
 class LostPushes:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._lost: dict[Incarnation, dict[PartitionId, Spans]] = {}
         self._of_departed = 0
 
     @property
     def count(self) -> int:
-        """Pushes of which some partition lacks its part."""
+        """The number of pushes of which some partition lacks its part."""
         return self._of_departed + sum(_pushes(lost) for lost in self._lost.values())
 
     def add(self, worker: Incarnation, lost: Iterable[LostRange]) -> None:
@@ -51,7 +49,7 @@ class LostPushes:
             known[each.partition] = _joined([*known.get(each.partition, []), (each.first, each.last)])
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone: how many it lost stays counted."""
+        """The worker is gone. What it lost stays counted."""
         self._of_departed += _pushes(self._lost.pop(worker, {}))
 
     # ---- records
@@ -61,7 +59,7 @@ class LostPushes:
         return [*before, *(pushes_lost(worker, _ranges(lost)) for worker, lost in sorted(self._lost.items()))]
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        """Applies a record of `entries`, or one of its kinds. Raises DamagedRecord."""
         if kind == "pushes_lost_before":
             self._of_departed = body.number("count", most=SUM_MAX)
         elif kind == "pushes_lost":
@@ -71,20 +69,20 @@ class LostPushes:
 
 
 class LostResiduals:
-    """Of one job: workers that took along what compression had not sent yet, though others went on."""
+    """Workers that left with an unsent residual while other workers continued."""
 
     def __init__(self) -> None:
         self.count = 0
         self.norm = 0.0
 
     def add(self, norm: float) -> None:
-        """`norm`: the 2-norm that the worker had said last; 0: it had none."""
+        """`norm`: the 2-norm that the worker last reported; 0: it had no residual."""
         if norm:
             self.count += 1
             self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
 
     def add_unknown(self) -> None:
-        """A residual of unknown norm, which no worker could take up."""
+        """A residual of unknown norm, which no worker could take over."""
         self.count += 1
 
     # ---- records
@@ -93,7 +91,7 @@ class LostResiduals:
         return [("residuals_lost_before", {"count": self.count, "norm": self.norm})] if self.count else []
 
     def restore(self, body: Body) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         self.count, self.norm = body.number("count", most=SUM_MAX), body.real("norm")
 
 

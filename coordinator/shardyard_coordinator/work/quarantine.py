@@ -1,9 +1,9 @@
-"""Batches that kill their workers, or have no finite gradient: what does not count any more (promise 2; rules A4, A13).
+"""Batches that do not count because they kill their workers or have no finite gradient (promise 2; rules A4, A13).
 
-Owns: `Suspects`, the leased sources at which workers have died, and what each worker there has announced that it
-computes; `Quarantine`, the batches and steps whose names are empty pushes from now on. Invariants: a death is laid to a
-batch only if its worker had announced it; a batch is condemned for deaths only while no partition has counted it, and
-for ever. Must not know: servers, members, time.
+Owns: `Suspects`, the leased sources at which workers have died, and what each worker there has announced to compute;
+`Quarantine`, the batches and steps that are pushed empty from now on. Invariants: a death is attributed to a batch only
+if its worker had announced it. A batch is condemned for deaths only while no partition has counted it, and the verdict
+is final. Must not know: servers, members, time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ QUARANTINED_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedWork:
-    """A batch of a data shard, or a step of a logical rank, that does not count. `deaths`: workers that died there;
-    `parameter`: the gradient of that one was not finite, by the word of `worker`."""
+    """A batch of a data shard, or a step of a logical rank, that does not count. `deaths`: how many workers died there.
+    `parameter`: the parameter whose gradient was not finite, as `worker` reported."""
 
     source: LeasedSource
     sequence: int
@@ -45,7 +45,7 @@ class QuarantinedWork:
 
 
 class Quarantine:
-    """Of one job. Iteration is in the order of the verdicts."""
+    """Iteration is in the order of the verdicts."""
 
     def __init__(self) -> None:
         self._condemned: list[QuarantinedWork] = []
@@ -70,7 +70,7 @@ class Quarantine:
         return sequence in self._of.get(source, ())
 
     def end(self, source: LeasedSource) -> int:
-        """One more than the source's last condemned sequence; 0 where it has none."""
+        """One more than the source's last condemned sequence; 0 if it has none."""
         return max(self._of.get(source, ()), default=-1) + 1
 
     # ---- records
@@ -79,7 +79,7 @@ class Quarantine:
         return [each.entry for each in self._condemned]
 
     def restore(self, body: Body) -> QuarantinedWork:
-        """Takes a record of `entries`, whose source is the caller's to check. Raises DamagedRecord."""
+        """Applies a record of `entries`. The caller must check its source. Raises DamagedRecord."""
         sequence, not_finite = body.number("sequence", most=limits.SEQUENCE_MAX), body.has("parameter")
         condemned = QuarantinedWork(
             source_of(body),
@@ -95,14 +95,14 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Suspect:
-    """`since`: the sequence announced first after the last death; `at`: how many died at which sequence."""
+    """`since`: the sequence announced first after the last death. `at`: how many workers died at each sequence."""
 
     since: int | None = None
     at: dict[int, int] = field(default_factory=dict)
 
 
 class Suspects:
-    """Sources of one job at which workers have died. `deaths_max`: so many make a batch condemned; 0: none ever is."""
+    """The job's sources at which workers have died. `deaths_max`: so many deaths condemn a batch; 0: none ever does."""
 
     def __init__(self, deaths_max: int) -> None:
         self._deaths_max = deaths_max
@@ -113,7 +113,7 @@ class Suspects:
         return source in self._suspects
 
     def deaths(self, source: LeasedSource, sequence: int) -> int:
-        """Workers that have died at it. The first of a source died unannounced, and is counted to each of its
+        """How many workers have died at it. The first death at a source was not announced, and counts for each of its
         batches."""
         suspect = self._suspects.get(source)
         return 0 if suspect is None else 1 + suspect.at.get(sequence, 0)
@@ -122,7 +122,7 @@ class Suspects:
         return bool(self._deaths_max) and self.deaths(source, sequence) >= self._deaths_max
 
     def begin(self, worker: Incarnation, source: LeasedSource, sequence: int) -> Entry | None:
-        """The worker computes this now, of a source that is its own. None where nobody has died there."""
+        """The worker announces that it computes this sequence of its own source. None if no worker has died there."""
         suspect = self._suspects.get(source)
         if suspect is None:
             return None
@@ -135,13 +135,13 @@ class Suspects:
         return entry
 
     def lose(self, worker: Incarnation, held: Iterable[LeasedSource]) -> None:
-        """The worker has died, holding these."""
+        """The worker has died while it held these."""
         begun = self._begun.pop(worker, None)
         if not self._deaths_max:
             return
         for source in held:
             self._suspects.setdefault(source, _Suspect()).since = None
-        # also where the source has gone to a worker that joined, before this one was known to be dead
+        # the source may also have gone to a worker that joined before this death was known
         suspect = None if begun is None else self._suspects.get(begun[0])
         if begun is not None and suspect is not None:
             suspect.at[begun[1]] = suspect.at.get(begun[1], 0) + 1
@@ -149,11 +149,11 @@ class Suspects:
             self.clear(next(iter(self._suspects)))
 
     def leave(self, worker: Incarnation) -> None:
-        """The worker computes nothing of what it announced any more."""
+        """The worker no longer computes what it announced."""
         self._begun.pop(worker, None)
 
     def clear(self, source: LeasedSource) -> None:
-        """Nobody died there again, and nobody will."""
+        """No worker died there again, and none will."""
         self._suspects.pop(source, None)
         self._begun = {worker: begun for worker, begun in self._begun.items() if begun[0] != source}
 
@@ -173,12 +173,12 @@ class Suspects:
         return found
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         source = source_of(body)
         if kind == "batch_begun":
             worker = Incarnation(body.number("worker", least=1))
             begun = body.number("sequence", most=limits.SEQUENCE_MAX)
-            if body.has("stands") and source in self._suspects:  # another one may have died at the source since
+            if body.has("stands") and source in self._suspects:  # another worker may have died at the source since
                 self._begun[worker] = source, begun
             else:
                 self.begin(worker, source, begun)
@@ -192,7 +192,7 @@ class Suspects:
 
 
 def source_body(source: LeasedSource) -> dict[str, object]:
-    """As records name a source."""
+    """The form of a source in records."""
     if isinstance(source, RankSource):
         return {"rank": source.rank}
     return {"feed": source.feed, "epoch": source.epoch, "index": source.index}

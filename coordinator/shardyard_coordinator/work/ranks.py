@@ -1,7 +1,7 @@
 """Which worker computes which logical rank of a synchronous job (rules B1, B4).
 
-Owns: each rank's owner and token. Invariants: a rank has one owner or none; each change of owner takes a fresh token,
-and tokens only grow; only living workers get ranks; a rank leaves a living worker only to even out the ranks with a
+Owns: each rank's owner and token. Invariants: a rank has at most one owner. Each change of owner takes a fresh token,
+and tokens only grow. Only living workers get ranks. A rank leaves a living worker only to even out the ranks with a
 worker that joins. Deterministic: lower ranks first, ties go to the lower incarnation. Must not know: steps, servers,
 time.
 """
@@ -18,7 +18,7 @@ from shardyard_coordinator.records import Body, Entry
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A change of owner, for the journal. `worker` is None of a rank that nobody has now."""
+    """A change of owner, for the journal. `worker` is None if no worker has the rank now."""
 
     rank: Rank
     worker: Incarnation | None
@@ -39,8 +39,8 @@ class _RankState:
 class RankBook:
     """Ranks 0 to `ranks` - 1. `next_token` gives the job's next token.
 
-    A worker joins; when it is lost it is first `suspend`ed (it gets no more ranks; what it has is nobody else's yet),
-    then `release`d, once it is fenced. Unowned ranks go to workers without a rank at once, to the others when
+    A worker joins. When it is lost it is first `suspend`ed: it gets no more ranks, and keeps those that it has. Once it
+    is fenced it is `release`d. Unowned ranks go at once to workers without a rank, and to the others when
     `workers_expected` are alive or `grace_ms` have passed.
     """
 
@@ -62,7 +62,7 @@ class RankBook:
         return [*self.assign_vacant(now_ms), *self._even_out(worker)]
 
     def enter(self, worker: Incarnation) -> None:
-        """The first half of `join`: the worker is there, and given nothing yet."""
+        """The first half of `join`: the worker is there, but has no ranks yet."""
         assert worker not in self._living, worker
         self._living = sorted([*self._living, worker])
 
@@ -74,14 +74,14 @@ class RankBook:
         return self.assign_vacant(now_ms)
 
     def vacate(self, worker: Incarnation, now_ms: int) -> None:
-        """The first half of `release`: the worker's ranks are nobody's."""
+        """The first half of `release`: the worker's ranks become unowned."""
         self.suspend(worker)
         for state in self._ranks:
             if state.owner == worker:
                 state.owner, state.unowned_since_ms = None, now_ms
 
     def assign_vacant(self, now_ms: int) -> list[RankAssignment]:
-        """Gives away the unowned ranks that need not wait any longer."""
+        """Assigns the unowned ranks that need not wait any longer."""
         given: list[RankAssignment] = []
         at_once = len(self._living) >= self._workers_expected
         for rank, state in enumerate(self._ranks):
@@ -93,7 +93,6 @@ class RankBook:
         return given
 
     def of(self, worker: Incarnation) -> tuple[RankLease, ...]:
-        """The worker's ranks."""
         return tuple(
             RankLease(Rank(rank), state.token) for rank, state in enumerate(self._ranks) if state.owner == worker
         )
@@ -104,7 +103,7 @@ class RankBook:
     # ---- records
 
     def entries(self) -> list[Entry]:
-        """Records that give the ranks to whom they belong now. Who lives is told by other records."""
+        """Records that give each rank to its present owner. Other records say which workers live."""
         return [
             RankAssignment(Rank(rank), state.owner, state.token).entry
             for rank, state in enumerate(self._ranks)
@@ -112,7 +111,7 @@ class RankBook:
         ]
 
     def restore(self, body: Body, now_ms: int) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         rank = body.number("rank", most=len(self._ranks) - 1)
         owner = Incarnation(body.number("worker")) or None
         self._ranks[rank] = _RankState(owner, Token(body.number("token", least=1)), now_ms)

@@ -1,8 +1,8 @@
-"""Which steps of a synchronous job are whose samples, and which are done (promise 2; rules A6, B6).
+"""Which samples each step of a synchronous job has, and which steps are done (promise 2; rules A6, B6).
 
-Owns: a job's feeds as ranges of steps, one after the other, with backup workers also of those that make up for what was
-dropped; the contributions in quarantine, which do not count. Invariants: a feed is done only when the servers'
-watermarks said so, and stays done unless partitions go back; memory does not grow with the number of epochs or samples,
+Owns: a job's feeds as consecutive ranges of steps; with backup workers, also the steps that make up for dropped
+batches; the contributions in quarantine, which do not count. Invariants: a feed is done only when the servers'
+watermarks say so, and stays done unless partitions go back. Memory does not grow with the number of epochs or samples,
 but with that of dropped batches until they are made up for. Must not know: servers, members, time.
 """
 
@@ -32,9 +32,9 @@ from shardyard_coordinator.work.straggler_verdicts import MakeupPlan, MissedBatc
 
 
 class StepLedger:
-    """The feeds of a synchronous job, one after the other: each is a range of steps. `local_steps`: of so many steps of
-    a rank by itself each of these consists. With `backup_workers` it goes on behind the planned ones for as long as
-    there is something to make up for; `verdicts` says what."""
+    """The feeds of a synchronous job, each a range of steps after the one before. `local_steps`: how many steps a rank
+    takes alone within each of these. With `backup_workers` a feed continues after its planned steps while there is
+    something to make up for; `verdicts` says what."""
 
     def __init__(self, *, logical_ranks: int, local_steps: int = 1, backup_workers: int = 0) -> None:
         self._logical_ranks = logical_ranks
@@ -48,8 +48,8 @@ class StepLedger:
         return len(self._feeds)
 
     def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
-        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge, and NotReady while it is not
-        known where the feed before it ends."""
+        """The first worker that opens a feed decides its spec. Raises FeedConflict, InvalidRequest, TooLarge, and
+        NotReady while the end of the feed before it is not known."""
         check_opening(feed, spec, [each.spec for each in self._feeds])
         units = spec.cut(self._logical_ranks, self._local_steps)
         if feed == len(self._feeds):
@@ -74,8 +74,8 @@ class StepLedger:
         return found.opening(done=found.done)
 
     def never(self, feed: int, spec: FeedSpec) -> FeedOpening | None:
-        """Of a job that has stopped: a feed of which there is no step, since nobody knows where the one before it would
-        have ended. It is not opened: the next run does that. None for others. Raises InvalidRequest, TooLarge."""
+        """Answers with no steps if the job has stopped and the end of the feed before this one will never be known. The
+        feed is not opened; the next run opens it. None for other feeds. Raises InvalidRequest, TooLarge."""
         if feed < len(self._feeds) or not self._feeds or self._feeds[-1].make_up.end is not None:
             return None
         spec.check()
@@ -94,7 +94,7 @@ class StepLedger:
         return found.done
 
     def counts(self, last: int, *, step: int) -> tuple[FeedCounts, ...]:
-        """Of the `last` feeds opened, in steps, when the job is at `step`."""
+        """The counts of the `last` feeds opened, in steps, when the job is at `step`."""
         first = max(0, len(self._feeds) - last)
         return tuple(
             each.counts(feed, step, sum(self._is_in(feed, left) for left in self.quarantine))
@@ -102,17 +102,17 @@ class StepLedger:
         )
 
     def place(self, feed: int, step: int) -> tuple[int, int]:
-        """What has counted of a feed when the job stands before `step`: so many epochs, and so many samples of the next
-        one's permutation, which are its first. Raises NotFound."""
+        """What counts of a feed when the job stands before `step`: whole epochs, and samples from the start of the next
+        epoch's permutation. Raises NotFound."""
         found = self._require(feed)
         return (found.spec.epochs, 0) if found.done else found.course.place(step)
 
     def batches_per_data_shard(self, feed: int) -> int:
-        """Of a feed that was dealt by data shards before the job became synchronous; 0 of others. Raises NotFound."""
+        """0 unless the feed was dealt by data shards before the job became synchronous. Raises NotFound."""
         return self._require(feed).batches_per_data_shard
 
     def samples_done(self, *, step: int) -> int:
-        """Samples of the steps before `step`, at which the job is."""
+        """The samples of the steps before `step`, at which the job is."""
         taken = sum(each.samples_before(step) for each in self._feeds)
         return taken - sum(
             each.end - each.begin
@@ -123,12 +123,12 @@ class StepLedger:
         )
 
     def check_begin(self, source: LeasedSource, step: int) -> None:
-        """Raises NotFound unless the step is one of a feed."""
+        """Raises NotFound unless the step belongs to a feed."""
         if not isinstance(source, RankSource) or source.rank >= self._logical_ranks or self._feed_of(step) is None:
             raise NotFound(f"step {step} of {source}: there is no such step", todo="open the feed first")
 
     def has_step(self, step: int) -> bool:
-        """Whether the step is one of a feed."""
+        """Whether the step belongs to a feed."""
         return self._feed_of(step) is not None
 
     def quarantined(self) -> Iterator[QuarantinedBatch]:
@@ -144,7 +144,7 @@ class StepLedger:
             batch = None
             if feed is not None:
                 batch = self._feeds[feed].make_up.batch(condemned.sequence, condemned.source.rank)
-            if feed is None or batch is None:  # of a rank that had nothing there
+            if feed is None or batch is None:  # the rank had nothing there
                 continue
             epoch, begin, end = self._feeds[feed].span(batch.rank, batch.step)
             yield QuarantinedBatch(feed, epoch, condemned, begin, end)
@@ -153,28 +153,27 @@ class StepLedger:
         """Raises NotFound."""
         return self._require(feed).spec
 
-    # ---- of a job that was asynchronous
-
     def continue_feed(self, spec: FeedSpec, step: int, counted: tuple[int, int], per_shard: int) -> None:
-        """Adds a feed that was dealt by data shards before; its first step is `step`. `counted`: whole epochs, and
-        samples of the epoch after them; `per_shard`: batches of a data shard."""
+        """Adds a feed that was dealt by data shards before. Its first step is `step`. `counted`: whole epochs, and
+        samples of the epoch after them. `per_shard`: batches of a data shard."""
         units = spec.cut(self._logical_ranks, self._local_steps)
         made = self._add(spec, step, units.per_epoch, counted, per_shard)
         made.done = counted[0] == spec.epochs
 
     def check_feed(self, spec: FeedSpec) -> None:
-        """Raises InvalidRequest where steps could not deal the feed."""
+        """Raises InvalidRequest if the feed cannot be dealt in steps."""
         samples = spec.cut(self._logical_ranks, self._local_steps).samples_per_step
         spec.units(samples, f"step of {self._logical_ranks} logical ranks")
 
     # ---- backup workers
 
     def due(self, step: int) -> tuple[Rank, ...] | None:
-        """Who is left out if the step is decided now; None where it was, or too few are there."""
+        """The ranks that are left out if the step is decided now. None if it is decided already, or too few ranks have
+        contributed."""
         return self.verdicts.due(step, self._working(step))
 
     def is_full(self, step: int) -> bool:
-        """Whether all ranks have samples at the step. One that is not may wait for a certain one."""
+        """Whether all ranks have samples at the step. A step that is not full may need one particular rank."""
         return len(self._working(step)) == self._logical_ranks
 
     def _working(self, step: int) -> list[Rank]:
@@ -183,7 +182,7 @@ class StepLedger:
         return ranks if found is None else [rank for rank in ranks if self._samples(found, step, rank)]
 
     def decide(self, step: int, left_out: Sequence[Rank]) -> list[Rank]:
-        """The verdict on a step. Those of the ranks that had samples there."""
+        """Records the verdict on a step. Returns those of the left-out ranks that had samples there."""
         for each in self._feeds:
             each.make_up.reach(step)
         self.verdicts.decide(step, left_out)
@@ -194,8 +193,8 @@ class StepLedger:
         return late
 
     def made_up(self, feed: int, step: int) -> tuple[dict[Rank, MissedBatch], int | None]:
-        """What each rank makes up for at a step behind the planned ones, and the step after the feed's last, where that
-        is known. Raises NotFound, InvalidRequest for a planned step, NotReady while that is not decided."""
+        """What each rank makes up for at a step after the planned ones, and the step after the feed's last, if that is
+        known. Raises NotFound, InvalidRequest for a planned step, NotReady while it is not decided."""
         make_up = self._require(feed).make_up
         if step < make_up.planned_end:
             raise InvalidRequest(f"what step {step} makes up for; feed {feed} is planned to step {make_up.planned_end}")
@@ -205,8 +204,8 @@ class StepLedger:
         return {rank: batch for rank, batch in found.items() if batch is not None}, make_up.end
 
     def forget_made_up(self, kept: Mapping[str, object]) -> None:
-        """A checkpoint is the newest that has this to say: no partition stands in a feed again that was closed in it.
-        Raises DamagedRecord."""
+        """The checkpoint with the ledger `kept` is now the newest: no partition goes back into a feed that is closed in
+        it. Raises DamagedRecord."""
         if not self.verdicts.decided:
             return
         then = self._then(kept)
@@ -215,7 +214,7 @@ class StepLedger:
             end = each.make_up.end
             if end is None or not (each.done and feed < len(then) and then.is_closed(feed)):
                 break
-            if any(each.planned_end <= step < end for step in condemned):  # whose samples are still to be named
+            if any(each.planned_end <= step < end for step in condemned):  # samples not named yet
                 break
             self.verdicts.forget_before(end)
             each.make_up.forget()
@@ -223,13 +222,13 @@ class StepLedger:
     # ---- records
 
     def entries(self) -> list[Entry]:
-        """Records that make this ledger anew."""
+        """Records that rebuild this ledger."""
         return [*self._opened, *self.verdicts.entries(), *self._closed, *self.verdicts.counters()]
 
     @property
     def copied(self) -> list[Entry]:
-        """As `entries`, for a checkpoint that is begun: the verdicts on steps before the one that it will be of are
-        added when that is known."""
+        """The same records as `entries`, for a checkpoint that is begun. The verdicts on steps before the checkpoint's
+        own are added once its step is known."""
         return [*self._opened, *self._closed]
 
     @property
@@ -243,7 +242,7 @@ class StepLedger:
 
     @property
     def tokens(self) -> list[Token]:
-        """Of leases: there are none."""
+        """No work here has a lease."""
         return []
 
     @property
@@ -256,23 +255,23 @@ class StepLedger:
         return bool(self._feeds) and all(each.done for each in self._feeds)
 
     def end(self, feed: int) -> int:
-        """The step after a feed's last; where that is not known yet, after the last that it is known to have. Raises
+        """The step after the feed's last; while that is not known, the step after the last one that is known. Raises
         NotFound."""
         return self._require(feed).make_up.reached
 
     def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
-        """Feeds that are done, and were not when a checkpoint was begun that had this to say, are open again:
-        partitions that were restored from it may lack their last steps. Raises DamagedRecord."""
+        """Reopens feeds that were done since a checkpoint was begun with the ledger `kept`: partitions that were
+        restored from it may lack their last steps. Raises DamagedRecord."""
         then = self._then(kept)
         for feed, each in enumerate(self._feeds):
             each.done = each.done and feed < len(then) and then.is_closed(feed)
         return []
 
     def begin_with(self, kept: Mapping[str, object], step: int = 0) -> None:
-        """Takes over what a checkpoint of another run has, of that step. Raises DamagedRecord."""
+        """Takes over the ledger of another run's checkpoint, which is of that step. Raises DamagedRecord."""
         assert not self._feeds
         entries = list(entries_of(kept))
-        for kind, body in sorted(entries, key=lambda entry: entry[0] == "feed_closed"):  # behind what made them up
+        for kind, body in sorted(entries, key=lambda entry: entry[0] == "feed_closed"):  # after its make-up
             self.restore(kind, body)
         if self._backup_workers and step and not self.verdicts.decided:
             self._decided_before(step)
@@ -287,13 +286,13 @@ class StepLedger:
         return then
 
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
-        """The first feed that is done, and was not when a checkpoint was begun that had this to say."""
+        """The first feed that was done since a checkpoint was begun with the ledger `kept`."""
         then = self._then(kept)
         done = [feed for feed, each in enumerate(self._feeds) if each.done]
         return next((feed for feed in done if feed >= len(then) or not then.is_closed(feed)), None)
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`. Raises DamagedRecord."""
+        """Applies a record of `entries`. Raises DamagedRecord."""
         if kind == "feed_opened":
             self._restore_feed(body)
             return
@@ -318,7 +317,7 @@ class StepLedger:
                 require(known, f"#{condemned.sequence} of {former} does not exist")
                 return
             known = isinstance(condemned.source, RankSource) and condemned.source.rank < self._logical_ranks
-            # at which step of a job with backup workers what is made up, later records say
+            # in a job with backup workers, later records say at which step a batch is made up for
             found = known and (self._backup_workers > 0 or self._feed_of(condemned.sequence) is not None)
             require(found, f"#{condemned.sequence} of {condemned.source} does not exist")
             return
@@ -367,7 +366,7 @@ class StepLedger:
             each.make_up.reach(step)
 
     def _drop(self, feed: int, step: int) -> list[Rank]:
-        """What those had who are left out of a step that was decided; the ranks that had samples."""
+        """Drops the batches of the ranks that were left out of a decided step. Returns the ranks that had samples."""
         late = []
         for rank in self.verdicts.left_out(step):
             samples = self._samples(feed, step, rank)
@@ -378,7 +377,7 @@ class StepLedger:
         return late
 
     def _samples(self, feed: int, step: int, rank: Rank) -> int:
-        """That count if the rank's contribution to the step does."""
+        """The samples that count if the rank's contribution to the step does."""
         found = self._feeds[feed]
         batch = found.make_up.batch(step, rank)
         if batch is None or self.quarantine.has(RankSource(rank), step):
@@ -398,7 +397,7 @@ def feed_closed(feed: int, end: int) -> Entry:
 
 
 def stood_in(kept: Mapping[str, object]) -> int:
-    """The step before which all logical ranks stand with a checkpoint that was written when the job was asynchronous,
-    in the ledger that it goes by since; 0 for others. Raises DamagedRecord."""
+    """From the ledger in a checkpoint: the step before which all logical ranks stand, if the checkpoint was written
+    when the job was asynchronous; else 0. Raises DamagedRecord."""
     body = Body(kept)
     return body.number("step", most=limits.SEQUENCE_MAX) if body.has("step") else 0

@@ -1,4 +1,4 @@
-"""One feed of a synchronous job as a range of steps, with those that make up for dropped contributions."""
+"""One feed of a synchronous job as a range of steps, including those that make up for dropped contributions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 
 @dataclass(slots=True)
 class StepRange:
-    """A feed as steps of the job; in local mode these are rounds. `batches_per_data_shard`: of one that was dealt by
-    data shards before; they have names, and are cut in the same way should it be so again. 0: it never was."""
+    """A feed as steps of the job; in local mode these are rounds. `batches_per_data_shard`: if the feed was dealt by
+    data shards before, their size, to cut it in the same way if the mode changes back; else 0."""
 
     spec: FeedSpec
     course: StepPlan
@@ -34,7 +34,7 @@ class StepRange:
         return FeedOpening(self.batches_per_data_shard, self.course.per_epoch, self.first_step, done, begun)
 
     def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
-        """Of a batch that was one of a data shard."""
+        """The samples of a batch that was part of a data shard."""
         begin = (source.index * self.batches_per_data_shard + batch) * self.spec.batch_size
         return begin, min(begin + self.spec.batch_size, self.spec.samples_by_batches)
 
@@ -44,20 +44,20 @@ class StepRange:
         return known and begin < end
 
     def has(self, step: int) -> bool:
-        """Of a step that may be reached already."""
+        """Whether the feed is known to have the step."""
         return self.first_step <= step < self.make_up.reached
 
     def span(self, rank: int, step: int) -> tuple[int, int, int]:
-        """Of a planned step: an epoch, and [begin, end) of its permutation."""
+        """The samples of a planned step: an epoch, and [begin, end) of its permutation."""
         return self.course.span(step, rank)
 
     def samples_before(self, step: int) -> int:
-        """Samples of this feed in the steps before `step`."""
+        """This feed's samples in the steps before `step`."""
         taken = self.course.samples_before(self.planned_end if self.done else step)
         return taken - (0 if self.done else self.make_up.lacking(step))
 
     def counts(self, feed: int, step: int, quarantined: int) -> FeedCounts:
-        """In steps, when the job is at `step`. `quarantined`: contributions of the feed that do not count."""
+        """The counts in steps when the job is at `step`. `quarantined`: contributions of the feed that do not count."""
         total = self.make_up.reached - self.first_step
         done = total if self.done else max(0, min(step - self.first_step, total))
         return FeedCounts(feed, self.spec.samples, self.spec.epochs, total - done, 0, done, self.done, quarantined)

@@ -1,9 +1,9 @@
-"""How long steps take that do not wait for all ranks: how much of the present step is left, and how long a rank may
+"""How long steps take that do not wait for all ranks: the time left in the present step, and how long a late rank may
 still come in time.
 
 Owns: when the newest step was decided, the lengths of the last steps, and when the present step had as many ranks as it
-needs, as far as this life of the coordinator has seen. Nothing is recorded: it is advice. Must not know: which ranks
-count in a step, the clock (`now_ms` is an argument).
+needs, since this coordinator started. Nothing is recorded: the times are only advice. Must not know: which ranks count
+in a step, the clock (`now_ms` is an argument).
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ LEFT_MS_MAX: Final = 3_600_000
 
 
 class StepTimes:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._newest: tuple[int, int] | None = None
         self._enough: tuple[int, int] | None = None
@@ -36,16 +34,16 @@ class StepTimes:
         self._newest, self._enough = (step, now_ms), None
 
     def patience_ms(self, step: int, share: float, now_ms: int) -> int:
-        """As many ranks are there as the step needs: how long its others are waited for yet, milliseconds, where that
-        is a share of a step's usual length from now on, or from when this was asked first."""
+        """The step has as many ranks as it needs. Returns how many more milliseconds to wait for the others: `share` of
+        a step's usual length, counted from the first call for this step."""
         if self._enough is None or self._enough[0] != step:
             self._enough = step, now_ms
         waits_ms = share * statistics.median(self._lengths_ms) if self._lengths_ms else 0
         return min(max(0, math.ceil(waits_ms - (now_ms - self._enough[1]))), LEFT_MS_MAX)
 
     def left_ms(self, step: int, now_ms: int) -> int:
-        """For one who comes late: how long the version behind `step` is worth waiting for, milliseconds. 0 where the
-        step is not the one under way, has hardly begun, or is overdue, and where no length is known."""
+        """How many milliseconds a late worker should wait for the version that follows `step`. 0 if the step is not the
+        one under way, has hardly begun, or is overdue, and if no length is known."""
         if self._newest is None or self._newest[0] != step - 1 or not self._lengths_ms:
             return 0
         usual_ms = statistics.median(self._lengths_ms)

@@ -1,11 +1,11 @@
-"""Steps that are taken without their latest ranks, and what those had (docs/internals/ledger.md, rule B6; Chen et al.
-2016, "Revisiting Distributed Synchronous SGD").
+"""Steps that are taken without their latest ranks, and the batches that these ranks had (docs/internals/ledger.md, rule
+B6; Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
 
 Owns: `StepVerdicts`, which logical ranks count in each step of a job, and how many contributions came late;
-`MakeupPlan`, of one feed, what was dropped, and at which step behind the planned ones it is computed again. Invariants:
-there is one verdict on a step, for ever; who counts are all that were there when it was due; a step that has samples
-counts some, so making up comes to an end; what a make-up step consists of is a function of the verdicts on the steps
-before it. Must not know: samples' contents, servers, members, time.
+`MakeupPlan`, which batches of one feed were dropped, and at which step after the planned ones each is computed again.
+Invariants: there is one final verdict on a step. All ranks count that had contributed when the step was due. A step
+that has samples counts some, so making up comes to an end. The verdicts on the steps before a make-up step determine
+what it consists of. Must not know: samples' contents, servers, members, time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class MissedBatch(NamedTuple):
 
 
 class StepVerdicts:
-    """Of a job with so many logical ranks, of which `backup_workers` need not count. All steps before `decided` are
-    decided; of those before `known_from` it is not known any more who counted."""
+    """`backup_workers` of the job's logical ranks need not count. All steps before `decided` are decided. For those
+    before `known_from` it is no longer known which ranks counted."""
 
     def __init__(self, ranks: int, backup_workers: int) -> None:
         self._ranks = ranks
@@ -46,8 +46,8 @@ class StepVerdicts:
         """Contributions with samples that came late, in all."""
 
     def tell(self, step: int, ranks: Iterable[Rank]) -> None:
-        """All partitions have these ranks' contributions to the step. Raises InvalidRequest for one that nobody can
-        have computed yet."""
+        """All partitions have these ranks' contributions to the step. Raises InvalidRequest for a step that no worker
+        can have computed yet."""
         if step > self.decided:
             raise InvalidRequest(
                 f"contributions to step {step}; step {self.decided} is not decided yet",
@@ -58,8 +58,8 @@ class StepVerdicts:
             self._present = step, frozenset(ranks) | (present if step == told else frozenset())
 
     def due(self, step: int, working: Collection[Rank]) -> tuple[Rank, ...] | None:
-        """Who is left out if the step is decided now; None where it was, or too few are there. `working`: the ranks
-        that have samples at the step."""
+        """The ranks that are left out if the step is decided now. None if it is decided already, or too few ranks have
+        contributed. `working`: the ranks that have samples at the step."""
         told, present = self._present
         if step < self.decided or step != told or len(present) < self._ranks - self._backup_workers:
             return None
@@ -74,7 +74,7 @@ class StepVerdicts:
             self._left_out[step] = tuple(left_out)
 
     def decided_before(self, step: int) -> None:
-        """All steps before that one are decided, and it is not known who counted in them."""
+        """All steps before that one are decided, and it is not known which ranks counted in them."""
         assert not self.decided
         self.known_from = self.decided = step
 
@@ -82,7 +82,7 @@ class StepVerdicts:
         return self._left_out.get(step, ())
 
     def members(self, step: int) -> tuple[Rank, ...] | None:
-        """Who counts in a step; None where it is not decided, nobody where that is not known any more."""
+        """The ranks that count in a step. None if it is not decided; empty if it is no longer known."""
         if step >= self.decided:
             return None
         if step < self.known_from:
@@ -91,15 +91,13 @@ class StepVerdicts:
         return tuple([Rank(rank) for rank in range(self._ranks) if rank not in left_out])
 
     def forget_before(self, step: int) -> None:
-        """No partition can stand before that step again."""
+        """No partition goes back before that step any more."""
         if step > self.known_from:
             self.known_from = min(step, self.decided)
             self._left_out = {each: ranks for each, ranks in self._left_out.items() if each >= self.known_from}
 
-    # ---- who was late
-
     def drop(self, workers: Iterable[tuple[Incarnation, int]]) -> None:
-        """So many contributions of each came late. 0: of nobody who is here."""
+        """So many contributions of each worker came late. 0 for a worker that is gone."""
         for worker, count in workers:
             self.dropped += count
             if worker:
@@ -114,7 +112,7 @@ class StepVerdicts:
     # ---- records
 
     def entries(self, *, before: int | None = None) -> list[Entry]:
-        """Records of the verdicts, or of those on the steps before `before`."""
+        """Records of the verdicts; with `before`, only of those on the steps before it."""
         end = self.decided if before is None else min(before, self.decided)
         firsts = range(self.known_from, end, STEPS_PER_RECORD)
         found = [
@@ -134,8 +132,8 @@ class StepVerdicts:
         self._dropped_by = dict(_counts_of(body, "workers"))
 
     def read(self, body: Body) -> tuple[int, list[tuple[Rank, ...]], list[tuple[Incarnation, int]]]:
-        """A record of `entries`: the first step, who is left out in it and each that follows, and whose contributions
-        were dropped. Raises DamagedRecord."""
+        """Reads a record of `entries`: the first step, the ranks that are left out in it and in each following step,
+        and the workers whose contributions were dropped. Raises DamagedRecord."""
         first = body.number("first", most=limits.SEQUENCE_MAX)
         require(first == self.decided or not self.decided, f"step {first} is decided after step {self.decided - 1}")
         steps = []
@@ -149,9 +147,10 @@ class StepVerdicts:
 
 @dataclass(slots=True)
 class MakeupPlan:
-    """Of one feed, whose planned steps end before `planned_end`. `end`: the step after its last one, where that is
-    known. Each make-up step takes the next dropped batches, as many as there are ranks, in the order in which they were
-    dropped, each time beginning with another rank: one that is always late does not get the same batch again."""
+    """The dropped batches of one feed, whose planned steps end before `planned_end`. `end`: the step after its last
+    one, if that is known. Each make-up step takes the next dropped batches, as many as there are ranks, in the order in
+    which they were dropped. Each begins with another rank, so that a rank that is always late does not get the same
+    batch again."""
 
     ranks: int
     planned_end: int
@@ -164,17 +163,17 @@ class MakeupPlan:
 
     @property
     def reached(self) -> int:
-        """The step after the last one of which it is known that the feed has it."""
+        """The step after the last one that the feed is known to have."""
         return self.planned_end + len(self._begins) if self.end is None else self.end
 
     def drop(self, step: int, batch: MissedBatch, samples: int) -> None:
-        """At that step the batch did not count."""
+        """The batch did not count at that step."""
         self._batches.append(batch)
         self._dropped_at.append(step)
         self._samples.append(self._samples[-1] + samples)
 
     def reach(self, step: int) -> None:
-        """All steps before that one are decided: what it makes up, if it is one of those, is known."""
+        """All steps before that one are decided. If it is a make-up step, its batches are now known."""
         while self.end is None and self.planned_end + len(self._begins) <= step:
             if self._taken == len(self._batches):
                 self.end = self.planned_end + len(self._begins)
@@ -183,7 +182,7 @@ class MakeupPlan:
                 self._taken = min(self._taken + self.ranks, len(self._batches))
 
     def batch(self, step: int, rank: Rank) -> MissedBatch | None:
-        """What the rank has at a step that is reached; None: nothing."""
+        """The rank's batch at a step that is reached; None if it has none."""
         turn = step - self.planned_end
         if turn < 0:
             return MissedBatch(step, rank)
@@ -209,7 +208,7 @@ class MakeupPlan:
 def steps_decided(
     first: int, left_out: Sequence[Sequence[Rank]], dropped: Sequence[tuple[Incarnation, int]] = ()
 ) -> Entry:
-    """The record of the verdicts on steps, one after the other. `dropped`: whose contributions, with samples, came
+    """The record of the verdicts on consecutive steps. `dropped`: the workers whose contributions, with samples, came
     late."""
     return "steps_decided", {
         "first": first,

@@ -1,6 +1,6 @@
 """The tokens under which a job's work is leased (rules A5, A7).
 
-Owns: the latest one. Invariant: they only grow. Must not know: who has which.
+Owns: the latest one. Invariant: they only grow. Must not know: which worker has which.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from shardyard.domain.ids import Token
 
 
 class Tokens:
-    """Of one job. `latest` is 0 before the first."""
+    """`latest` is 0 before the first."""
 
     def __init__(self) -> None:
         self.latest = Token(0)
@@ -19,5 +19,5 @@ class Tokens:
         return self.latest
 
     def seen(self, token: int) -> None:
-        """That token was given, by whatever record says so."""
+        """Some record says that the token was given."""
         self.latest = Token(max(self.latest, token))
