@@ -1,11 +1,11 @@
-"""Asynchronous steps: each push is applied as it arrives; the next gradient is computed on what the servers have then.
+"""Asynchronous steps: each push is applied on arrival; the next gradient is computed on the servers' newest values.
 
-With a bound on staleness (mode `bounded`) values are waited for: `bounded` does that. The bound can change while the
-job runs, and between asynchronous and bounded there is no other difference, so one strategy serves both modes.
+With a bound on staleness (mode `bounded`) the worker also waits for values: see `bounded`. A running job's bound can
+change, and the two modes differ in nothing else, so one strategy serves both.
 
-Owns: the push under way, and the numbers of pushes without leased data. Invariants: at most one push is under way; a
-worker that has no work has said so to the servers of the newest map that it can know (docs/internals/ledger.md, rule
-C3). Must not know: how a bound is held.
+Owns: the push in flight, and the numbers of pushes without leased data. Invariants: at most one push is in flight; a
+worker without work has told the servers of the newest map that it can know (docs/internals/ledger.md, rule C3). Must
+not know: how a bound is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass(frozen=True)
 class _Flight:
-    """A push under way in a thread of its own."""
+    """A push in flight, in its own thread."""
 
     name: PushName
     sending: StepInput | None
@@ -46,12 +46,12 @@ class _Flight:
 class AsyncStrategy(Strategy):
     """Modes `async` and `bounded`.
 
-    With worker.window 1, `contribute` returns while its push is under way: the next gradient is computed on what the
-    push before brought back, and what became of a push is known when the next one is contributed, or at `drain`.
+    With worker.window 1, `contribute` returns while its push is in flight. The next gradient is computed on the values
+    that the push before brought back. A push's outcome is known at the next `contribute`, or at `drain`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Raises ConfigurationError where the window is larger than the bound that the job was started with."""
+        """Raises ConfigurationError if the window is larger than the bound that the job was started with."""
         check_window(trainer)
         super().__init__(trainer)
         self._step = 0
@@ -59,7 +59,7 @@ class AsyncStrategy(Strategy):
         self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
         self._pull = NEWEST
-        """What is pulled with the push under way."""
+        """The pull that goes with the push in flight."""
         self._uncertain: PushName | None = None
         self._moved = False
         """Whether the map has changed since sources were opened."""
@@ -73,7 +73,7 @@ class AsyncStrategy(Strategy):
     # ---- work, and no work
 
     def begin(self) -> None:
-        with contextlib.suppress(LostWork):  # reported where the work was given up; here only its end matters
+        with contextlib.suppress(LostWork):  # reported when the work was given up; here only its end matters
             self.drain()
         self._take_newest()
 
@@ -116,11 +116,11 @@ class AsyncStrategy(Strategy):
 
     @property
     def becomes_synchronous(self) -> bool:
-        """Whether the job is changing to synchronous steps; its partitions may be on their way."""
+        """Whether the job is changing to synchronous steps; its partitions may be moving."""
         return self._session.consistency.mode.updates is UpdateMode.SYNC
 
     def is_now_synchronous(self) -> bool:
-        """Whether the job has changed to synchronous steps; follows their map then. Only while no push is under way."""
+        """Whether the job has changed to synchronous steps; then follows their map. Only while no push is in flight."""
         if self.becomes_synchronous and self._trainer.is_behind:
             self._trainer.follow_map()
         return self._session.mode is UpdateMode.SYNC
@@ -138,7 +138,7 @@ class AsyncStrategy(Strategy):
                 self._trainer.router.pause(SLICE_MS)
 
     def _change_bound(self) -> None:
-        """Goes by the bound that the job was switched to, if it was. Between two steps. Raises LostWork."""
+        """Applies a new bound if the job was switched to one. Between two steps. Raises LostWork."""
         latest = self._session.consistency
         if latest.number == self.clock.consistency.number or self.becomes_synchronous:
             return
@@ -157,7 +157,7 @@ class AsyncStrategy(Strategy):
         self._session.reached(self._step)
 
     def _newest(self) -> ExchangeResult:
-        """Puts the newest values that the bound allows into the targets."""
+        """Puts the newest values, once the bound allows it, into the targets."""
         if self.clock.resting or self.clock.bound is None:
             return self._trainer.pull_newest()
         self._trainer.router.abandon_pull()
@@ -185,7 +185,7 @@ class AsyncStrategy(Strategy):
         self._moved = True
 
     def _await_flight(self) -> None:
-        """The servers are asked by one thread at a time."""
+        """Waits for the push in flight: one thread at a time may ask the servers."""
         flight = self._flight
         if flight is not None:
             with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
@@ -194,9 +194,9 @@ class AsyncStrategy(Strategy):
     # ---- a push
 
     def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        name = name or self._own_name()  # first: no other worker waits for one that waits for a change of the mode
+        name = name or self._own_name()  # first: while it waits for a mode change, no worker waits for this one
         if self.clock.bound is not None and self.clock.resting and not self._leaves:
-            self.resume()  # the script's own work, of which the servers could not know before
+            self.resume()  # the servers could not know of the script's own work
         self._send(name, sending, upcoming)
         if self.clock.waits_at_once:
             self.drain()
@@ -204,7 +204,7 @@ class AsyncStrategy(Strategy):
             self._change_bound()
 
     def _own_name(self) -> PushName:
-        """Of this worker's next push without leased data, which it begins. Raises ModeChanged where the job takes
+        """Begins this worker's next push without leased data, and returns its name. Raises ModeChanged if the job takes
         synchronous steps."""
         if self._uncertain is not None:
             raise errors.InvalidRequest(
@@ -223,14 +223,14 @@ class AsyncStrategy(Strategy):
         self._reopen(name)
         sending = self._judge(name, sending)
         if self._trainer.pushes.feedback is not None:
-            self.drain()  # one push can be undone, so there is one at a time
+            self.drain()  # only one push can be undone, so there is one at a time
         request = self._trainer.pushes.build(name, sending, upcoming)
         if self._pool is None:
             self._pull = self._next_pull()
             self._land(name, sending, partial(self._push, request))
             return
         self.drain()
-        self._reopen(name)  # landing may have met another map
+        self._reopen(name)  # the last push may have met another map
         self._pull = self._next_pull()
         answer = self._pool.submit(self._trainer.router.push_pull, request, self._pull)
         self._flight = _Flight(name, sending, request, answer)
@@ -242,7 +242,7 @@ class AsyncStrategy(Strategy):
         return NEWEST if self._leaves else self.clock.next_pull()
 
     def _judge(self, name: PushName, sending: StepInput | None) -> StepInput | None:
-        """None where it shall not count. Raises LostWork."""
+        """Returns None if the gradients must not count. Raises LostWork."""
         try:
             counts = sending is None or self._trainer.pushes.may_count(name, sending, self._step)
         except (errors.StaleToken, errors.StraddlingRange) as error:
@@ -258,11 +258,11 @@ class AsyncStrategy(Strategy):
             self._land(flight.name, flight.sending, partial(self._answer_of, flight))
 
     def _push(self, request: PushRequest, gap: errors.SequenceGap | None = None) -> ExchangeResult:
-        """`gap`: what a try before this one met."""
+        """`gap`: the gap that an earlier attempt met."""
         in_vain = False
         while True:
-            if gap is not None:  # not within the handlers below: a gap that cannot be mended leaves here
-                # the answer to a rebase that was carried out may have been lost; the next one has nothing to report
+            if gap is not None:  # outside the handlers below: a gap that cannot be closed is raised
+                # a rebase may succeed and its answer be lost; then the next one has nothing to report
                 in_vain, gap = not self._rebase(request.name, gap, in_vain=in_vain), None
             try:
                 return self._trainer.router.push_pull(request, self._pull)
@@ -275,16 +275,16 @@ class AsyncStrategy(Strategy):
         try:
             return flight.answer.result()
         except MapChanged:
-            # followed by this thread, which fills the buffers
+            # this thread, which fills the buffers, follows the map
             self._follow_map_with(flight.name)
             return self._push(flight.request)
         except errors.SequenceGap as gap:
             return self._push(flight.request, gap)
 
     def _rebase(self, name: PushName, gap: errors.SequenceGap, *, in_vain: bool) -> bool:
-        """Partitions were restored to before pushes of this worker that cannot be computed again. They are lost, and
-        the coordinator has the partitions pass over them. Whether there were any. Raises the gap for leased work, and
-        where a rebase did not close it."""
+        """Handles partitions that were restored to a point before pushes of this worker that cannot be computed again.
+        The pushes are lost, and the coordinator makes the partitions skip them. Returns whether there were any. Raises
+        the gap for leased work, and if a rebase did not close it."""
         if in_vain or not isinstance(name.key.source, WorkerSource):
             raise gap
         lost = self._trainer.rebase(name.first)
@@ -293,7 +293,7 @@ class AsyncStrategy(Strategy):
         return bool(lost)
 
     def _reopen(self, name: PushName) -> None:
-        """Opens the source again where the map has changed since the last push. Raises LostWork."""
+        """Opens the source again if the map has changed since the last push. Raises LostWork."""
         moved, self._moved = self._moved, False
         if not moved or isinstance(name.key.source, WorkerSource):
             return
@@ -303,7 +303,8 @@ class AsyncStrategy(Strategy):
             self._give_up(name, error)
 
     def _follow_map_with(self, name: PushName) -> None:
-        """Partitions that were restored do not know of leases that were opened since (rule A5). Raises StaleToken."""
+        """Follows the map and opens the source: restored partitions do not know later leases (rule A5). Raises
+        StaleToken."""
         self._trainer.follow_map()
         if not isinstance(name.key.source, WorkerSource):
             self._open(name)
@@ -312,13 +313,14 @@ class AsyncStrategy(Strategy):
         self._trainer.reach(lambda router: router.open_sources([(name.key, name.token)]))
 
     def _land(self, name: PushName, sending: StepInput | None, answered: Callable[[], ExchangeResult]) -> None:
-        """Waits for the answer to a push, and puts what it brought into the targets."""
+        """Waits for the answer to a push, and puts its values into the targets."""
         is_own = isinstance(name.key.source, WorkerSource)
         try:
             answer = answered()
         except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:
             if is_own:
-                # no other worker can have counted it: the servers were restored to before this worker's last pushes
+                # no other worker can have counted it: the servers were restored to a point before this worker's last
+                # pushes
                 raise
             self._give_up(name, error)
         except (errors.Unavailable, KeyboardInterrupt):
@@ -339,8 +341,7 @@ class AsyncStrategy(Strategy):
         self._note(answer, sending)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
-        """Another worker has this work now, or it was counted in part (rule A12): its lease is gone through again from
-        there."""
+        """Another worker has this work now, or part of it was counted (rule A12): its lease is continued from there."""
         self.clock.take_back()
         log.info("%s does not count: %s", name, error.what)
         self._trainer.pushes.not_counted()

@@ -1,12 +1,12 @@
-"""Synchronous steps with backup workers: a step is taken without its latest ranks (docs/internals/ledger.md, rule B6).
+"""Synchronous steps with backup workers: a step leaves out its latest ranks (docs/internals/ledger.md, rule B6).
 
 The coordinator decides which ranks count in a step. Workers ask it, and bring its verdict to the servers. A
 contribution that came late is dropped; its samples are computed again when the data set ends
 (`data/makeup_steps.py`). Example with 3 ranks and 1 backup worker: ranks 0 and 2 have arrived, the verdict is (0, 2),
 the step is their mean, and rank 1 continues with the next step.
 
-Owns: the verdicts, and the contributions of which it is not known yet whether they count. Invariant: a verdict is
-permanent, so one that is known is not asked for again. Must not know: gradients.
+Owns: the verdicts, and the contributions whose verdict is pending. Invariant: a verdict is permanent, so a known one is
+not asked for again. Must not know: gradients.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class StepVerdicts:
         self._session = session
         self._known: tuple[int, tuple[Rank, ...]] | None = None
         self.again_ms = 0
-        """How soon the coordinator wants to be asked again; 0: there is no hurry."""
+        """When the coordinator wants the next question, in milliseconds; 0: no hurry."""
 
     def members(self, step: int, ranks: Iterable[Rank]) -> tuple[Rank, ...] | None:
-        """The ranks that count in a step, ascending; None while it is not decided, none where it is not known any
-        more. `ranks`: those whose contributions all servers have, as far as this worker knows."""
+        """The ranks that count in a step, ascending. None: not decided yet. Empty: no longer known. `ranks`: those
+        whose contributions all servers have, as far as this worker knows."""
         if self._known is None or self._known[0] != step:
             reply = self._ask(step, ranks)
             self.again_ms = reply.again_ms
@@ -53,12 +53,12 @@ class StepVerdicts:
         return self._known[1]
 
     def left_ms(self, step: int) -> int:
-        """For a worker that comes late while a step is under way: how long the next version is worth waiting for. 0:
-        the step is to be computed."""
+        """How long a worker that comes late to a step waits for the next version, in milliseconds. 0: compute the
+        step."""
         return int(self._ask(step - 1, ()).left_ms) if step else 0
 
     def verdict(self, step: int) -> StepVerdict | None:
-        """What the servers are told about a step, where it is known."""
+        """The step's verdict for the servers, if it is known."""
         if self._known is None or self._known[0] != step or not self._known[1]:
             return None
         return StepVerdict(step, members=self._known[1])
@@ -72,7 +72,8 @@ class StepVerdicts:
 
 @dataclass(frozen=True)
 class _Contribution:
-    """All servers have it; its verdict is pending. `is_kept`: compression's residual is as if it counted."""
+    """A contribution that all servers have; its verdict is pending. `is_kept`: the residual is updated as if it
+    counted."""
 
     rank: Rank
     step: int
@@ -102,7 +103,7 @@ class BackupWorkersStrategy(SyncStrategy):
         return self._trainer.router.push(self._ship(name, sending, None))
 
     def _recorded(self, rank: Rank, answer: ExchangeResult, sending: StepInput | None, *, others: bool) -> None:
-        """Or all have dropped it: raises LostWork where it came late."""
+        """All servers have recorded the contribution, or dropped it as late; then raises LostWork."""
         assert self._version is not None
         given = _Contribution(rank, self._version, answer, sending, is_kept=others)
         if any(result.outcome is Outcome.DROPPED for result in answer.results):
@@ -122,7 +123,7 @@ class BackupWorkersStrategy(SyncStrategy):
         return explain(answer) if answer.missing else "the coordinator says who counts"
 
     def _bring_verdict(self, step: int) -> None:
-        """The step is over for the ranks that do not count."""
+        """For ranks that do not count, the step is then over."""
         held = self.ranks.held
         members = self._verdicts.members(step, [rank for rank, position in held.items() if position.next > step])
         self._trainer.router.set_members(self._verdicts.verdict(step))
@@ -161,15 +162,15 @@ class BackupWorkersStrategy(SyncStrategy):
         self._rejoin()
 
     def _rejoin(self) -> None:
-        """Other workers continue without this one: the servers say where its ranks stand."""
+        """Other workers have continued without this one: asks the servers for the next steps of its ranks."""
         self._judge()
         self.ranks.reopen()
         self._version = None
         self._align_at(self._version_to_wait_for() if self.ranks.held else None)
 
     def _version_to_wait_for(self) -> tuple[int, int] | None:
-        """The others are in the midst of a step. The version behind it, and how long it is worth waiting for; None: the
-        step is to be computed."""
+        """If the others are in the middle of a step: the version after it, and how long to wait for it, in
+        milliseconds. None: compute the step."""
         under_way = self.ranks.lowest_step
         left_ms = self._verdicts.left_ms(under_way)
         return (under_way + 1, left_ms) if left_ms else None
@@ -178,8 +179,8 @@ class BackupWorkersStrategy(SyncStrategy):
         self._align_at(None)
 
     def _align_at(self, aim: tuple[int, int] | None) -> None:
-        """Takes the version at which this worker's ranks stand, or a later one where the others are ahead. `aim`: a
-        version that is waited for, and for how many milliseconds; then that of the ranks is taken."""
+        """Takes the version of this worker's ranks, or a later one if the others are ahead. `aim`: a version, and how
+        many milliseconds to wait for it before that of the ranks is taken."""
         self._rows = None
         if not self.ranks.held:
             self._await_ranks()
@@ -197,7 +198,7 @@ class BackupWorkersStrategy(SyncStrategy):
                 except errors.NotFound as error:
                     if "newest" not in error.facts:
                         raise
-                    version = int(error.facts["newest"]) + 1  # others take steps meanwhile: the next one is waited for
+                    version = int(error.facts["newest"]) + 1  # others take steps meanwhile: wait for the next one
                     continue
                 if not answer.missing:
                     break

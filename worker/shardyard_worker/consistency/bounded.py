@@ -1,16 +1,16 @@
-"""Why a worker of a `bounded` job waits: its values come once no other worker is too many steps behind.
+"""The waits of a `bounded` job: a worker gets values only while no other worker is too many steps behind.
 
 Stale synchronous parallel (Ho et al., NIPS 2013), enforced by the servers: each exchange says how many steps this
 worker has taken, and a server gives values once no worker that takes steps is more than the bound behind. The wait is
 `SspClock.await_values`; the server's side is `hosting/ssp_clock.py`. Example with a bound of 3: a worker that has taken
 10 steps gets its values once each other worker has taken at least 7.
 
-A worker joins beside the slowest one with its first work, and the others do not wait for it while it has none
+A worker joins at the slowest worker's clock with its first work. While it has no work, the others do not wait for it
 (docs/internals/ledger.md, rule C3). A running job can get a bound, another one, or none, between two steps.
 
-Invariants: what a gradient of leased work is computed on was given by all servers for this worker's clock, or a later
+Invariants: gradients of leased work are computed on values that all servers gave for this worker's clock, or a later
 one; before a worker reports steps under a bound, the coordinator knows that it will. Without a bound it reports none.
-Must not know: how servers count, pushes under way.
+Must not know: how servers count, pushes in flight.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NEWEST = PullSpec(0, exactly=False, prefetched=True)
 
 
 class SspClock:
-    """How many steps this worker has taken, what the servers were told of it, and the waits under a bound."""
+    """This worker's number of steps, what it has told the servers of it, and the waits under a bound."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._session = trainer.session
         self.consistency = self._session.consistency
-        """What this worker goes by; the job may have been switched since."""
+        """The setting that this worker uses; the job may have been switched since."""
         self.steps = 0
         self.resting = True
         self._epoch = 0
         self._known_to: ServerGroup | None = None
-        """The servers that know how many steps it has taken."""
+        """The servers that know this worker's number of steps."""
         self._rest_known_to: ServerGroup | None = None
         """The servers that know that it takes no steps."""
         self._session.acknowledge_mode(self.consistency)
@@ -54,8 +54,8 @@ class SspClock:
 
     @property
     def waits_at_once(self) -> bool:
-        """Whether no push is left under way though this worker has a window, since the bound leaves no room for that: a
-        worker would wait for others to take steps that wait for its own."""
+        """Whether no push stays in flight although this worker has a window, because the bound has no room for it:
+        workers would wait for each other's steps."""
         return self.bound is not None and self._window > self.bound
 
     # ---- joining and resting
@@ -67,11 +67,11 @@ class SspClock:
         return not self.resting and (self.bound is None or self._known_to is self._trainer.router)
 
     def join(self, *, anew: bool) -> ExchangeResult:
-        """Joins beside the slowest worker, and waits for values. Not `anew`: on servers that do not know of it yet."""
+        """Joins at the slowest worker's clock, and waits for values. Not `anew`: on servers that do not know it yet."""
         self._trainer.router.abandon_pull()
         spec = self._spec(SspPhase.JOINS)
         answer = self._trainer.reach(lambda router: router.pull(spec))
-        # servers may have heard of the others at different times; values are pulled again, at one clock
+        # servers may have heard of the others at different times, so values are pulled again, at one clock;
         # a clock does not fall while its worker takes steps
         self.steps = answer.clock if anew else max(self.steps, answer.clock)
         self._trainer.router.abandon_pull()
@@ -79,8 +79,8 @@ class SspClock:
 
     @property
     def must_say_rest(self) -> bool:
-        """Whether servers may wait for steps of this worker, which has no work: they were told to expect it if it had
-        work when their map was made."""
+        """Whether servers may be waiting for steps of this worker, which has no work: they expect it if it had work
+        when their map was made."""
         router = self._trainer.router
         is_expected = router.is_behind or router is not self._rest_known_to
         return self.bound is not None and (not self.resting or is_expected)
@@ -96,7 +96,7 @@ class SspClock:
 
     def _say_rest(self) -> None:
         def say(router: ServerGroup) -> None:
-            if self._session.mode is not UpdateMode.SYNC:  # servers of a newer map may be
+            if self._session.mode is not UpdateMode.SYNC:  # those of a newer map may be synchronous
                 router.report_rest(self._epoch)
 
         self._trainer.values.complete()
@@ -104,9 +104,9 @@ class SspClock:
         self._epoch += 1
 
     def change(self, latest: Consistency) -> None:
-        """Goes by another bound, or none, from now on."""
+        """Changes to another bound, or none, from now on."""
         if self.bound is not None and not self.resting:
-            self._say_rest()  # what was reported of the clock before may arrive late
+            self._say_rest()  # a report of the clock before may arrive late
         self.consistency = latest
         log.info("changes to %s", latest)
         self._session.acknowledge_mode(latest)
@@ -117,21 +117,21 @@ class SspClock:
     # ---- values
 
     def next_pull(self) -> PullSpec:
-        """What is pulled with the next push, which is a step."""
+        """The pull that goes with the next push, which is a step."""
         self.steps += 1
         return NEWEST if self.bound is None else self._spec(SspPhase.STEPS)
 
     def take_back(self) -> None:
-        """The last step was not taken."""
+        """Undoes the count of the last step, which was not taken."""
         self.steps -= 1
 
     def note_known(self) -> None:
-        """The servers have answered a push, and with it a report."""
+        """The servers have answered a push, and so know its report."""
         self._known_to = self._trainer.router
 
     def await_values(self, answer: ExchangeResult | None = None) -> ExchangeResult:
         """Pulls until no worker is too far behind, and puts the values into the targets. `answer`: that of the last
-        try."""
+        attempt."""
         spec = self._spec(SspPhase.STEPS)
         last = answer or ExchangeResult()
 
@@ -149,8 +149,8 @@ class SspClock:
         return last
 
     def _spec(self, phase: SspPhase) -> PullSpec:
-        """The report says how many steps later the values may still be used: behind a push under way, and as rows that
-        are kept."""
+        """The pull with this worker's report. It says how many steps later the values may still be used: after a push
+        in flight, and as cached rows."""
         ahead = 0 if self.waits_at_once else self._window
         kept = 0 if self._trainer.cache is None else self._trainer.cache.staleness
         report = SspReport(phase, self._epoch, self.steps, ahead + kept)
@@ -161,7 +161,7 @@ class SspClock:
         return self._session.settings.worker.window
 
     def _limit_cache(self) -> None:
-        """Rows that are kept are used for as many steps as the bound of their last step leaves room for."""
+        """Cached rows may be used for as many steps as the bound leaves room for after their last step."""
         cache, bound, worker = self._trainer.cache, self.bound, self._session.settings.worker
         if cache is None:
             return
@@ -173,7 +173,7 @@ class SspClock:
 
 
 def check_window(trainer: Trainer) -> None:
-    """Of a job that is started with a bound. Raises ConfigurationError."""
+    """Checks a job that is started with a bound. Raises ConfigurationError."""
     consistency, worker = trainer.session.consistency, trainer.session.settings.worker
     if consistency.bound is None or consistency.number:
         return

@@ -1,13 +1,12 @@
-"""Hybrid steps: variables as in a synchronous job, rows of tables as in an asynchronous one
-(docs/guides/consistency.md).
+"""Hybrid steps: variables are synchronous, rows of tables asynchronous (docs/guides/consistency.md).
 
-A worker's part of a step is one push, under the name of its logical rank and step. Servers record its gradients of
-variables until all ranks are there, and update its rows at once; each partition's ledger knows what of both has
-counted, in two lanes (docs/internals/ledger.md, rule A1). So no look-up waits for a step. Rows that the script
-announces come along with the values of the step that they are used for (Lian et al., *Persia*, KDD 2022).
+A worker's part of a step is one push, named by its logical rank and step. Servers hold its gradients of variables until
+all ranks are there, and update its rows at once. Each partition's ledger records what has counted of both, in two lanes
+(docs/internals/ledger.md, rule A1). So no look-up waits for a step. Rows that the script announces arrive with the
+values of the step that uses them (Lian et al., *Persia*, KDD 2022).
 
-Invariant: rows that come along with step t contain all pushes of the steps before t, of every rank; they are used for
-step t alone. Must not know: how rows are asked for.
+Invariant: rows that arrive with step t contain all pushes of earlier steps, of every rank, and are used for step t
+alone. Must not know: how rows are requested.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class HybridStrategy(SyncStrategy):
         return [*keys, *[key.of_rows for key in keys]]
 
     def rows_version(self) -> int | None:
-        """The newest: all steps before that of the version at hand have counted."""
+        """The newest rows: all steps before the current version's have counted."""
         return None
 
     def _load(self, ahead: RowPrefetch | None = None) -> None:

@@ -1,13 +1,13 @@
-"""LocalRounds steps: the script's optimizer runs in this process, and the servers hear of its way once a round.
+"""Local SGD: the script's optimizer runs in this process, and the servers get the sum of its steps once a round.
 
-LocalRounds SGD (Stich, ICLR 2019): each logical rank takes so many steps by itself, from the same values; then the mean
-of what they have come to is where all go on. DiLoCo (Douillard et al., 2023): the mean of the ways is a gradient to an
-outer optimizer, SGD with Nesterov's momentum. To the servers a round is a step of a synchronous job like any other.
+Local SGD (Stich, ICLR 2019): each logical rank takes several steps by itself, starting from the same values; then all
+continue from the mean of their results. DiLoCo (Douillard et al., 2023): the mean change is a gradient for an outer
+optimizer, SGD with Nesterov momentum. To the servers a round is one step of a synchronous job.
 
-Owns: the inner optimizer, its state for each logical rank, and where in a round this worker stands. Invariants: a
-rank's round begins with the state that its round before has left, also when it is computed again, as long as this
-process has computed that; what a parameter has moved is told if, and only if, it had a gradient in the round; a step's
-number says how many steps of a rank came before it, whoever computed them. Must not know: datasets, names of pushes.
+Owns: the inner optimizer, its state for each logical rank, and the position in the current round. Invariants: a rank's
+round begins with the state that its last round ended with, even if it is computed again, provided this process has
+computed that round; a parameter's change is sent if, and only if, it had a gradient in the round; a step's number says
+how many steps of a rank came before it, whichever worker computed them. Must not know: datasets, names of pushes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OUTER = "sgd"
 
 
 def outer_optimizer(consistency: ConsistencySettings) -> OptimizerSpec:
-    """What the servers run."""
+    """The optimizer that the servers run."""
     momentum = consistency.outer_momentum
     given = {"lr": consistency.outer_lr, "momentum": momentum, "nesterov": float(momentum > 0)}
     return OptimizerSpec(OUTER, (make_group(OUTER, given),))
@@ -51,7 +51,7 @@ def outer_optimizer(consistency: ConsistencySettings) -> OptimizerSpec:
 
 @dataclass(frozen=True)
 class _Range:
-    """Rounds [first, end) are those of one data set, after so many steps."""
+    """Rounds [first, end) belong to one data set, which begins after this many steps."""
 
     first: int
     end: int
@@ -60,15 +60,15 @@ class _Range:
 
 
 class Rounds:
-    """How many steps of a rank came before a round. Rounds of `job.batches` may be shorter than others, where an epoch
-    ends; those of which nothing is known are taken as whole."""
+    """Counts a rank's steps before a round. Rounds of `job.batches` may be shorter at the end of an epoch; unknown
+    rounds count as full."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._known: list[_Range] = []
 
     def add(self, first: int, units: EpochPlan, epochs: int) -> None:
-        """A data set's rounds begin at `first`, behind those of the ones before."""
+        """Adds a data set whose rounds begin at `first`, after those of earlier data sets."""
         if not any(each.first == first for each in self._known):
             end = first + units.per_epoch * epochs
             self._known.append(_Range(first, end, self.steps_before(first), units))
@@ -96,10 +96,10 @@ class InnerOptimizer:
     """The script's optimizer, with a state for each logical rank."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """What state it has is that with which each rank begins."""
+        """Each rank begins with the optimizer's current state."""
         self.optimizer = optimizer
         self.lost = 0
-        """Rounds that had to begin without the state of the round before, which another process had."""
+        """Rounds that began without the state of the round before, because another process had it."""
         self._first = _copied(optimizer.state)
         self._before: dict[Rank | None, _Kept] = {}
         self._after: dict[Rank | None, _Kept] = {}
@@ -107,7 +107,7 @@ class InnerOptimizer:
         self._fresh = False
 
     def begin(self, rank: Rank | None, round_: int) -> None:
-        """A rank's round begins."""
+        """Begins a rank's round."""
         after, before = self._after.get(rank), self._before.get(rank)
         self._fresh = False
         if after is not None and after.round == round_:
@@ -117,7 +117,7 @@ class InnerOptimizer:
         else:
             self._fresh = round_ > 0
             state, start = _copied(self._first), _copied(self._first)
-        # what ranks that are others' now have left is of no use to anybody
+        # states of ranks that other workers have now are of no use
         self._after = {each: kept for each, kept in self._after.items() if kept.round >= round_}
         self._before = {each: kept for each, kept in self._before.items() if kept.round >= round_ - 1}
         self._after.pop(rank, None)
@@ -126,7 +126,7 @@ class InnerOptimizer:
         self._at = rank, round_
 
     def end(self, *, keeps: bool) -> None:
-        """The round has ended. Not `keeps`: as if its steps had not been taken."""
+        """Ends the round. Not `keeps`: as if its steps had not been taken."""
         assert self._at is not None
         (rank, round_), self._at = self._at, None
         state = self.optimizer.state
@@ -144,7 +144,7 @@ class InnerOptimizer:
 
 
 def _copied(state: Mapping[torch.Tensor, Any]) -> State:
-    """Of the same parameters."""
+    """A copy of the state, for the same parameters."""
     return defaultdict(dict, {parameter: _copy_of(kept) for parameter, kept in state.items()})
 
 
@@ -162,7 +162,7 @@ def _copy_of(value: Any) -> Any:
 
 
 class LocalRounds:
-    """One worker's way through the rounds of a job. Used by one thread."""
+    """The rounds of one worker in one job. For one thread."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class LocalRounds:
         parameters: int,
         steps: int,
     ) -> None:
-        """The first `parameters` variables are those of the optimizer, the others buffers."""
+        """The first `parameters` variables are the optimizer's, the others are buffers."""
         self._training = training
         self._strategy = strategy
         self._inner = inner
@@ -186,15 +186,15 @@ class LocalRounds:
         self.steps = steps
         self.rounds = Rounds(steps)
         self.taken = 0
-        """Steps of the round at hand."""
+        """Steps taken in the current round."""
         self.finite = True
-        """Whether the last round had come to finite values."""
+        """Whether the last round ended with finite values."""
         self.dropped = 0
-        """Rounds of this worker that did not count, since they did not end at finite values."""
+        """Rounds of this worker that did not count, because they ended with values that are not finite."""
 
     @property
     def step(self) -> int:
-        """Steps of a logical rank, up to where this worker stands."""
+        """The number of steps that a logical rank has taken, up to this worker's position."""
         return self.rounds.steps_before(self._strategy.step) + self.taken
 
     @property
@@ -204,11 +204,11 @@ class LocalRounds:
 
     @property
     def owes(self) -> bool:
-        """Whether steps of a rank of this worker have not been told."""
+        """Whether a rank of this worker has steps that were not pushed."""
         return self.taken > 0 and self._at is not None and self._at[0] is not None
 
     def enter(self, rank: Rank | None, round_: int) -> None:
-        """Steps are those of that rank's round from here on. `rank` None: nobody's, on standby."""
+        """From now on steps belong to that rank's round. `rank` None: to no rank, on standby."""
         if self._at == (rank, round_):
             return
         self._training.values.complete()
@@ -219,14 +219,14 @@ class LocalRounds:
             self._schedule.keep()
 
     def enter_own(self) -> None:
-        """As `enter`, where the script has data of its own: the rank whose turn it is."""
+        """As `enter`, for a script with its own data: enters the rank that is due."""
         round_ = self._strategy.step
         if self.taken == 0:
             self._training.session.step_barrier.may_begin(round_)  # if it may not, it does not count in the end
         self.enter(self._strategy.due(), round_)
 
     def run(self, closure: Closure | None) -> float | None:
-        """One step of the inner optimizer."""
+        """Takes one step of the inner optimizer."""
         if self._schedule is not None:
             self._schedule.follow()
         self._note()
@@ -237,8 +237,8 @@ class LocalRounds:
         return loss
 
     def outer(self, groups: tuple[tuple[float, ...], ...]) -> StepInput:
-        """What this round has come to, as a contribution: of each parameter that had a gradient its value at the
-        round's beginning minus that now; buffers as they are. `finite` says whether it shall count."""
+        """This round's contribution: of each parameter that had a gradient its value at the round's beginning minus its
+        value now; buffers as they are. `finite` says whether it counts."""
         moved = self._training.values.moved(sorted(self._moving))
         wrong = next((index for index, each in moved.items() if not bool(torch.isfinite(each).all())), None)
         self.finite = wrong is None
@@ -255,12 +255,12 @@ class LocalRounds:
         return StepInput([*sent, *(buffer.found for buffer in self._buffers)], 1.0, groups)
 
     def leave(self, *, keeps: bool) -> None:
-        """The round has been contributed, or is lost; not `keeps`: the rank goes on as if it had not been computed."""
+        """The round was contributed, or is lost. Not `keeps`: the rank continues as if it had not been computed."""
         self._at, self.taken = None, 0
         self._inner.end(keeps=keeps)
 
     def abandon(self) -> None:
-        """Whatever was computed of the round at hand is not wanted; the model holds the job's values again."""
+        """Discards the current round. The model holds the job's values again."""
         if self._at is not None:
             self.leave(keeps=False)
             self._training.values.load()
@@ -272,8 +272,8 @@ class LocalRounds:
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """The optimizer that `job.prepare` gives back in local mode: `step()` is one of the script's own optimizer, and at
-    the end of a round pushes what all of them have come to, and pulls what all ranks have.
+    """The optimizer that `job.prepare` returns in local mode. `step()` takes one step of the script's own optimizer. At
+    the end of a round it also pushes the sum of the round's steps, and pulls the mean over all ranks.
 
     It shares its parameter groups with that optimizer, so that learning-rate schedulers built on either work.
     """
@@ -289,7 +289,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Closure) -> float: ...
     def step(self, closure: Closure | None = None) -> float | None:
-        """One step of this logical rank. Raises JobFailed when the job has ended by an error, InvalidRequest."""
+        """Takes one step of this logical rank. Raises JobFailed if the job has ended with an error, InvalidRequest."""
         return self._run(closure)
 
     # the inner optimizer's own step calls hooks, which are registered there
@@ -302,11 +302,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         return self._inner.register_step_post_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, as it stands for the logical rank that was computed last."""
+        """The inner optimizer's state, of the logical rank that was computed last."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Refused: each logical rank has a state of its own."""
+        """Raises an error: each logical rank has its own state."""
         raise UnsupportedOptimizer(
             "load_state_dict on the optimizer of a job",
             why="each logical rank has a state of its own, and begins with what the optimizer had in job.prepare",

@@ -1,7 +1,7 @@
 """The logical ranks that this worker computes, and the next step of each (docs/internals/ledger.md, rules B1 and B4).
 
-The coordinator leases ranks to workers with tokens. A worker opens a rank on all servers under its token; the servers'
-ledgers say which step comes next. A token that the servers refuse is not tried again.
+The coordinator leases ranks to workers with tokens. A worker opens a rank on all servers under its token, and the
+servers' ledgers say which step comes next. A token that the servers have refused is not tried again.
 
 Owns: ranks, tokens and next steps. Must not know: versions of values, gradients.
 """
@@ -30,7 +30,7 @@ class RankPosition:
 
 
 class LogicalRanks:
-    """`keys_of`: under which the servers' ledgers have a rank, that of its steps first."""
+    """`keys_of`: the keys of a rank in the servers' ledgers, first that of its steps."""
 
     def __init__(self, trainer: Trainer, keys_of: Callable[[Rank], list[SourceKey]]) -> None:
         self._trainer = trainer
@@ -44,14 +44,14 @@ class LogicalRanks:
         return min(position.next for position in self.held.values())
 
     def due(self, step: int | None) -> Rank | None:
-        """The lowest rank that is to be computed at that step."""
+        """The lowest rank whose next step is this one."""
         return min((rank for rank, position in self.held.items() if position.next == step), default=None)
 
     def others_due(self, step: int, than: Rank) -> bool:
         return any(position.next == step for rank, position in self.held.items() if rank != than)
 
     def name_of(self, rank: Rank) -> PushName:
-        """Of the push of its next step."""
+        """The name of the push of the rank's next step."""
         position = self.held[rank]
         return PushName(SourceKey(RankSource(rank)), position.token, position.next, position.next)
 
@@ -67,11 +67,12 @@ class LogicalRanks:
     # ---- leases
 
     def is_offered(self) -> bool:
-        """Whether the coordinator has given this worker a rank that it has not tried to open."""
+        """Whether the coordinator has given this worker a rank that it has not yet tried to open."""
         return any(self._refused.get(lease.rank) != lease.token for lease in self._session.ranks())
 
     def drop_taken(self) -> list[RankLease]:
-        """Gives up the ranks that the coordinator has taken away. Those that it has given, to be opened, ascending."""
+        """Gives up the ranks that the coordinator has taken away. Returns newly given ranks, to be opened,
+        ascending."""
         leases = {lease.rank: lease for lease in self._session.ranks()}
         for rank in sorted(self.held):
             lease = leases.get(rank)
@@ -84,7 +85,7 @@ class LogicalRanks:
         ]
 
     def open(self, rank: Rank, token: Token) -> None:
-        """Continues a rank where the servers stand, unless another worker has it by now."""
+        """Continues a rank at the servers' next step, unless another worker has it by now."""
         try:
             self.held[rank] = self._position(rank, token)
         except errors.StaleToken:
@@ -93,7 +94,7 @@ class LogicalRanks:
         log.info("computes logical rank %d from step %d on", rank, self.held[rank].next)
 
     def reopen(self) -> None:
-        """Reads from the servers where all ranks stand."""
+        """Reads the next steps of all ranks from the servers."""
         for rank, position in sorted(self.held.items()):
             try:
                 self.held[rank] = self._position(rank, position.token)
@@ -101,7 +102,7 @@ class LogicalRanks:
                 self.refuse(rank, position.token)
 
     def refuse(self, rank: Rank, token: Token) -> None:
-        """Servers know a higher token: the rank is another worker's."""
+        """Servers know a higher token, so another worker has the rank."""
         self._refused[rank] = token
         self.held.pop(rank, None)
 

@@ -1,4 +1,4 @@
-"""Where a job's mode becomes a class."""
+"""Chooses the class for a job's mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardyard_worker.training.trainer import Trainer
 
 
 def strategy_for(trainer: Trainer) -> Strategy:
-    """Of the mode that the job's partitions go by now. Mode `local` is a synchronous job whose steps are rounds."""
+    """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds."""
     session = trainer.session
     if session.mode is UpdateMode.ASYNC:  # async, bounded
         return AsyncStrategy(trainer)

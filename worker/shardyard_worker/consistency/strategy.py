@@ -1,12 +1,12 @@
-"""What all consistency modes have in common: a strategy turns a worker's work into pushes with names.
+"""What all consistency modes have in common: a strategy turns a worker's work into named pushes.
 
-A strategy answers three questions: what is the next push called, which version must the model hold meanwhile, and when
-is a step over. Asynchronous: any version, over at once. Synchronous: exactly version t for step t, over when all
-logical ranks have contributed, or when this worker has another rank of the step to compute (docs/internals/ledger.md,
-rules B1 to B5).
+A strategy decides three things: the name of the next push, the version that the model must hold meanwhile, and when a
+step is over. Asynchronous: any version, over at once. Synchronous: exactly version t for step t, over when all logical
+ranks have contributed, or when this worker has another rank of the step to compute (docs/internals/ledger.md, rules B1
+to B5).
 
-Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on, or will
-when they are used (ForwardPrefetch). Must not know: datasets, optimizers.
+Invariant: when `contribute` returns, the targets hold the version for the next gradient, or will hold it when they are
+used (ForwardPrefetch). Must not know: datasets, optimizers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class LostWork(Exception):
 
 
 class ModeChanged(LostWork):
-    """The job's updates are of another kind now. Work of logical ranks that was not counted as a step is leased as data
-    shards; the rest of open data shards becomes steps. The targets stay as they are until another strategy begins."""
+    """The job's kind of updates has changed. Logical ranks' work that did not count as a step is leased as data shards;
+    the rest of open data shards becomes steps. The targets stay as they are until another strategy begins."""
 
 
 class Strategy(ABC):
-    """One worker's way through a job. Used by one thread."""
+    """One worker's strategy in one job. For one thread."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -41,23 +41,23 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """The job's step: updates applied, as far as this worker has seen."""
+        """The number of updates applied, as far as this worker has seen."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Brings the targets to a version to compute on, if this worker has anything to compute."""
+        """If this worker has work, loads a version to compute it on into the targets."""
 
     @abstractmethod
     def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        """Pushes work under its name, or under one of this worker's own; `sending` None: it shall not count.
-        `upcoming`: rows that come along with the values.
+        """Pushes work under its name, or under one of this worker's own. `sending` None: it does not count. `upcoming`:
+        rows that arrive with the values.
 
-        Raises LostWork where another worker has taken it over.
+        Raises LostWork if another worker has taken the work over.
         """
 
     @abstractmethod
     def resume(self) -> None:
-        """This worker has work; the targets hold a version to compute it on."""
+        """This worker has work. Afterwards the targets hold a version to compute it on."""
 
     @abstractmethod
     def rest(self) -> None:
@@ -65,16 +65,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Waits for the push under way. Raises LostWork where its work belongs to another worker."""
+        """Waits for the push in flight. Raises LostWork if its work belongs to another worker."""
 
     @abstractmethod
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
-        """Before this worker leaves without an error: waits for the push under way, and handles what compression has
-        not sent. `groups`: the settings under which that is pushed. Raises LostWork."""
+        """Before this worker leaves without an error: waits for the push in flight, and pushes or reports the residual
+        that compression has kept. `groups`: the settings for that push. Raises LostWork."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads. Nothing is contributed from now on."""
+        """Ends threads. No contribution may follow."""
 
     # ---- the step at hand (training.trainer, StepContext)
 
@@ -93,7 +93,7 @@ class Strategy(ABC):
     # ---- for strategies
 
     def _note(self, answer: ExchangeResult, sending: StepInput | None) -> None:
-        """Reports samples and the step with the next heartbeat."""
+        """Reports samples and the step in the next heartbeat."""
         fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
         if sending is not None and sending.coded and fresh:
             self._session.progress.samples += round(sending.weight)

@@ -1,11 +1,11 @@
 """Synchronous steps: step t is computed on version t exactly, and is over when all logical ranks have contributed.
 
-A worker computes its logical ranks one after the other (docs/internals/ledger.md, rules B1 to B5). Its push of the last
-one also pulls the next version. Where all of its ranks were taken over by other workers it stands by until it gets one.
+A worker computes its logical ranks one after the other (docs/internals/ledger.md, rules B1 to B5). The push of the last
+one also pulls the next version. If other workers have taken over all its ranks, it stands by until it gets one.
 
-Owns: the version that the targets hold. Invariants: a contribution was computed on one version, and rows of it, or it
-is dropped; where the map changes, the servers' ledgers say which step comes next. Must not know: which work belongs to
-a rank.
+Owns: the version that the targets hold. Invariants: a contribution was computed on one version, and on rows of that
+version, or it is dropped; when the map changes, the servers' ledgers say which step comes next. Must not know: which
+work belongs to a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("shardyard.worker")
 R = TypeVar("R")
 
 STOP_SLICE_MS = 20
-"""The pause before it is asked again where the job stops, which takes a heartbeat of each worker."""
+"""The pause between two checks whether the job stops, which takes a heartbeat of each worker."""
 
 
 class SyncStrategy(Strategy):
@@ -46,10 +46,10 @@ class SyncStrategy(Strategy):
         self.ranks = LogicalRanks(trainer, self._keys)
         self._version: int | None = None
         self._mixed = False
-        """Whether what is computed now is so on values, or rows, of different versions."""
+        """Whether the current work mixes values, or rows, of different versions."""
         self._step = 0
         self._rows: RowPrefetch | None = None
-        """Those that have come with the version that the targets hold."""
+        """Rows that came with the version that the targets hold."""
         self._session.acknowledge_mode(self._session.consistency)
 
     @property
@@ -59,26 +59,26 @@ class SyncStrategy(Strategy):
         return self._step
 
     def resume(self) -> None:
-        """The version to compute on is that of the rank."""
+        """Does nothing: the rank decides the version to compute on."""
 
     def rest(self) -> None:
-        """Others wait for ranks, whichever worker computes them."""
+        """Does nothing: other workers wait for ranks, whichever worker computes them."""
 
     def drain(self) -> None:
-        """No push is ever under way: `contribute` returns when the step is complete."""
+        """Does nothing: `contribute` returns when the step is complete, so no push is in flight."""
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
-        """A step has room for its logical ranks only."""
+        """Pushes nothing: a step has room only for its logical ranks."""
         self._trainer.pushes.lose_residual()
 
     def close(self) -> None:
-        """Has no threads."""
+        """Does nothing: there are no threads."""
 
     def begin(self) -> None:
         self.catch_up(0)
 
     def _keys(self, rank: Rank) -> list[SourceKey]:
-        """Under which the servers' ledgers have a rank, that of its steps first."""
+        """The keys of a rank in the servers' ledgers, first that of its steps."""
         return [SourceKey(RankSource(rank))]
 
     # ---- a look-up, or values on their way, in the midst of a forward
@@ -93,7 +93,7 @@ class SyncStrategy(Strategy):
         self._mixed = self._mixed or self._version != before
 
     def follow_map(self) -> None:
-        """The targets stay as they are, and may be of a step that is to be computed again."""
+        """The targets stay as they are; they may be of a step that is computed again."""
         with contextlib.suppress(ModeChanged):  # raised when the work is contributed
             self._follow_map()
         self._mixed = True
@@ -102,15 +102,15 @@ class SyncStrategy(Strategy):
         return None if self._mixed else self._version
 
     def on_rows_version_passed(self, error: errors.NotFound) -> None:
-        """The step of that version is complete everywhere, and another one too: this worker's part in it was another's,
-        or came too late."""
+        """That version's step and another one are complete everywhere: another worker did this worker's part, or it
+        came too late."""
         log.info("rows are read as they are now, and the batch does not count: %s", error.what)
         self._mixed = True
 
     # ---- maps
 
     def _following(self, do: Callable[[], R]) -> R:
-        """Does something that may be begun anew, again whenever partitions have moved or were restored."""
+        """Runs `do`, which can be repeated, again whenever partitions have moved or were restored."""
         while True:
             try:
                 return do()
@@ -118,8 +118,8 @@ class SyncStrategy(Strategy):
                 self._follow_map()
 
     def _follow_map(self) -> None:
-        """The job may stand at an earlier step under the newest map: what this worker's ranks have to compute next is
-        what the servers say."""
+        """Under the newest map the job may be at an earlier step, so the servers say what this worker's ranks compute
+        next."""
         while True:
             try:
                 self._trainer.follow_map()
@@ -132,13 +132,13 @@ class SyncStrategy(Strategy):
         self._version = None
 
     def check_mode(self) -> None:
-        """Raises ModeChanged where the job takes no steps any more."""
+        """Raises ModeChanged if the job no longer takes steps."""
         if self._session.mode is not UpdateMode.SYNC:
             raise ModeChanged
 
     def has_moved(self) -> bool:
-        """Whether there is a newer map, which this worker has followed then: the job may stand at an earlier step. For
-        where nothing is asked of the servers, whose answers would have said so."""
+        """Whether there is a newer map; then follows it, and the job may be at an earlier step. For code that asks the
+        servers nothing, since their answers would have said so."""
         if not self._trainer.is_behind:
             return False
         self._follow_map()
@@ -147,7 +147,7 @@ class SyncStrategy(Strategy):
     # ---- before a step
 
     def due(self) -> Rank | None:
-        """The lowest logical rank of this worker that is to be computed on the version that the targets hold."""
+        """This worker's lowest logical rank that is computed on the targets' version."""
         return self.ranks.due(self._version)
 
     @property
@@ -164,8 +164,8 @@ class SyncStrategy(Strategy):
             self.ranks.open(lease.rank, lease.token)
 
     def catch_up(self, at_least: int) -> None:
-        """Brings the targets to one version of all partitions, where this worker's ranks stand; on standby, to that
-        number or a later one. A rank that is given to it meanwhile may be just what that version waits for."""
+        """Loads one version of all partitions into the targets: that of this worker's ranks; on standby, version
+        `at_least` or a later one. That version may be waiting for a rank that this worker is given meanwhile."""
         self._following(partial(self._catch_up, at_least))
 
     def _catch_up(self, at_least: int) -> None:
@@ -180,8 +180,8 @@ class SyncStrategy(Strategy):
                 return
 
     def prepare_work(self) -> None:
-        """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
-        if self._mixed:  # by a look-up that belongs to no batch
+        """Waits until a rank is due. The targets then hold its version. Check `on_standby` first."""
+        if self._mixed:  # a look-up outside any batch mixed them
             self._mixed, self._version = False, None
         self._following(self._prepare_work)
 
@@ -205,7 +205,7 @@ class SyncStrategy(Strategy):
         try:
             self._contribute(name, sending, upcoming)
         except MapChanged:
-            # counted or not: the servers' ledgers say so, and the next batch is what they wait for
+            # the servers' ledgers say whether it counted, and the next batch is the one that they wait for
             self._trainer.pushes.not_counted()
             self._forget_contributions()
             self._follow_map()
@@ -231,7 +231,7 @@ class SyncStrategy(Strategy):
         rank = name.key.source.rank
         if not self._may_begin(self._version):
             log.info("%s does not count: the job stops before step %d", name, self._version)
-            self._load_again()  # buffers are those of the batch by now
+            self._load_again()  # the forward has changed buffers
             raise LostWork
         others = self.ranks.others_due(self._version, rank)
         try:
@@ -252,7 +252,7 @@ class SyncStrategy(Strategy):
     def _push(
         self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, *, last: bool
     ) -> ExchangeResult:
-        """`last`: of this worker's ranks; the next version is pulled with it, and the rows of the next step."""
+        """`last`: the push of this worker's last rank, which also pulls the next version and the next step's rows."""
         assert self._version is not None
         request = self._ship(name, sending, upcoming if last else None)
         if not last:
@@ -265,7 +265,7 @@ class SyncStrategy(Strategy):
         self._trainer.pushes.note_rows(sending)
         ahead = self._trainer.pushes.prefetch_rows(
             self._version + 1, upcoming
-        )  # first: what a script says may be refused
+        )  # first: the script's ids may be refused
         request = self._trainer.pushes.build(name, sending)
         return request if ahead is None else replace(request, ahead=ahead)
 
@@ -280,12 +280,12 @@ class SyncStrategy(Strategy):
             self._arrive(answer)
 
     def _forget_contributions(self) -> None:
-        """Those of which it is not known whether they count."""
+        """Forgets contributions whose verdict is pending."""
 
     # ---- versions
 
     def _await_step(self) -> None:
-        """Until the step is complete, or another rank of it is this worker's to compute (rule B4)."""
+        """Waits until the step is complete, or this worker has another rank of it to compute (rule B4)."""
         assert self._version is not None
         answer = ExchangeResult()
 
@@ -313,7 +313,7 @@ class SyncStrategy(Strategy):
                     self._arrive(answer)
                     return
                 self._session.check()
-        # all ranks were taken, or exchanged for others, which may stand at other steps
+        # all ranks were taken, or exchanged for others, which may be at other steps
         self._judge()
         self._await_ranks()
 
@@ -321,23 +321,23 @@ class SyncStrategy(Strategy):
         return explain(answer)
 
     def _bring_verdict(self, step: int) -> None:
-        """Where a verdict decides which ranks count in a step: brings it to the servers with the next pull."""
+        """If a verdict decides which ranks count in a step, brings it to the servers with the next pull."""
 
     @property
     def _slice_ms(self) -> int:
         return SLICE_MS
 
     def _judge(self) -> None:
-        """The step of the last contributions is complete, or other workers have its ranks: what counts is known."""
+        """The last contributions' step is complete, or other workers have its ranks, so it is known what counts."""
 
     def _on_version_passed(self, error: errors.NotFound) -> None:
-        """The servers do not have the next version any more."""
+        """The servers no longer have the next version."""
         raise error
 
     def _align(self) -> None:
-        """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others
-        may have taken them over while it followed another map) it waits for one."""
-        self._rows = None  # of another version, or of another life of this one
+        """Takes the version of this worker's ranks: the lowest next step among them. Without ranks (other workers may
+        have taken them over while it followed a map) it waits for one."""
+        self._rows = None  # they are of another version, or of this one in another life
         if not self.ranks.held:
             self._await_ranks()
             return
@@ -372,12 +372,12 @@ class SyncStrategy(Strategy):
         self._session.reached(self._version)
 
     def _load(self, ahead: RowPrefetch | None = None) -> None:
-        """Puts the version that was reached into the targets. `ahead`: rows that have come with it."""
+        """Puts the new version into the targets. `ahead`: rows that came with it."""
         self._rows = ahead
         self._load_again()
 
     def _load_again(self) -> None:
-        """The version that the targets hold, buffers too, which a forward may have changed."""
+        """Loads the targets' version again, with its buffers, which a forward may have changed."""
         self._trainer.values.load(self._rows)
 
     def _await_ranks(self) -> None:
@@ -393,8 +393,8 @@ class SyncStrategy(Strategy):
     # ---- the step before which the job stops
 
     def may_compute(self, *, is_long: bool = False) -> bool:
-        """Whether the step of the version that the targets hold is computed; waits until that is settled. `is_long`:
-        where it is, the job stops behind it rather than without it."""
+        """Waits until it is settled whether the step of the targets' version is computed, and returns that. `is_long`:
+        if it is, the job stops after this step, not before it."""
         assert self._version is not None
         try:
             if is_long:
@@ -406,7 +406,7 @@ class SyncStrategy(Strategy):
         return self._session.step_barrier.permits(self._version) is True
 
     def _may_begin(self, step: int) -> bool:
-        """As `may_compute`, of a contribution that is made at once."""
+        """As `may_compute`, for a contribution that follows at once."""
         while True:
             self._await_stop(step)
             may = self._session.step_barrier.may_begin(step)

@@ -1,11 +1,10 @@
-"""Batches of asynchronous jobs: data shards are leased from the coordinator (docs/internals/ledger.md, rules A5, A6,
-A12).
+"""Batches of asynchronous jobs: the coordinator leases data shards (docs/internals/ledger.md, rules A5, A6, A12).
 
-A worker opens a leased data shard on all servers, goes through it from the lowest watermark over all partitions, and
-closes the lease. Example: a data shard of 5 batches whose partitions expect #2, #3 and #2 begins at #2; the partition
-that has #2 skips it.
+A worker opens a leased data shard on all servers, starts at the lowest watermark over all partitions, and closes the
+lease at the end. Example: the partitions expect batches #2, #3 and #2 of a data shard of 5, so the worker begins at #2;
+the partition that has #2 skips it.
 
-Owns: the data shard at hand. Must not know: how a push travels.
+Owns: the current data shard. Must not know: how a push travels.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass
 class _Shard:
-    """The data shard at hand: its batches, the one being computed, and the first that may be read before its turn."""
+    """The current data shard: its batches, the one being computed, and the first that may be read before its turn."""
 
     source: DataShardSource
     samples: Indices
@@ -54,26 +53,26 @@ class AsyncFeed(Feed):
                 yield from self._go_through(lease)
         finally:
             self._rest()
-        self._session.learn()  # a server that was given up may answer a worker that has an old map
-        self._rest()  # also to servers that were told to expect it before its work was closed
+        self._session.learn()  # under an old map a server that was given up may still answer
+        self._rest()  # tells servers too that were told to expect it before its work was closed
         self._strategy.begin()
 
     @property
     def _ends(self) -> bool:
-        """Whether the job is told to stop where it is; one that changes to steps stops before one of them."""
+        """Whether the job is told to stop now. A job that changes to steps stops before one of them."""
         return self._is_told_to_stop and not self._strategy.becomes_synchronous
 
     def _rest(self) -> None:
-        """Other workers do not wait for this one until it has work again."""
+        """Tells the servers that other workers need not wait for this one until it has work again."""
         try:
             self._strategy.rest()
-        except ShardyardError as error:  # the script's next call raises what ends the job
+        except ShardyardError as error:  # the script's next call raises the job's failure
             log.debug("the servers were not told that this worker rests: %s", error)
 
     # ---- leases
 
     def _lease(self) -> DataLease | None:
-        """A data shard to work on; None when all are done, or the job is told to stop."""
+        """Leases a data shard. None: all are done, or the job is told to stop."""
         request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
@@ -89,7 +88,7 @@ class AsyncFeed(Feed):
         return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
 
     def _give_back(self, lease: DataLease) -> None:
-        """The script has left its loop: the unread batches of the data shard go to other workers."""
+        """The script has left its loop, so the unread batches of the data shard go to other workers."""
         try:
             self._close(lease)
         except ShardyardError as error:
@@ -146,7 +145,7 @@ class AsyncFeed(Feed):
                     if pending is None:
                         self._contribute(self.work, None)
                     else:
-                        pending = self.work  # the push of the batches before names it too
+                        pending = self.work  # the push of the batches before it names it too
                     if self.work.lost:
                         return
                     continue
@@ -167,20 +166,21 @@ class AsyncFeed(Feed):
         self._close(lease)
 
     def _announce(self, shard: _Shard, lease: DataLease, sequence: int, *, highest: int) -> bool:
-        """Whether the batch counts, at which workers may have died (rule A13). Raises LostWork, StaleToken."""
-        self._strategy.drain()  # what kills this worker now is this batch, not one before
+        """Announces a batch at which workers may have died (rule A13). Returns whether it counts. Raises LostWork,
+        StaleToken."""
+        self._strategy.drain()  # if this worker dies now, it is because of this batch, not an earlier one
         verdict = announce(self._trainer, lease.source, lease.token, sequence, highest=highest)
         shard.announce_until = verdict.announce_until
         return verdict.counts
 
     def _fetch(self, shard: _Shard, sequence: int) -> Any:
-        """The batch at hand; the generators stand where reading it has left them."""
+        """The current batch. Afterwards the generators are as reading it has left them."""
         seed_everything(*self._seed(shard.source, sequence))
         early = shard.early.pop(sequence, None)
         return self._reader.fetch(self._chosen(shard.samples, sequence)) if early is None else early.take()
 
     def _announced(self) -> Sequence[Announced]:
-        """Of batches of the same data shard."""
+        """The announced ids of later batches of the same data shard."""
         shard = self._shard
         if shard is None or self._look_ahead is None or self._is_told_to_stop:
             return ()

@@ -32,7 +32,7 @@ class Reader:
         self.samples = len(cast(Sized, dataset))
 
     def fetch(self, indices: Indices) -> Any:
-        """The samples at the indices, collated, tensors moved to the device."""
+        """The samples at the indices, collated, with tensors moved to the device."""
         if type(self._dataset) is TensorDataset and self._collate is None:
             chosen = torch.from_numpy(indices)
             batch: Any = [tensor[chosen] for tensor in self._dataset.tensors]
@@ -43,9 +43,8 @@ class Reader:
         return _move(batch, self._device)
 
     def fingerprint(self) -> str:
-        """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset,
-        of their content. (Other datasets may transform samples at random, so their content says nothing.) Of a list of
-        files what they are; see FileRecords."""
+        """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset, of
+        their content (other datasets may transform samples at random). Lists of files: see FileRecords."""
         digest = hashlib.sha256(f"{type(self._dataset).__name__} {self.samples}".encode())
         if isinstance(self._dataset, FileRecords):
             digest.update(self._dataset.fingerprint().encode())
@@ -60,7 +59,7 @@ class Reader:
 
 
 def _require_seekable(dataset: object) -> None:
-    """Raises UnseekableDataset, with what to do instead, for what cannot be read by index."""
+    """Raises UnseekableDataset, with what to do instead, for a dataset that cannot be read by index."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UnseekableDataset(

@@ -1,9 +1,9 @@
 """`job.batches`: which samples this worker computes next, so that each counts once an epoch.
 
-A feed is one call of `job.batches` under one kind of update: `async_feed`, or `sync_feed`. Where the job changes its
-mode, another feed goes on with what is left.
+A feed is one call of `job.batches` under one kind of update: `async_feed` or `sync_feed`. When the job changes its
+mode, another feed continues with the samples that are left.
 
-Owns: the work that a batch stands for, until `optimizer.step()` takes it. Invariant: every batch that was yielded is
+Owns: the work that a batch belongs to, until `optimizer.step()` takes it. Invariant: every batch that was yielded is
 pushed under its name, alone, with others of its data shard, or as a named empty push. Must not know: tensors' contents.
 """
 
@@ -32,9 +32,9 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass
 class Work:
-    """What the batch that is being computed stands for. `samples` grows as batches are accumulated into one push.
-    `due`: whether optimizer.step() is due after the batch at hand; `stepped`: it was called; `left`: batches that
-    belong to it, and come later; `taken`: it was pushed; `lost`: another worker has it."""
+    """The work of the current batch. `samples` grows as batches are accumulated into one push. `due`: optimizer.step()
+    is due after this batch. `stepped`: it was called. `left`: later batches that belong to this work. `taken`: it was
+    pushed. `lost`: another worker has it."""
 
     name: PushName
     samples: int
@@ -44,7 +44,7 @@ class Work:
     taken: bool = False
     lost: bool = False
     highest: int = 0
-    """As StepInput has it."""
+    """As in StepInput."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class EarlyBatch:
-    """A batch that was read before its turn, or what that raised, and where the generators stood after it."""
+    """A batch that was read before its turn, or the error of reading it, and the generators' states after it."""
 
     batch: Any
     error: Exception | None
@@ -92,7 +92,7 @@ class EarlyBatch:
 
 
 class Feed(ABC):
-    """One call of `job.batches`. `work` is what the batch yielded last stands for."""
+    """One call of `job.batches`. `work`: the work of the last batch that was yielded."""
 
     def __init__(
         self,
@@ -124,23 +124,23 @@ class Feed(ABC):
 
     @abstractmethod
     def batches(self) -> Generator[Any, None, None]:
-        """Yields batches until all samples of all epochs are counted, by this worker or others. Raises ModeChanged
-        where the job goes on in another mode: another feed of the same number goes on with what is left."""
+        """Yields batches until all samples of all epochs are counted, by this worker or others. Raises ModeChanged if
+        the job changes its mode: another feed of the same number continues with what is left."""
 
     @abstractmethod
     def _announced(self) -> Sequence[Announced]:
-        """The ids of the batches that will be computed on what the next exchange brings, as far as none of them may end
-        this process."""
+        """The ids of the batches that are computed on the values of the next exchange. Batches that may kill this
+        process are left out."""
 
     def push(self, sending: StepInput | None) -> None:
-        """Pushes what was computed on the batch (or batches) since the last push. None: it shall not count."""
+        """Pushes the result of the batches since the last push. None: they do not count."""
         work = self.require_work()
         if sending is not None:
             sending = replace(sending, weight=float(work.samples), highest=work.highest)
         self._contribute(work, sending)
 
     def require_work(self) -> Work:
-        """That for which a step is taken now. Raises InvalidRequest."""
+        """The work for which a step is taken now. Raises InvalidRequest."""
         work = self.work
         if work is None or work.taken or work.stepped:
             raise InvalidRequest(
@@ -159,7 +159,7 @@ class Feed(ABC):
             work.lost = True
 
     def _drop(self, why: str) -> None:
-        """Pushes the current work as a named empty push: it does not count, and nothing waits for it."""
+        """Pushes the current work as a named empty push: it does not count, and no process waits for it."""
         work = self.work
         assert work is not None
         if not self._warned:
@@ -168,7 +168,8 @@ class Feed(ABC):
         self._contribute(work, None)
 
     def _read_early(self, seed: tuple[int, ...], chosen: Indices) -> EarlyBatch:
-        """A batch, before its turn: random numbers are what they will be then, and those of others are as they were."""
+        """Reads a batch before its turn, with the random numbers of its turn. The generators' states are then
+        restored."""
         with undisturbed():
             seed_everything(*seed, devices=False)
             batch, error = None, None

@@ -1,8 +1,8 @@
-"""Files of samples, wherever they are: this machine's, or at any URL that fsspec knows.
+"""Files of samples, on this machine or at any URL that fsspec knows.
 
-Owns: how bytes at an offset are read, and by what a file is known to be the one that was indexed. Invariants: what is
-read is exactly what was asked for; a file that has changed since is refused, never read in part; nothing stays open.
-Must not know: what a record is.
+Owns: how bytes at an offset are read, and how a file is recognised as the one that was indexed. Invariants: a read
+returns exactly the bytes that were asked for; a file that has changed since is refused; no file stays open. Must not
+know: what a record is.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Stamp:
-    """By what a file is known: its length, and what else its place says of it (time of change, or an ETag)."""
+    """Identifies a file's content: its length, and its time of change or ETag."""
 
     nbytes: int
     version: str
 
 
 class FileSource(ABC):
-    """One file. `name` is how people call it; `known`: what it was when it was indexed."""
+    """One file. `name`: for messages. `known`: its stamp when it was indexed."""
 
     name: str
     known: Stamp | None = None
@@ -44,10 +44,10 @@ class FileSource(ABC):
 
     @abstractmethod
     def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The bytes of each span. Raises StorageUnavailable; InvalidRequest where the file ends before them."""
+        """Returns the bytes of each span. Raises StorageUnavailable, InvalidRequest if the file ends before them."""
 
     def pieces(self, nbytes: int) -> Iterator[bytes]:
-        """All of a file of that length, some MiB at a time. Raises as `read`."""
+        """Yields a file of that length, some MiB at a time. Raises as `read`."""
         for begin in range(0, nbytes, PIECE_BYTES):
             yield self.read([(begin, min(begin + PIECE_BYTES, nbytes))])[0]
 
@@ -58,7 +58,7 @@ class FileSource(ABC):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What a disk or a store refuses, as an error of ours. Stores have exceptions of their own."""
+        """Turns errors of a disk or a store into Shardyard's. Stores have their own exceptions."""
         try:
             yield
         except (InvalidRequest, StorageUnavailable):
@@ -72,7 +72,7 @@ class FileSource(ABC):
 
 
 class LocalFileSource(FileSource):
-    """A file of this machine, opened for each reading, so that one that changed is noticed."""
+    """A file of this machine. Each read opens it, so that a change is noticed."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -130,7 +130,7 @@ class RemoteFileSource(FileSource):
 
 
 def place_of(file: str | os.PathLike[str]) -> FileSource:
-    """Of a path, file:///PATH, or a URL that fsspec knows. Raises ConfigurationError."""
+    """The source for a path, file:///PATH, or a URL that fsspec knows. Raises ConfigurationError."""
     name = os.fspath(file)
     if "://" not in name:
         return LocalFileSource(Path(name))

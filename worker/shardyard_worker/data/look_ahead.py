@@ -1,8 +1,8 @@
-"""Which ids the next batches will ask for, as a script says, and batches that are read before their turn.
+"""The ids that the next batches will look up, as the script announces them, and batches read before their turn.
 
-Owns: the order of batches read ahead, and which of them the next exchange serves. Invariants: a batch is given in its
-turn and once, and what reading it raised is raised then; what is announced is never needed for a forward to be right.
-Must not know: how rows come, names of pushes.
+Owns: the order of batches read ahead, and which of them the next exchange serves. Invariants: a batch is yielded once,
+in its turn, and an error of reading it is raised then; a forward is right without any announcement. Must not know: how
+rows arrive, names of pushes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shardyard_worker.training.table_binding import Announced
 
 B = TypeVar("B")
 Features = Mapping[torch.nn.Module, Any]
-"""What modules that look up will be given: the argument of their forward, or a tuple of its arguments."""
+"""The inputs of look-up modules: the argument of each module's forward, or a tuple of its arguments."""
 LookAhead = Callable[[Any], Features]
-"""Of a batch."""
+"""Returns the features of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """Which batches the values of the next exchange are computed on. `window`: exchanges under way; `accumulate`:
+    """Which batches are computed on the values of the next exchange. `window`: exchanges in flight; `accumulate`:
     batches of a push."""
 
     window: int
@@ -35,7 +35,7 @@ class Depth:
 
     @property
     def begin(self) -> int:
-        """Batches between the one at hand, the last of its push, and the first of these."""
+        """The number of batches between the current one, the last of its push, and the first of these."""
         return self.window * self.accumulate
 
     @property
@@ -44,7 +44,7 @@ class Depth:
 
 
 def announced(look_ahead: LookAhead, batches: Iterable[Any]) -> list[Announced]:
-    """Raises InvalidRequest, and what a forward raises for ids that cannot be."""
+    """Raises InvalidRequest, and what a forward raises for invalid ids."""
     found: list[Announced] = []
     for batch in batches:
         said = look_ahead(batch)
@@ -75,15 +75,15 @@ class ReadAhead(Generic[B]):
             raise self._error
 
     def announced(self, ranks: int | None = None) -> Sequence[Announced]:
-        """Of the batches that will be computed on what the next exchange brings. `ranks`: a step is synchronous, and
-        this worker computes so many logical ranks of it."""
+        """The ids of the batches that are computed on the values of the next exchange. `ranks`: given for a synchronous
+        step, the number of its logical ranks that this worker computes."""
         depth = self._depth if ranks is None else Depth(0, ranks * self._depth.accumulate)
         while len(self._next) < depth.end and self._read():
             pass
         return announced(self._look_ahead, list(self._next)[depth.begin : depth.end])
 
     def _read(self) -> bool:
-        """False at the end, or where it could not be read."""
+        """Reads a batch. False at the end, or if it could not be read."""
         if self._ended:
             return False
         try:

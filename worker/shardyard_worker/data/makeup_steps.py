@@ -1,9 +1,9 @@
-"""The steps of a synchronous data set: those that are planned, and those that make up for what came late.
+"""The steps of a synchronous data set: the planned ones, and those that repeat what came late.
 
-Owns: what the coordinator has said of the latter. With backup workers a contribution that came late is dropped; its
-samples are computed again behind the planned steps, as whichever logical rank's the coordinator says, with the seed
-that they had (docs/internals/ledger.md, rules B5, B6). Invariant: nothing is asked before the planned steps are
-through. Must not know: samples, servers.
+Owns: the coordinator's answers about the latter. With backup workers a late contribution is dropped. Its samples are
+computed again after the planned steps, with the same seed, as the logical rank that the coordinator says
+(docs/internals/ledger.md, rules B5, B6). Invariant: the coordinator is asked only after the planned steps. Must not
+know: samples, servers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardyard_worker.session.session import Session
 
 
 class MissedBatch(NamedTuple):
-    """What a logical rank has at a planned step."""
+    """The planned rank and step whose batch is computed."""
 
     rank: Rank
     step: int
 
 
 class MakeupSteps:
-    """Of one feed, whose planned steps end before `planned_end`. `makes_up`: the job has backup workers."""
+    """The steps of one feed, whose planned steps end before `planned_end`. `makes_up`: the job has backup workers."""
 
     def __init__(self, session: Session, feed: int, planned_end: int, *, makes_up: bool) -> None:
         self._session = session
@@ -38,11 +38,12 @@ class MakeupSteps:
 
     @property
     def end(self) -> int:
-        """The step after the last one that is known."""
+        """The step after the last known one."""
         return max(self._planned_end, self._step) if self._end is None else self._end
 
     def has(self, step: int) -> bool:
-        """Of a step at which the job stands. Asks the coordinator, once for each step behind the planned ones."""
+        """Whether the feed has the job's current step. Asks the coordinator once for each step after the planned
+        ones."""
         if step < self._planned_end:
             return True
         if self._end is None:
@@ -50,7 +51,7 @@ class MakeupSteps:
         return self._end is None or step < self._end
 
     def batch(self, rank: Rank, step: int) -> MissedBatch | None:
-        """Of a step that the feed `has`. None: the rank has nothing to make up for."""
+        """The batch of a step that the feed `has`. None: the rank has nothing to repeat."""
         if step < self._planned_end:
             return MissedBatch(rank, step)
         if self._batches is None or self._step != step:
@@ -58,7 +59,7 @@ class MakeupSteps:
         return None if self._batches is None else self._batches.get(rank)
 
     def find_end(self) -> None:
-        """All steps are done: asks where the feed has ended, if that is not known."""
+        """Once all steps are done, asks where the feed has ended, if that is not known."""
         if self._end is None:
             self._ask(self._planned_end)
 

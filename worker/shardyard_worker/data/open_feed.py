@@ -1,4 +1,4 @@
-"""Opens a data set for this worker, under the kind of updates that the job takes now. Must not know: batches."""
+"""Opens a data set for this worker, for the job's current kind of updates. Must not know: batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def open_feed(
     local: LocalRounds | None = None,
     end_round: Callable[[], object] | None = None,
 ) -> Feed:
-    """Agrees with the coordinator, and so with all workers, on what is read and how. `number`: this call of job.batches
-    is so many calls behind the job's first. `end_round` pushes what `local` has come to. Raises FeedConflict."""
+    """Agrees with the coordinator, and so with all workers, on what is read and how. `number`: counts the calls of
+    job.batches in this job from 0. `end_round` pushes the sum of the steps in `local`. Raises FeedConflict."""
     session = trainer.session
     request = wire.OpenFeedRequest(
         caller=common_messages.caller_to_wire(session.caller),

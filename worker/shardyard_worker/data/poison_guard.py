@@ -1,6 +1,6 @@
-"""Work at which other workers have died is announced before it is computed (docs/internals/ledger.md, rule A13).
+"""Announces work at which other workers have died, before it is computed (docs/internals/ledger.md, rule A13).
 
-Owns: the question whether a batch shall count, asked until it is answered. Must not know: datasets, pushes.
+Owns: the question whether a batch counts, repeated until it is answered. Must not know: datasets, pushes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PAUSE_MS_MAX = 1_000
 
 @dataclass(frozen=True)
 class Verdict:
-    """`announce_until`: sequences of the source before this one are announced from here on."""
+    """`announce_until`: from now on sequences of the source before this one are announced."""
 
     counts: bool
     announce_until: int
 
 
 def announce(training: Trainer, source: LeasedSource, token: Token, sequence: int, *, highest: int) -> Verdict:
-    """Tells the coordinator what is computed next. `highest`: the highest next sequence of the source over all
-    partitions, as of opening it under this token, and of this worker's pushes since. Raises StaleToken where the lease
-    is another worker's, and the job's failure."""
+    """Tells the coordinator which batch is computed next. `highest`: the highest next sequence of the source over all
+    partitions, when it was opened under this token, and after this worker's pushes since. Raises StaleToken if another
+    worker has the lease, and the job's failure."""
     session = training.session
     request = wire.BeginBatchRequest(
         caller=common_messages.caller_to_wire(session.caller),

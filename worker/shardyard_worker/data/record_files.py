@@ -1,9 +1,9 @@
-"""Data sets over lists of files, whose samples are records at offsets: lines, records of one size, framed records.
+"""Data sets over lists of files, whose samples are records: lines, records of one size, framed records.
 
 Owns: the index of each file, kept in a folder for the next time, and which record is sample i. Invariants: sample i is
-the same record on every worker that has the same files; an index is used only for the file that it was made of, by
-length and time of change (or ETag), and only whole. Memory: 8 bytes for each line or framed record. Must not know:
-leases, batches, tensors.
+the same record on every worker that has the same files; an index is used only if it is whole and its file's length and
+time of change (or ETag) are the same. Memory: 8 bytes for each line or framed record. Must not know: leases, batches,
+tensors.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RECORD_BYTES_MAX: Final = 1 << 30
 FRAME_HEAD_BYTES: Final = 4
 INDEX_FORMAT: Final = "shardyard-index 1"
 HEAD_BYTES: Final = 4_096
-"""Of an index file: a line of JSON, filled up with spaces. The offsets follow, int64, little-endian."""
+"""The head of an index file: a line of JSON, padded with spaces. The offsets follow, int64, little-endian."""
 
 
 class FileRecords(Dataset[Any]):
-    """Records of files, numbered through all of them, in the order given. For `job.batches`, and any DataLoader.
+    """Records of files, numbered through all files in the given order. For `job.batches`, and any DataLoader.
 
-    `files`: paths, or URLs that fsspec knows. `decode`: makes a sample of a record's bytes. `index`: the folder where
-    the files' indices are kept; by default `$XDG_CACHE_HOME/shardyard/index`; None: nowhere. Raises InvalidRequest,
+    `files`: paths, or URLs that fsspec knows. `decode`: makes a sample from a record's bytes. `index`: the folder for
+    the files' indices; by default `$XDG_CACHE_HOME/shardyard/index`; None: they are not kept. Raises InvalidRequest,
     StorageUnavailable, ConfigurationError.
     """
 
@@ -97,9 +97,8 @@ class FileRecords(Dataset[Any]):
         return found
 
     def fingerprint(self) -> str:
-        """A digest of what the samples are: kind of record, and the files' names, lengths and numbers of records, in
-        order. Of files of this machine the names count below their common folder, which may lie elsewhere on another
-        machine."""
+        """A digest of the kind of record, and the files' names, lengths and numbers of records, in order. Files of this
+        machine are named relative to their common folder, which may be elsewhere on another machine."""
         digest = hashlib.sha256(f"{type(self).__name__} {self._kind} {len(self)}".encode())
         names = _names([place.name for place in self._places])
         for name, stamp, end in zip(names, self._stamps, self._ends.tolist(), strict=True):
@@ -111,11 +110,11 @@ class FileRecords(Dataset[Any]):
     @property
     @abstractmethod
     def _kind(self) -> str:
-        """How records lie in a file, with all settings that matter for that."""
+        """The format of records in a file, with all settings that change it."""
 
     @abstractmethod
     def _scan(self, place: FileSource, nbytes: int) -> Offsets | None:
-        """Where records begin, and where the last one ends; None where that is computed. Raises InvalidRequest."""
+        """Where records begin, and where the last one ends. None if that is computed. Raises InvalidRequest."""
 
     def _count(self, offsets: Offsets | None, _stamp: Stamp) -> int:
         assert offsets is not None
@@ -175,7 +174,7 @@ class TextLines(FileRecords):
             found.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == ord("\n")) + (at + 1))
             at += len(piece)
         offsets = np.concatenate(found)
-        # a last line need not be ended
+        # the last line may have no line end
         return offsets if int(offsets[-1]) == nbytes else np.append(offsets, np.int64(nbytes))
 
     def _sample(self, record: bytes) -> Any:
@@ -242,7 +241,7 @@ class FramedRecords(FileRecords):
 
     @staticmethod
     def write(path: str | os.PathLike[str], records: Iterable[bytes]) -> int:
-        """Writes such a file; the number of records. Raises InvalidRequest."""
+        """Writes records to such a file. Returns their number. Raises InvalidRequest."""
         count = 0
         with open(path, "wb") as file:
             for record in records:
@@ -290,7 +289,7 @@ def _torn(place: FileSource, nbytes: int, at: int, what: str) -> InvalidRequest:
 
 
 def _names(files: Sequence[str]) -> list[str]:
-    """Those of this machine below their common folder; URLs as they are."""
+    """Names of files: relative to the common folder on this machine; URLs as they are."""
     local = [os.path.abspath(file) for file in files if "://" not in file]
     common = os.path.commonpath([os.path.dirname(file) for file in local]) if local else ""
     return [file if "://" in file else os.path.relpath(file, common) for file in files]
@@ -302,12 +301,12 @@ def _default_folder() -> Path:
 
 
 def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
-    """The offsets that were kept; None where there are none for this file, as it is now, whole."""
+    """The saved offsets. None if there are none for this file in its current state, or they are not whole."""
     try:
         with open(file, "rb") as opened:
             said = json.loads(opened.read(HEAD_BYTES))
             length = os.fstat(opened.fileno()).st_size - HEAD_BYTES
-            # a record has a byte at least, a line's end or a length
+            # a record has at least one byte: a line end or a length
             if not isinstance(said, dict) or length < 8 or length % 8 or length > 8 * (nbytes + 1):
                 return None
             offsets = np.frombuffer(opened.read(), dtype="<i8").astype(np.int64, copy=False)
@@ -319,7 +318,7 @@ def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
 
 
 def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> None:
-    """Where an index cannot be kept it is made anew the next time."""
+    """Saves an index. If that fails, it is made again the next time."""
     data = np.ascontiguousarray(offsets, dtype="<i8")
     said = json.dumps({**head, "crc32": zlib.crc32(data.data)}).encode()
     if len(said) > HEAD_BYTES:

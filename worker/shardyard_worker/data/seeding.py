@@ -14,7 +14,7 @@ import torch
 
 
 class GeneratorStates(NamedTuple):
-    """Of the generators of the CPU."""
+    """States of the CPU's generators."""
 
     of_torch: torch.Tensor
     of_numpy: Any
@@ -36,14 +36,14 @@ def seed_everything(*key: int, devices: bool = True) -> None:
 
 @cache
 def _has_accelerator() -> bool:
-    """Where there is none, torch keeps each seed for one that might come, with a trace of who gave it: three stack
-    traces for each batch."""
+    """Without an accelerator torch would keep each seed for one that may come, with three stack traces for each
+    batch."""
     return torch.accelerator.is_available()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """The generators of the CPU stand afterwards where they stood before."""
+    """Restores the CPU's generators after the block."""
     before = states()
     try:
         yield
@@ -52,12 +52,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def states() -> GeneratorStates:
-    """Where the generators of the CPU stand."""
+    """The current states of the CPU's generators."""
     return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
 
 def restore(states: GeneratorStates) -> None:
-    """They stand there again."""
+    """Sets the CPU's generators to these states."""
     torch.set_rng_state(states.of_torch)
     np.random.set_state(states.of_numpy)
     random.setstate(states.of_random)

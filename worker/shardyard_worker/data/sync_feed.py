@@ -1,7 +1,7 @@
 """Batches of synchronous jobs: the samples of (logical rank, step), whichever worker computes them.
 
-A step follows from the data set's settings alone (docs/internals/ledger.md, rules B1, B4, B5): `StepPlan` says which
-samples of which epoch logical rank r has at step t. So a rank that changes its worker has the same samples and random
+The data set's settings alone decide a step (docs/internals/ledger.md, rules B1, B4, B5): `StepPlan` says which samples
+of which epoch logical rank r has at step t. So a rank that moves to another worker has the same samples and random
 numbers.
 
 Owns: the steps of one data set. Must not know: how a step is completed.
@@ -35,7 +35,7 @@ log = logging.getLogger("shardyard.worker")
 class SyncFeed(Feed):
     _strategy: SyncStrategy
     _is_long = False
-    """Whether a step of the job is a round of steps."""
+    """Whether a step of the job is a round of local steps."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -63,12 +63,12 @@ class SyncFeed(Feed):
 
     @property
     def _end(self) -> int:
-        """The step after the last one that is known: that of the data, or, before it, where the job is told to stop."""
+        """The step after the last known one: where the data ends, or, before that, where the job is told to stop."""
         stop = self._session.step_barrier.end
         return self._makeup.end if stop is None else min(self._makeup.end, stop)
 
     def _has(self, step: int) -> bool:
-        """Whether the data set has that step, and the job goes so far."""
+        """Whether the data set has that step, and the job does not stop before it."""
         stop = self._session.step_barrier.end
         return (stop is None or step < stop) and self._makeup.has(step)
 
@@ -91,7 +91,7 @@ class SyncFeed(Feed):
         if not self._is_told_to_stop:
             self._makeup.find_end()
         if self._strategy.on_standby or self._strategy.step < self._end:
-            # a rank may have been given, with the news of the end, to a worker that computed none
+            # together with the news of the end, a rank may have gone to a worker that computed none
             self._strategy.catch_up(self._end)
 
     # ---- a rank's part of a step
@@ -118,7 +118,7 @@ class SyncFeed(Feed):
                 " on all workers",
             )
         missed = self._makeup.batch(rank, step)
-        if missed is None:  # others make up for what was dropped
+        if missed is None:  # other ranks repeat what was dropped
             self.work = Work(name, 0)
             self._contribute(self.work, None)
             return
@@ -149,7 +149,7 @@ class SyncFeed(Feed):
             self._end_without_step()
 
     def _end_without_step(self) -> None:
-        """All batches of the work at hand were computed, and nothing was pushed."""
+        """All batches of the current work were computed, but the script pushed nothing."""
         self._drop("no optimizer.step() after a batch")
 
     def _samples(self, batch: MissedBatch) -> Indices:
@@ -157,7 +157,7 @@ class SyncFeed(Feed):
         return self._orders.of(epoch)[begin:end]
 
     def _fetch(self, of: MissedBatch, number: int, chosen: Indices) -> Any:
-        """The batch at hand; the generators stand where reading it has left them."""
+        """The current batch. Afterwards the generators are as reading it has left them."""
         seed_everything(*self._seed(of, number))
         early = self._early.pop((of.rank, of.step, number), None)
         return self._reader.fetch(chosen) if early is None else early.take()
@@ -167,7 +167,7 @@ class SyncFeed(Feed):
         return self._session.seed, 0, of.rank, of.step, *((number,) if number else ())
 
     def _announced(self) -> Sequence[Announced]:
-        """Of the batches of the next step that this worker's ranks will compute."""
+        """The announced ids of the next step's batches of this worker's ranks."""
         if self._look_ahead is None or self._is_told_to_stop:
             return ()
         step = self._strategy.step + 1
@@ -197,7 +197,7 @@ class SyncFeed(Feed):
         return self._session.ask(methods.CLOSE_LEASE, request).done
 
     def _is_done_on_standby(self) -> bool:
-        """Waits for a rank, or for the others to be done with all of it: True then."""
+        """Waits for a rank. Returns True if the other workers finish the data set first."""
         with self._session.wait_registry.over(lambda: "a logical rank to compute; other workers have them all"):
             while self._strategy.on_standby:
                 if self._close():
@@ -209,8 +209,8 @@ class SyncFeed(Feed):
         return False
 
     def _await_done(self) -> bool:
-        """Until a checkpoint has all steps. False where the job has gone back meanwhile, and steps are to be computed
-        again (rule A11)."""
+        """Waits until a checkpoint contains all steps. Returns False if the job has gone back meanwhile, so that steps
+        are computed again (rule A11)."""
         with self._session.wait_registry.over(lambda: f"a checkpoint that has step {self._end - 1}"):
             while not self._close():
                 self._session.check()
@@ -220,7 +220,8 @@ class SyncFeed(Feed):
         return True
 
     def _warn_of_short_steps(self) -> None:
-        """A script that counts batches, and does not ask job.step_due, misses the end of a step that has fewer."""
+        """Warns: a script that counts batches instead of asking job.step_due misses the end of a step that has
+        fewer."""
         accumulate, units = self._settings.accumulate, self._units
         share = self._settings.batch_size * accumulate
         last = units.samples_per_epoch % units.samples_per_step % share
@@ -234,18 +235,19 @@ class SyncFeed(Feed):
 
 
 class LocalFeed(SyncFeed):
-    """Of a job in local mode: the batches of a round are one piece of work, whatever steps are taken on them."""
+    """The feed of a job in local mode: the batches of a round are one piece of work, whatever steps are taken on
+    them."""
 
     _is_long = True
 
     def __init__(self, *given: Any, local: LocalRounds, end_round: Callable[[], object], **named: Any) -> None:
-        """`local` takes the steps, `end_round` pushes what they have come to."""
+        """`local` takes the steps, `end_round` pushes their sum."""
         super().__init__(*given, **named)
         self._local, self._end_round = local, end_round
         local.rounds.add(self._opened.first_step, self._units, self._settings.epochs)
 
     def enter(self) -> bool:
-        """A step is taken after the batch at hand. Whether that is the round's last. Raises InvalidRequest."""
+        """A step follows the current batch. Returns whether it is the round's last. Raises InvalidRequest."""
         work = Feed.require_work(self)
         work.stepped = True
         assert isinstance(work.name.key.source, RankSource)
@@ -253,7 +255,7 @@ class LocalFeed(SyncFeed):
         return not work.left
 
     def require_work(self) -> Work:
-        """That of the round that has ended."""
+        """The work of the round that has ended."""
         assert self.work is not None
         return self.work
 
