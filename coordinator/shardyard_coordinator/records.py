@@ -1,7 +1,7 @@
-"""What a journal's records are made of, read back with every value checked.
+"""The form of the journal's records, and a reader that checks every value.
 
-Owns: `Entry`, a record as a component says it; `Body`, the reader of one; what is not recorded, and why. Invariant: a
-value that has another type, or is out of its bounds, is a DamagedRecord that names it, never a wrong state.
+Owns: `Entry`, a record as a component writes it; `Body`, which reads one; what is not recorded, and why. Invariant: a
+value of another type, or out of its bounds, raises a DamagedRecord that names it, and never leads to a wrong state.
 Must not know: what records mean, where they are kept.
 """
 
@@ -65,12 +65,12 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
 
 
 class DamagedRecord(Exception):
-    """A record that cannot be what was written. Whoever knows its number says so."""
+    """A record that cannot be what was written. The caller that knows the record's number adds it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """A record as the journal keeps it. `term`: the coordinator's that wrote it; `time`: seconds since 1970."""
+    """A record in the journal. `term`: of the coordinator that wrote it. `time`: seconds since 1970."""
 
     number: int
     term: int
@@ -107,19 +107,19 @@ class Body:
         return [checked_number(each, f"each of {name}", most=most) for each in self.items(name)]
 
     def texts(self, name: str) -> dict[str, str]:
-        """An object of texts."""
+        """An object whose values are texts."""
         return {key: checked_text(value, f"{name}.{key}") for key, value in self._mapping(name).items()}
 
     def part(self, name: str) -> Self:
-        """An object within."""
+        """A nested object."""
         return type(self)(self._mapping(name))
 
     def values(self, name: str) -> Mapping[str, object]:
-        """An object that somebody else reads."""
+        """An object that the caller reads itself."""
         return self._mapping(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a value. Raises nothing."""
+        """Whether the record has that value. Raises nothing."""
         return name in self._values
 
     def is_null(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class Body:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises DamagedRecord where a record does not fit those before it."""
+    """Raises DamagedRecord if a record does not fit those before it."""
     if not condition:
         raise DamagedRecord(what)
 

@@ -1,8 +1,8 @@
-"""When a checkpoint of a job is taken, what it is of, and what its newest one has.
+"""When a checkpoint of a job is taken, what it holds, and what the newest one has.
 
-Invariants: the data ledger is copied before any partition is cut (rule A9); no checkpoint is begun while partitions are
-lost; sources are forgotten only when a committed checkpoint has them (rule A7). Must not know: how a job goes back to a
-checkpoint (recovery), how its life goes on or ends, how servers are called, the clock.
+Invariants: the data ledger is copied before any partition is cut (rule A9). No checkpoint is begun while partitions are
+lost. Sources are forgotten only when a committed checkpoint has them (rule A7). Must not know: how a job goes back to a
+checkpoint (recovery), how it continues or ends, how servers are called, the clock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardyard_coordinator.work import data_ledger
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.step_ledger import StepLedger
 
-# ---- taking one
+# ---- taking a checkpoint
 
 
 def request(job: JobState, ticket: int) -> list[Effect]:
-    """A checkpoint that begins after `ticket` was given; 0: after now. Raises InvalidRequest if the job has none,
-    NotReady if it has no values yet, and what it failed with."""
+    """Asks for a checkpoint that begins after `ticket` was given; 0: after now. Raises InvalidRequest if the job has no
+    checkpoints, NotReady if it has no values yet, and the failure of a failed job."""
     book = job.book
     if book.url is None:
         raise errors.InvalidRequest(
@@ -63,7 +63,7 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     # before any partition is cut (rule A9)
     entries = [[kind, body] for kind, body in job.feeds.copied]
     ledger = {"entries": entries, "closed": job.feeds.closed, "token": job.tokens.latest}
-    # lower tokens are of leases that have ended; those to come are higher
+    # lower tokens belong to ended leases, and future tokens are higher
     floor = Token(min(job.feeds.tokens, default=job.tokens.latest + 1)) if _forgets(job) else Token(0)
     draft, record = book.begin(now_ms, job.step, ledger, floor, job.roster.gone)
     return [
@@ -83,7 +83,7 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def end(job: JobState, taken: CheckpointTaken) -> list[Effect]:
-    """The checkpoint is written. Nothing follows if it is not under way any more."""
+    """The checkpoint is written. Ignored if it is not under way any more."""
     record = job.book.commit(taken.draft, taken.step, taken.number, taken.created_s, taken.feedback)
     if record is None:
         return []
@@ -93,20 +93,20 @@ def end(job: JobState, taken: CheckpointTaken) -> list[Effect]:
 
 
 def committed(job: JobState, number: int) -> None:
-    """A checkpoint of the job's own is there: the job has begun, and what the checkpoint has is forgotten."""
+    """The job has a checkpoint of its own, so it has begun. Forgets what the checkpoint has."""
     assert job.book.committed is not None
     if job.log_owners is not None:
         job.log_owners.commit(number)
     job.origin = None
     lost_pushes.forget_departed(job, job.book.committed.gone)
     if isinstance(job.feeds, StepLedger):
-        # no partition stands there again: it goes back to the newest checkpoint at most, or, on command, to one that
+        # no partition goes back before that step: it goes back to the newest checkpoint, or, on command, to one that
         # has closed the same feeds
         job.feeds.forget_made_up(job.book.committed.data_ledger)
 
 
 def fail(job: JobState, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
-    """Nothing was committed; another checkpoint is begun later."""
+    """Nothing was committed. Another checkpoint is begun later."""
     if not job.book.fail(draft, failure, now_ms):
         return []
     return [LogMessage(f"{job.title}: checkpoint {draft} was not taken: {failure.what}", warning=True)]
@@ -141,8 +141,8 @@ def subject_of(job: JobState) -> Subject:
 
 
 def _forget_sources(job: JobState) -> list[Effect]:
-    """What the newest checkpoint has, and no worker may push any more (rule A7). What was closed in one checkpoint is
-    closed in the next, so servers that were not reached need not be asked again."""
+    """Forgets what the newest checkpoint has and no worker may push any more (rule A7). What is closed in one
+    checkpoint is closed in the next, so servers that were not reached need not be asked again."""
     newest, map_ = job.book.committed, job.deployment.map
     assert newest is not None
     assert map_ is not None
@@ -152,15 +152,15 @@ def _forget_sources(job: JobState) -> list[Effect]:
 
 
 def _forgets(job: JobState) -> bool:
-    """The ranks of a synchronous job are few, and their tokens live as long as it."""
+    """False for a synchronous job: its ranks are few, and their tokens last as long as the job."""
     return isinstance(job.feeds, DataLedger)
 
 
-# ---- what the newest one has
+# ---- what the newest checkpoint has
 
 
 def is_current(job: JobState) -> bool:
-    """Whether another checkpoint of a job that goes no further would have nothing new. True for a job without
+    """Whether another checkpoint of a job that has stopped working would have nothing new. True for a job without
     checkpoints."""
     if not job.book.enabled or job.deployment.stage is not Stage.OPEN:
         return True
@@ -169,8 +169,8 @@ def is_current(job: JobState) -> bool:
 
 
 def ask_for_the_last(job: JobState) -> int:
-    """A ticket for a checkpoint of a job that goes no further: the one under way, if it was begun where the job
-    stands."""
+    """A ticket for the last checkpoint of a job that has stopped working. If the checkpoint under way was begun at the
+    job's present state, that one is used."""
     draft = job.book.draft
     return draft.number if draft is not None and _is_of_now(job, draft) else job.book.ask()
 
@@ -187,13 +187,13 @@ def has_all_data(job: JobState) -> bool:
 
 
 def has_all_steps_of(job: JobState, feed: int) -> bool:
-    """As `has_steps_before`, of a feed."""
+    """The same as `has_steps_before`, for a feed."""
     return not isinstance(job.feeds, StepLedger) or has_steps_before(job, job.feeds.end(feed))
 
 
 def has_steps_before(job: JobState, end: int) -> bool:
-    """Whether the newest checkpoint of a synchronous job has all steps before `end`, the last of which is done.
-    Otherwise another checkpoint is wanted."""
+    """Whether the newest checkpoint of a synchronous job has all steps before `end`, the last of which is done. If not,
+    asks for another checkpoint."""
     if job.log_owners is not None:
         return True
     newest, draft = job.book.committed, job.book.draft

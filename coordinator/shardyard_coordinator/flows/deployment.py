@@ -1,6 +1,6 @@
 """Brings a job's variables to the servers: registration, creation of partitions, first values, opening.
 
-The job's `deployment` has the stage. Invariant: a job with logs serves no worker before its first checkpoint is there.
+The job's `deployment` has the stage. Invariant: a job with logs serves no worker before its first checkpoint exists.
 Must not know: how servers are called, leases of members.
 """
 
@@ -34,8 +34,8 @@ from shardyard_coordinator.storage.log_owners import LogOwner
 
 
 def register_variables(job: JobState, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
-    """Replies, or creates partitions: then the worker asks again. Raises VariableConflict, NotReady, and what placement
-    raises."""
+    """Replies, or creates partitions; in that case the worker asks again. Raises VariableConflict, NotReady, and what
+    placement raises."""
     worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
     table_specs.check_settings(registered.tables, job.settings)
     deployed = job.deployment
@@ -72,8 +72,8 @@ def register_variables(job: JobState, registered: VariablesRegistered, servers: 
 
 
 def commit_variables(job: JobState, worker: Incarnation, generation: Generation) -> list[Effect]:
-    """Replies, or opens partitions: then the worker asks again. `generation`: of the map under which the values were
-    given."""
+    """Replies, or opens partitions; in that case the worker asks again. `generation`: of the map under which the values
+    were given."""
     deployed = job.deployment
     deployed.check_commit(worker, generation)
     effects = job.records(deployed.commit(worker))
@@ -87,7 +87,7 @@ def commit_variables(job: JobState, worker: Incarnation, generation: Generation)
 
 def end_creation(job: JobState, generation: Generation, *, created: bool) -> list[Effect]:
     if job.phase.ended:
-        # a creation that overtook the DropJob would stay on its server for ever
+        # a creation that arrived after the DropJob would stay on its server for ever
         return [DropJob(job.id, server) for server in job.deployment.servers]
     return job.records(job.deployment.end_creation(generation, created=created))
 
@@ -102,12 +102,12 @@ def end_opening(job: JobState, generation: Generation, *, opened: bool, now_ms: 
 
 
 def reopen(job: JobState, now_ms: int) -> list[Effect]:
-    """Opens the partitions again after a failure. Once committed, the job needs no worker for that."""
+    """Opens the partitions again after a failure. Once the values are committed, no worker is needed for that."""
     return _open(job) if job.deployment.is_opening_due(now_ms) else []
 
 
 def begin_running(job: JobState) -> list[Effect]:
-    """The job runs, if it was starting and its partitions are open."""
+    """Sets the phase to running if the job was starting and its partitions are open."""
     if job.phase is not JobPhase.STARTING or job.deployment.stage is not Stage.OPEN:
         return []
     job.phase, layout = JobPhase.RUNNING, job.deployment.layout
@@ -169,7 +169,7 @@ def _open(job: JobState) -> list[Effect]:
 
 
 def _check_begun(job: JobState) -> None:
-    """Raises NotReady if what is acknowledged now could not be brought back."""
+    """Raises NotReady if what is acknowledged now could not be restored."""
     if not job.may_acknowledge:
         raise errors.NotReady(
             f"{job.title} begins when its first checkpoint is written",

@@ -1,4 +1,4 @@
-"""What becomes of the work of a worker that is gone: servers refuse the worker first, then others may have its work.
+"""Frees the work of a worker that is gone: servers refuse the worker first, then others may have its work.
 
 Invariant: no work of a lost worker is given away before WorkersFenced. Must not know: who gets the work, why the worker
 is gone, the clock.
@@ -21,7 +21,7 @@ from shardyard_coordinator.work.quarantine import source_body, source_of
 
 
 def fence(job: JobState, *workers: Incarnation) -> list[Effect]:
-    """Servers are to refuse the workers, if the job is on any."""
+    """Tells the job's servers, if it has any, to refuse the workers."""
     servers = job.deployment.servers
     held = tuple(source for worker in workers for source in job.held(worker))
     map_ = job.deployment.map if job.deployment.stage is Stage.OPEN else None
@@ -34,8 +34,8 @@ def free(
     now_ms: int,
     reached: Mapping[LeasedSource, int] = MappingProxyType({}),
 ) -> list[Effect]:
-    """The workers are fenced: others may have their work. Skips workers whose work is free already. `reached`: the next
-    sequence of that work, as far as it is known."""
+    """The workers are fenced, so others may have their work. Skips workers whose work is free already. `reached`: the
+    next sequence of that work, as far as it is known."""
     if job.phase.ended:
         return []
     effects: list[Effect] = []
@@ -56,7 +56,7 @@ def free(
 
 
 def restore_freed(job: JobState, body: Body, now_ms: int) -> None:
-    """Takes the record `worker_freed`. Raises DamagedRecord."""
+    """Applies the record `worker_freed`. Raises DamagedRecord."""
     worker = Incarnation(body.number("worker", least=1))
     require(worker in job.roster.fencing, f"worker {worker} is free of its work twice")
     _release(job, worker, dict(_reached(body)))
@@ -66,13 +66,13 @@ def restore_freed(job: JobState, body: Body, now_ms: int) -> None:
 
 
 def _release(job: JobState, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
-    """No worker has this one's data now. Returns what it had."""
+    """Releases the worker's data. Returns what it held."""
     job.roster.refuse(worker)
     return job.feeds.release(worker, reached) if isinstance(job.feeds, DataLedger) else []
 
 
 def _reached(body: Body) -> Iterator[tuple[LeasedSource, int]]:
-    """The next sequence of each lease, as far as that was known. Raises DamagedRecord."""
+    """The next sequence of each lease, as far as it was known. Raises DamagedRecord."""
     for each in body.items("held"):
         require(isinstance(each, dict), "held: a lease that is no object")
         assert isinstance(each, dict)

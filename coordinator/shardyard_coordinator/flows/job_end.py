@@ -1,8 +1,8 @@
-"""How a job ends: with a last checkpoint, if it has done its work or has no workers left; at once, if it has failed.
+"""How a job ends: with a last checkpoint if it has done its work or has no workers left, at once if it has failed.
 
-Invariants: a finished job has all its work in a checkpoint, or its log says that it has not; whatever ends the job, its
-servers are told, unless readers are active; the failure that it ended with is the same after a restart. Must not know:
-whether it is time to end, how checkpoints are taken, the clock.
+Invariants: a finished job has all its work in a checkpoint, or its log says that it has not. However the job ends, its
+servers are told, unless readers are active. The job's failure is the same after a restart. Must not know: whether it is
+time to end, how checkpoints are taken, the clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardyard_coordinator.storage.checkpoint_book import Committed
 
 
 def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = None) -> list[Effect]:
-    """All workers have said goodbye, or none has come for long (then `failure` is what the job ends with). A last
-    checkpoint is taken, unless the newest one has everything."""
+    """Ends the job after all workers have said goodbye, or after none has come for long (then `failure` says so). A
+    last checkpoint is taken, unless the newest one has everything."""
     job.last_checkpoint.failure = failure
     if checkpointing.is_current(job):
         return _conclude(job)
@@ -45,27 +45,27 @@ def tick(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def end_checkpoint(job: JobState) -> list[Effect]:
-    """A checkpoint is committed: ends the job if that was its last one."""
+    """A checkpoint is committed. Ends the job if that was its last one."""
     if job.last_checkpoint.ticket and isinstance(job.book.outcome(job.last_checkpoint.ticket), Committed):
         return _conclude(job)
     return []
 
 
 def fail_checkpoint(job: JobState, draft: int, failure: errors.ShardyardError) -> None:
-    """A checkpoint was not taken. If it was the last one, the end of the job will say why."""
+    """A checkpoint was not taken. If it was the last one, the job's end will say why."""
     last = job.last_checkpoint
     if last.ticket and draft >= last.ticket:
         last.told = f", which failed at last by: {failure.what}"
 
 
 def fail(job: JobState, failure: errors.ShardyardError, gone: Incarnation | None = None) -> list[Effect]:
-    """Ends the job with a failure. `gone`: a server that is gone, and is told nothing."""
+    """Ends the job with a failure. `gone`: a server that is gone and is not told."""
     job.failure = failure
     return _end(job, JobPhase.FAILED, gone)
 
 
 def drop_on(job: JobState, servers: Sequence[Server]) -> list[Effect]:
-    """These servers drop the job: at once, or when no reader of its last values is active."""
+    """Tells these servers to drop the job, at once or when no reader of its last values is active."""
     if job.phase is not JobPhase.FINISHED or not job.readers.may_be_active:
         return [DropJob(job.id, server) for server in servers]
     job.readers.keep(servers)
@@ -108,7 +108,7 @@ def ended(job: JobState) -> Entry:
 
 
 def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
-    """Takes one of these records. Raises DamagedRecord."""
+    """Applies one of these records. Raises DamagedRecord."""
     if kind == "job_finishing":
         require(not job.phase.ended, "the job has ended before")
         job.phase = JobPhase.FINISHING

@@ -1,7 +1,7 @@
 """Which worker gets which work: opens feeds, leases data shards, and closes both.
 
-The job's ledger, ranks and tokens have what is decided. Invariants: a lease is closed by what the servers' ledgers say,
-read under the present map (rules A6, A11); workers are told of the end of the data when the newest checkpoint has all
+The job's ledger, ranks and tokens hold the decisions. Invariants: a lease is closed by what the servers' ledgers say,
+read under the present map (rules A6, A11). Workers are told of the end of the data when the newest checkpoint has all
 of it (rule A11). Must not know: which work counts (work_verdicts), how servers are called, the clock.
 """
 
@@ -33,14 +33,14 @@ def open_feed(job: JobState, feed: int, spec: FeedSpec) -> list[Effect]:
             return [Reply(never)]
     opening = job.feeds.open(feed, spec)
     if opening.done and not checkpointing.has_all_steps_of(job, feed):
-        # it is told as to the workers that were here before (rule A11)
+        # the worker gets the same answer as the workers that were here before (rule A11)
         opening = replace(opening, done=False)
     opened = [feed_opened(feed, spec, opening)] if len(job.feeds) > known else []
     return [*job.records(opened), Reply(opening)]
 
 
 def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
-    """A data shard for the worker, or what it waits for. Raises NotFound, InvalidRequest, NotReady."""
+    """Leases a data shard to the worker, or replies what it waits for. Raises NotFound, InvalidRequest, NotReady."""
     if job.phase is not JobPhase.RUNNING:
         raise errors.NotReady(
             f"{job.title} has no variables on the servers yet, so no work can be counted",
@@ -59,7 +59,7 @@ def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
     if isinstance(answer, LeaseWait):
         answer = awaits or answer
     if isinstance(answer, FeedDone) and not checkpointing.has_all_data(job):
-        # if partitions were lost now, no worker would be there to compute the data again (rule A11)
+        # if partitions were lost now, no worker would be left to compute the data again (rule A11)
         job.book.want()
         answer = LeaseWait("a checkpoint that has all of this data")
     leased: list[Entry] = []
@@ -116,8 +116,8 @@ def close_lease(job: JobState, returned: LeaseReturned, next_sequence: int, gene
 
 
 def _is_of_former_mode(job: JobState, returned: LeaseReturned) -> bool:
-    """Whether a worker returns work of the former mode: it does not know yet that the job has no steps any more, or no
-    data shards."""
+    """Whether a worker returns work of the former mode, because it does not know yet that the job no longer has steps,
+    or data shards."""
     return job.mode.has_switched_updates and (returned.data_shard is None) is (job.ranks is None)
 
 
@@ -137,7 +137,8 @@ def _is_closed(job: JobState, returned: LeaseReturned) -> bool:
 
 
 def _is_in_checkpoint(job: JobState, feed: int, step: int, *, done: bool) -> bool:
-    """Whether a checkpoint of a synchronous job that stands at `step` has all that the job will compute of a feed."""
+    """Whether a checkpoint of a synchronous job that is at `step` has everything of a feed that the job will
+    compute."""
     if done:
         return checkpointing.has_all_steps_of(job, feed)
     stop = job.stopping.stop

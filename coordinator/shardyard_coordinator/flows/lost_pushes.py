@@ -1,8 +1,8 @@
 """Which pushes without leased data are lost after partitions have gone back to a checkpoint (rule A11).
 
-What is lost is counted in the job's `lost_pushes`; workers that are gone stand in its `departed`. Invariants: a lost
-range is recorded before it is skipped; what was read under an earlier map is not used; partitions are asked about
-departed workers before another checkpoint is begun. Must not know: leased work, how servers are called, the clock.
+The job's `lost_pushes` counts what is lost; its `departed` has the workers that are gone. Invariants: a lost range is
+recorded before it is skipped. What was read under an earlier map is not used. Partitions are asked about departed
+workers before another checkpoint is begun. Must not know: leased work, how servers are called, the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardyard_coordinator.work.losses import LostRange
 
 
 def rebase(job: JobState, asked: RebaseRequested) -> list[Effect]:
-    """Reads what each partition has of a worker's own source."""
+    """Reads what each partition has from a worker's own source."""
     if job.ranks is not None:
         raise errors.InvalidRequest(f"{job.title} is synchronous: its workers have no sources of their own")
     if job.phase is not JobPhase.RUNNING or job.recovery.needed:
@@ -39,8 +39,8 @@ def rebase(job: JobState, asked: RebaseRequested) -> list[Effect]:
 
 
 def declare_lost(job: JobState, read: WatermarksRead) -> list[Effect]:
-    """What partitions lack before the sequence with which the worker goes on is lost. It is recorded first, then
-    skipped, so that it is never skipped in silence (rule A11)."""
+    """Declares lost what partitions lack before the sequence at which the worker continues. The loss is recorded first
+    and skipped then, so it never goes unreported (rule A11)."""
     worker, next_sequence = read.asked.caller.incarnation, read.asked.next
     if job.recovery.needed or read.generation != job.deployment.generation:
         raise errors.NotReady(f"{job.title} has restored partitions while they were asked")
@@ -57,7 +57,7 @@ def declare_lost(job: JobState, read: WatermarksRead) -> list[Effect]:
     ]
 
 
-# ---- of workers that are gone
+# ---- workers that are gone
 
 
 def add_departed(job: JobState, worker: Incarnation, pushed: int, *, died: bool) -> None:
@@ -70,12 +70,11 @@ def add_departed(job: JobState, worker: Incarnation, pushed: int, *, died: bool)
 
 
 def is_due(job: JobState) -> bool:
-    """Whether partitions are to be asked what they have of departed workers."""
+    """Whether partitions must be asked what they have from departed workers."""
     return job.departed is not None and job.departed.is_due and job.is_whole
 
 
 def ask(job: JobState, now_ms: int) -> list[Effect]:
-    """Asks them, if it is time."""
     if not is_due(job) or job.departed is None or job.deployment.map is None:
         return []
     workers = job.departed.ask(now_ms)
@@ -85,7 +84,8 @@ def ask(job: JobState, now_ms: int) -> list[Effect]:
 def declare_lost_of_departed(
     job: JobState, generation: Generation, found: Mapping[Incarnation, Nexts], now_ms: int
 ) -> list[Effect]:
-    """What restored partitions lack of departed workers is lost. No worker skips it: these push no more."""
+    """Declares lost what restored partitions lack from departed workers. No worker skips it, because these push no
+    more."""
     if job.phase.ended or job.departed is None:
         return []
     if not job.is_whole or generation != job.deployment.generation:
@@ -102,14 +102,14 @@ def declare_lost_of_departed(
 
 
 def fail_departed(job: JobState, now_ms: int) -> list[Effect]:
-    """The partitions could not be asked, or have changed meanwhile: they are asked again."""
+    """The partitions could not be asked, or have changed meanwhile. They are asked again."""
     if job.departed is not None:
         job.departed.fail(now_ms)
     return []
 
 
 def forget_departed(job: JobState, gone: Iterable[Incarnation]) -> None:
-    """A checkpoint has all that came from these workers."""
+    """A checkpoint has everything that came from these workers."""
     if job.departed is not None:
         for worker in job.departed.forget(gone):
             job.lost_pushes.forget(worker)

@@ -1,9 +1,9 @@
 """Switches a running job to another consistency mode, or to another bound on staleness.
 
-The job's `mode` and `drain` have what is decided. A switch between asynchronous and synchronous updates takes three
+The job's `mode` and `drain` hold the decisions. A switch between asynchronous and synchronous updates takes three
 steps: workers halt, a checkpoint is taken that has all counted work and nothing else, and one record puts the job into
 the other mode (docs/internals/ledger.md, rules B8, B10). Any other switch is told to the servers, then to the workers.
-Invariants: a switch that is refused has changed nothing; until the record of the other mode is written, the switch may
+Invariants: a switch that is refused has changed nothing. Until the record of the other mode is written, the switch may
 be cancelled. Must not know: how servers are called, the clock.
 """
 
@@ -30,8 +30,8 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 
 
 def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, now_ms: int) -> list[Effect]:
-    """A person asks for another mode, or bound. Raises InvalidRequest, NotReady, ConfigurationError, and what the job
-    failed with."""
+    """A person asks for another mode or bound. Raises InvalidRequest, NotReady, ConfigurationError, and the failure of
+    a failed job."""
     job.require_unfinished()
     job.require_joinable()
     settings = switched(job.settings, mode, staleness)
@@ -52,19 +52,19 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
 
 
 def may_cancel(job: JobState) -> bool:
-    """Whether a switch between kinds of updates is under way, and may still be cancelled."""
+    """Whether a switch between synchronous and asynchronous updates is under way and may still be cancelled."""
     return job.drain.wanted is not None and not _has_switched(job)
 
 
 def _has_switched(job: JobState) -> bool:
-    """Whether the job is in the mode for which it has halted; its partitions may still be being restored."""
+    """Whether the job is in the mode for which it halted. Its partitions may still be being restored."""
     wanted = job.drain.wanted
     return wanted is not None and job.mode.latest.number >= wanted.number
 
 
 def on_halted(job: JobState, worker: Incarnation, number: int, reached: int) -> list[Effect]:
     """A worker has halted for the switch of that number. `reached`: the first step to which it has not contributed; if
-    the job drains, how many pushes of its own it has begun. Effects only if the switch is cancelled for it."""
+    the job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
     halt = job.drain.halt
     if halt is not None and halt.drains and halt.number == number and reached and may_cancel(job):
         return _cancel(job, f"since worker {worker} takes steps outside of job.batches")
@@ -73,7 +73,7 @@ def on_halted(job: JobState, worker: Incarnation, number: int, reached: int) -> 
 
 
 def may_fix_step(job: JobState) -> bool:
-    """Whether no work is under way that the servers do not have, once all workers have halted."""
+    """Whether the servers have all work that was begun, after all workers have halted."""
     if not job.drain.drains:
         return True
     lost = job.departed is not None and job.departed.is_due
@@ -81,8 +81,8 @@ def may_fix_step(job: JobState) -> bool:
 
 
 def fix_step(job: JobState, step: int) -> list[Effect]:
-    """All workers have halted. `step`: the first of which no partition has any part; if the job has no steps yet, the
-    highest version of any partition."""
+    """All workers have halted. `step`: the first to which no partition has any contribution; if the job has no steps
+    yet, the highest version of any partition."""
     if job.drain.drains:
         halted = job.drain.fix_step(max(step, job.step), job.book.ask())
         job.reach(job.drain.step or 0)
@@ -106,7 +106,7 @@ def note_map(job: JobState, *, restored: bool) -> None:
 
 
 def awaits_work(job: JobState) -> LeaseWait | None:
-    """What a worker waits for that asks for a data shard during the switch; None: no data shard is held back."""
+    """What a worker waits for if it asks for a data shard during the switch; None: no data shard is held back."""
     if job.ranks is not None and job.mode.has_switched_updates:
         return LeaseWait(f"partitions of {job.title} in mode {job.settings.consistency.mode.value}")
     if not job.drain.drains:
@@ -115,11 +115,11 @@ def awaits_work(job: JobState) -> LeaseWait | None:
 
 
 def draining(job: JobState) -> str:
-    """The data shards, and their workers, that must be done before the job changes to steps; for people."""
+    """For people: the data shards that must be done before the job changes to steps, with their workers."""
     return job.feeds.holders if job.drain.drains and isinstance(job.feeds, DataLedger) else ""
 
 
-# ---- from one kind of updates to the other
+# ---- between synchronous and asynchronous updates
 
 
 def _cancel(job: JobState, why: str) -> list[Effect]:
@@ -128,7 +128,7 @@ def _cancel(job: JobState, why: str) -> list[Effect]:
 
 
 def _check_cancel(job: JobState, settings: JobSettings) -> None:
-    """Raises NotReady where what is asked for is not what the job has."""
+    """Raises NotReady unless the request is for what the job has."""
     asked, latest = settings.consistency, job.mode.latest
     if (asked.mode, asked.bound) == (latest.mode, latest.bound):
         return
@@ -144,8 +144,8 @@ def _switches_already(job: JobState) -> errors.NotReady:
 
 
 def _halt(job: JobState, settings: JobSettings) -> list[Effect]:
-    """It is to go over to updates that mean something else. Raises InvalidRequest, NotReady, ConfigurationError,
-    TooLarge."""
+    """Halts the job to change between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
+    ConfigurationError, TooLarge."""
     wanted, before = job.mode.following(settings), job.drain.wanted
     if before is not None:
         if (before.mode, before.bound) == (wanted.mode, wanted.bound):
@@ -171,7 +171,7 @@ def _check_halt(job: JobState, settings: JobSettings) -> None:
         "is not written down (job.checkpoint.url)": job.book.url is None,
         "remembers what compression has not sent (error feedback)": job.has_error_feedback,
         "is told to stop": job.stopping.stop is not None,
-        # a script with a loop for each epoch may stand between two
+        # a script with a loop for each epoch may be between two loops
         "has gone through its data": not to_steps and job.feeds.finished,
         "takes steps outside of job.batches": to_steps and any(job.progress.of(each).pushed for each in job.workers),
     }
@@ -188,8 +188,8 @@ def _check_halt(job: JobState, settings: JobSettings) -> None:
 
 
 def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
-    """Once a checkpoint has all that was counted before the step that was settled, the job is in the other mode:
-    from this record on, whoever dies."""
+    """Puts the job into the other mode once a checkpoint has everything that was counted before the fixed step. From
+    this record on the switch holds, whichever process dies."""
     step, wanted, committed = job.drain.step, job.drain.wanted, job.book.committed
     if step is None or wanted is None or _has_switched(job) or not _may_switch(job):
         return []
@@ -232,8 +232,9 @@ def _may_switch(job: JobState) -> bool:
 def _lease_data(
     job: JobState, consistency: Consistency, generation: Generation, step: int
 ) -> list[tuple[DataShardSource, int]]:
-    """The synchronous job, whose last map is of that generation and which stands before `step`, deals data shards from
-    now on. Returns the data shards of which a part is counted, and how many of their batches are."""
+    """Deals data shards from now on, in a job that was synchronous. `generation`: of its last map. `step`: the step
+    before which it stands. Returns the data shards that are partly counted, each with the number of its batches that
+    are."""
     assert isinstance(job.feeds, StepLedger)
     _set_mode(job, consistency, generation)
     feeds = new_data_ledger(job.settings, job.tokens)
@@ -243,8 +244,8 @@ def _lease_data(
 
 
 def _take_steps(job: JobState, consistency: Consistency, generation: Generation, step: int, now_ms: int) -> None:
-    """The asynchronous job, whose last map is of that generation, deals steps from now on; `step` is the first. Raises
-    InvalidRequest, having changed nothing."""
+    """Deals steps from now on, in a job that was asynchronous. `generation`: of its last map. `step`: the first one.
+    Raises InvalidRequest, having changed nothing."""
     assert isinstance(job.feeds, DataLedger)
     steps = new_step_ledger(settings_of(job.settings, consistency))
     ledger_conversion.take_over_data(steps, job.feeds, step)
@@ -256,9 +257,9 @@ def _take_steps(job: JobState, consistency: Consistency, generation: Generation,
 
 
 def _restore_all(job: JobState, begun: Sequence[tuple[DataShardSource, int]], step: int, now_ms: int) -> list[Entry]:
-    """All partitions are restored from the newest checkpoint, in the job's new mode; nothing is computed again.
-    `begun`: data shards of which the checkpoint has batches as steps; `step`: the first step of a job that had none,
-    otherwise 0."""
+    """Restores all partitions from the newest checkpoint in the job's new mode. Nothing is computed again. `begun`:
+    data shards of which the checkpoint has batches as steps. `step`: the first step of a job that had none, otherwise
+    0."""
     taken, layout, feeds = job.book.committed, job.deployment.layout, job.feeds
     assert taken is not None
     assert layout is not None
@@ -269,7 +270,7 @@ def _restore_all(job: JobState, begun: Sequence[tuple[DataShardSource, int]], st
         "token": job.tokens.latest,
         "begun": listed,
     }
-    job.book.want()  # the newest is of the mode before
+    job.book.want()  # the newest one is from the former mode
     if step:
         ledger, taken = {**ledger, "step": step}, replace(taken, step=step)
     committed = job.book.go_back(replace(taken, data_ledger=ledger))
@@ -300,7 +301,7 @@ def _pace(job: JobState, now_ms: int) -> list[Effect]:
     map_ = job.deployment.map
     if map_ is None or not job.is_whole or not job.mode.begin(map_.generation, now_ms):
         return []
-    if job.ranks is not None:  # servers were told with their partitions: steps have no pace
+    if job.ranks is not None:  # servers were told when they got their partitions, and steps have no pace
         return end_pacing(job, map_.generation, job.mode.latest.number)
     return [PaceServers(job.id, map_, job.mode.latest)]
 
@@ -309,7 +310,7 @@ def _pace(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def restore(job: JobState, body: Body, now_ms: int) -> None:
-    """Takes the record `job_went_over`. Raises DamagedRecord."""
+    """Applies the record `job_went_over`. Raises DamagedRecord."""
     whole = job.deployment.map is not None and job.book.committed is not None
     require(whole, "a job goes over that has nothing to go on from")
     consistency = consistency_of(body, body.number("number", least=job.mode.latest.number + 1))

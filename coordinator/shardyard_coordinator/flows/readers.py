@@ -34,5 +34,5 @@ def on_evaluation(job: JobState, reported: EvaluationReported) -> list[Effect]:
 
 
 def drop_if_read(job: JobState, now_ms: int) -> list[Effect]:
-    """Servers drop a finished job once no reader needs its last values."""
+    """Lets servers drop a finished job once no reader needs its last values."""
     return [DropJob(job.id, server) for server in job.readers.release_if_read(now_ms)]

@@ -1,7 +1,7 @@
-"""How a job goes back to a checkpoint: for lost partitions, at the beginning of a run, or because it was ordered.
+"""How a job goes back to a checkpoint: for lost partitions, at the beginning of a run, or on command.
 
-Invariants: single partitions go back to the newest committed checkpoint only (rule A8); work that a recovery takes back
-is open again (rule A11); a recovery that was given up changes nothing when it ends. Must not know: how servers are
+Invariants: single partitions go back to the newest committed checkpoint only (rule A8). Work that a recovery takes back
+is open again (rule A11). The end of a recovery that was given up changes nothing. Must not know: how servers are
 called, what the files contain, the clock.
 """
 
@@ -36,7 +36,7 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 
 
 def begin_with(job: JobState, origin: RestorePoint) -> list[Effect]:
-    """Before any worker joins: the run goes on from a checkpoint of another run. Raises DamagedRecord."""
+    """Begins a run from a checkpoint of another run, before any worker joins. Raises DamagedRecord."""
     job.origin, job.step_seen = origin, origin.step
     if isinstance(job.feeds, StepLedger):
         job.feeds.begin_with(origin.data_ledger, origin.step)
@@ -51,8 +51,8 @@ def begin_with(job: JobState, origin: RestorePoint) -> list[Effect]:
 def check_fits(
     job: JobState, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, tables: Sequence[TableSettings]
 ) -> None:
-    """Of a job that begins with a checkpoint. Raises VariableConflict unless these are the checkpoint's, and NotReady
-    until its partitions are restored."""
+    """For a job that begins with a checkpoint. Raises VariableConflict unless these are the checkpoint's variables, and
+    NotReady until its partitions are restored."""
     assert job.origin is not None
     whose = f"{job.origin}, with which it is to begin,"
     check_registration(job.origin.layout, variables, optimizer, tables, whose)
@@ -64,7 +64,7 @@ def check_fits(
 
 
 def restore_origin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]:
-    """There are servers for the partitions of the checkpoint with which the job begins."""
+    """Restores the checkpoint with which the job begins, now that there are servers for its partitions."""
     origin = job.origin
     assert origin is not None
     job.deployment.place(origin.layout, servers, Stage.RESTORING)
@@ -73,7 +73,7 @@ def restore_origin(job: JobState, servers: Sequence[Server], now_ms: int) -> lis
     return [*job.records([job.deployment.registered, RESTORED_LATER, lost]), LogMessage(told)]
 
 
-# ---- a restore that was ordered
+# ---- a restore on command
 
 
 def go_back(job: JobState, origin: RestorePoint, now_ms: int) -> list[Effect]:
@@ -85,7 +85,7 @@ def go_back(job: JobState, origin: RestorePoint, now_ms: int) -> list[Effect]:
         )
     _check_order(job, origin)
     assert job.deployment.layout is not None
-    job.book.want()  # the checkpoint that the job goes back from must not stay the newest
+    job.book.want()  # otherwise a checkpoint that the job has gone back from stays the newest
     record = job.book.go_back(_committed_of(origin))
     lost = job.recovery.lose([part.partition for part in job.deployment.layout.partitions], now_ms)
     told = f"{job.title} goes back to {origin}, as it was told"
@@ -122,7 +122,7 @@ def _check_order(job: JobState, origin: RestorePoint) -> None:
 
 
 def lost_with(job: JobState, server: Server) -> list[PartitionOwner]:
-    """The partitions that a server that is gone had, or was to have."""
+    """The partitions that a server that is gone had, or was about to get."""
     maps = [job.deployment.map, None if job.recovery.attempt is None else job.recovery.attempt.map]
     found = {owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())}
     return [found[partition] for partition in sorted(found)]
@@ -133,7 +133,7 @@ def can_go_back(job: JobState) -> bool:
 
 
 def can_begin_again(job: JobState) -> bool:
-    """Whether nothing was built on first values yet, so that they may be given again."""
+    """Whether nothing depends on the first values yet, so that they may be given again."""
     return not job.may_acknowledge and job.book.committed is None and job.deployment.stage is not Stage.EMPTY
 
 
@@ -151,7 +151,7 @@ def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str
 
 
 def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
-    """Partitions are gone with their server, where `can_begin_again`."""
+    """Partitions are gone with their server, and `can_begin_again` is true."""
     job.book.abandon()
     record = job.recovery.lose([owner.partition for owner in lost], now_ms)
     job.deployment.lose_values()
@@ -160,7 +160,7 @@ def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, h
 
 
 def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]:
-    """Begins to restore lost partitions, if there are servers for them."""
+    """Begins to restore lost partitions if there are servers for them."""
     layout, map_, newest, logs = job.deployment.layout, job.deployment.map, job.book.committed, job.log_owners
     assert layout is not None
     assert map_ is not None
@@ -176,7 +176,7 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     if started is None:
         return []
     attempt, record = started
-    # a worker that has not gone over to a bound does not say when it has no work any more
+    # a worker that does not follow a staleness bound yet does not report that it has no more work
     workers = frozenset(filter(job.mode.follows_latest, job.workers))
     restore = RestorePartitions(
         subject_of(job),
@@ -205,8 +205,8 @@ def bases(job: JobState, partitions: Collection[PartitionId]) -> tuple[Base, ...
 
 
 def whole_of(job: JobState, generation: Generation) -> Committed | None:
-    """The checkpoint, with its URL, to which all partitions go back with the attempt of that generation. None if some
-    do not, or if logs have what came after it."""
+    """The checkpoint, with its URL, to which the attempt of that generation restores all partitions. None if it does
+    not restore all of them, or if logs have what came after the checkpoint."""
     attempt, layout, newest = job.recovery.attempt, job.deployment.layout, job.book.committed
     if attempt is None or attempt.map.generation != generation or layout is None:
         return None
@@ -217,7 +217,7 @@ def whole_of(job: JobState, generation: Generation) -> Committed | None:
 
 
 def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
-    """All partitions have servers again: the map of that generation is the job's."""
+    """All partitions have servers again. The map of that generation becomes the job's."""
     attempt = job.recovery.end(generation, now_ms, restored=True)
     if attempt is None:
         return []
@@ -249,7 +249,7 @@ def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
 
 
 def fail(job: JobState, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
-    """Another attempt follows. Raises the failure if none can succeed."""
+    """Another attempt follows. Raises the failure if no attempt can succeed."""
     current = job.recovery.attempt
     if current is None or current.map.generation != generation:
         return []
@@ -262,7 +262,7 @@ def fail(job: JobState, generation: Generation, failure: errors.ShardyardError, 
 def _place_again(
     job: JobState, map_: PartitionMap, sizes: Sequence[int], servers: Sequence[Server], now_ms: int
 ) -> list[Effect]:
-    """Lost partitions have servers again; all partitions begin again, with first values."""
+    """Lost partitions have servers again. All partitions begin again with first values."""
     begun = job.recovery.begin(map_, sizes, servers, whole=True, now_ms=now_ms)
     if begun is None:
         return []
@@ -274,8 +274,8 @@ def _place_again(
 
 
 def _take_map(job: JobState, map_: PartitionMap) -> list[DataShardSource]:
-    """The job has this map now. Without logs, restored partitions have what the newest checkpoint has: work that was
-    closed since is open again (rule A11), and returned."""
+    """The job has this map now. Without logs, restored partitions have what the newest checkpoint has. Work that was
+    closed since is opened again (rule A11) and returned."""
     assert job.book.committed is not None
     job.deployment.map = map_
     if job.deployment.stage is Stage.RESTORING:
@@ -285,7 +285,7 @@ def _take_map(job: JobState, map_: PartitionMap) -> list[DataShardSource]:
 
 
 def _has_begun(job: JobState) -> None:
-    """Its partitions are there: a job without logs has begun."""
+    """The job's partitions exist, so a job without logs has begun."""
     if job.log_owners is None:
         job.origin = None
 
@@ -313,7 +313,7 @@ def _committed_of(origin: RestorePoint) -> Committed:
 
 
 def entries(job: JobState) -> list[Entry]:
-    """Records that make checkpoints and recovery again, after those of the deployment and the feeds."""
+    """Records that rebuild checkpoints and recovery, after those of the deployment and the feeds."""
     return [
         *([("job_resumed", {})] if job.origin is not None else []),
         *job.book.entries(),
@@ -323,11 +323,11 @@ def entries(job: JobState) -> list[Entry]:
 
 
 def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
-    """Takes a record of `entries`, or of a map that was not the first. Raises DamagedRecord."""
+    """Applies a record of `entries`, or of any map after the first. Raises DamagedRecord."""
     match kind:
         case "checkpoint_begun" | "checkpoint_committed":
             job.book.restore(kind, body)
-            # one that was not begun here is of another run
+            # a checkpoint that was not begun here is from another run
             if kind == "checkpoint_committed" and body.number("draft"):
                 committed(job, body.number("number"))
         case "logs_begun":

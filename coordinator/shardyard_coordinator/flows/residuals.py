@@ -1,8 +1,8 @@
-"""How workers take up the residuals of a checkpoint when the whole job goes back to it.
+"""How workers take over the residuals of a checkpoint when the whole job goes back to it.
 
-`restored_residuals` of the job decides which worker takes up which residual; `lost_residuals` counts what is lost.
-Invariant: while no worker is ready to take residuals up, no checkpoint is begun that would lack them. Must not know:
-what the files contain, storage, the clock.
+The job's `restored_residuals` decides which worker takes over which residual; `lost_residuals` counts what is lost.
+Invariant: while no worker is ready to take the residuals over, no checkpoint is begun, because it would lack them. Must
+not know: what the files contain, storage, the clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardyard_coordinator.storage.restored_residuals import RestoredResidual
 
 
 def go_back(job: JobState, committed: Committed, generation: Generation, *, is_same_run: bool) -> list[Effect]:
-    """All partitions are as in the checkpoint; the workers' residuals shall be as well."""
+    """All partitions are as in the checkpoint. The workers' residuals must follow."""
     if not committed.feedback and not job.has_error_feedback:
         return []
     record = job.restored_residuals.go_back(committed, committed.url, generation, is_same_run=is_same_run)
@@ -25,12 +25,12 @@ def go_back(job: JobState, committed: Committed, generation: Generation, *, is_s
 
 
 def for_worker(job: JobState, worker: Incarnation) -> tuple[RestoredResidual, ...]:
-    """The residuals that the worker shall take up."""
+    """The residuals that the worker should take over."""
     return job.restored_residuals.for_worker(worker, job.workers, job.deployment.workers)
 
 
 def take(job: JobState, read: FeedbackRead) -> list[Effect]:
-    """A worker has read a residual that it was told to take up, or could not."""
+    """A worker has read a residual that it was told to take over, or could not read it."""
     worker, lost = read.caller.incarnation, bool(read.failure)
     claim = job.restored_residuals.take(worker, job.workers, read.generation, read.worker, lost=lost)
     effects: list[Effect] = []
@@ -44,6 +44,6 @@ def take(job: JobState, read: FeedbackRead) -> list[Effect]:
 
 
 def hold_checkpoints(job: JobState) -> bool:
-    """Whether residuals are due and no worker is ready to take them up: a checkpoint would lack them. No worker trains
-    meanwhile either. The first checkpoint, for which workers wait, is not held."""
+    """Whether residuals are due and no worker is ready to take them over, so that a checkpoint would lack them. No
+    worker trains meanwhile. The first checkpoint is not held back, because workers wait for it."""
     return bool(job.restored_residuals.due) and not job.deployment.workers and job.may_acknowledge

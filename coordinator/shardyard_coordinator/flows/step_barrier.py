@@ -1,9 +1,9 @@
-"""Fixes the step before which all workers of a job stop, or change its mode.
+"""Fixes the step before which all workers of a job stop or change the mode.
 
-Workers say how far they have come and wait. Once all living workers have said so, the servers' ledgers are read, since
-they have the contributions of workers that are gone. The step is fixed after all of these. `stopping` and `drain` of
-the job have what is decided. Invariant: the step is fixed while no fence is under way and all partitions have servers,
-under the map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
+Workers report how far they are, and wait. Once all living workers have reported, the servers' ledgers are read, which
+have the contributions of workers that are gone. The step is fixed after all of these. The job's `stopping` and `drain`
+hold the decisions. Invariant: the step is fixed while no fence is under way and all partitions have servers, under the
+map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardyard_coordinator.members.progress import Report
 
 
 def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]:
-    """A worker asks the job to end before its data does; None: a person does. Raises what the job failed with."""
+    """A worker, or a person (None), asks the job to end before its data ends. Raises the failure of a failed job."""
     job.require_unfinished()
     asked = job.stopping.ask(reason, worker)
     if mode_switch.may_cancel(job):
-        asked += job.drain.give_up()  # the job ends in the mode that it has
+        asked += job.drain.give_up()  # the job ends in its present mode
     found = job.stopping.stop
     assert found is not None
     by = "a person" if worker is None else f"worker {worker}"
@@ -30,7 +30,7 @@ def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]
 
 
 def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effect]:
-    """A worker reports with its heartbeat how far it has come, if it was told of a stop or a halt."""
+    """A worker that was told of a stop or a drain reports with its heartbeat how far it is."""
     effects: list[Effect] = []
     if job.phase.ended:
         return effects
@@ -43,7 +43,7 @@ def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effec
 
 
 def read_steps(job: JobState) -> list[Effect]:
-    """Reads how far each partition has come, if all living workers wait."""
+    """Reads how far each partition is, if all living workers wait."""
     if job.reads_steps or not _may_fix_step(job):
         return []
     assert job.deployment.map is not None
@@ -53,8 +53,8 @@ def read_steps(job: JobState) -> list[Effect]:
 
 
 def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
-    """The partitions were read. `step`: the first of which no partition has any part; if the job changes to steps, the
-    highest version of any partition."""
+    """The partitions were read. `step`: the first to which no partition has any contribution; if the job changes to
+    steps, the highest version of any partition."""
     job.reads_steps = False
     if job.phase.ended or not _may_fix_step(job) or generation != job.deployment.generation:
         return []

@@ -1,10 +1,10 @@
 """Which results of a job's workers count: batches that kill their workers, gradients that are not finite, contributions
 that come late.
 
-The job's ledger (its quarantine, its verdicts on steps), `suspects` and `not_finite` have what is decided. Invariants:
-a worker's report counts only if it is about the worker's own work; a batch that some partition has counted is not put
-into quarantine for deaths (rule A13), nor a batch of a data shard while a checkpoint is taken that may have copied the
-ledger (rule A9); the verdict on a step is recorded before any worker is told (rule B6). Must not know: which worker
+The job's ledger (its quarantine, its verdicts on steps), `suspects` and `not_finite` hold the decisions. Invariants: a
+worker's report counts only if it is about the worker's own work. A batch is not put into quarantine for deaths if some
+partition has counted it (rule A13). Nor is a batch of a data shard while a checkpoint is taken that may have copied the
+ledger (rule A9). The verdict on a step is recorded before any worker is told (rule B6). Must not know: which worker
 gets which work, and when it is done (leasing); how servers are called, the clock.
 """
 
@@ -34,7 +34,8 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 
 
 def begin_batch(job: JobState, begun: BatchBegun) -> list[Effect]:
-    """Rule A13. A batch that some partition has counted was computed once, and is never condemned."""
+    """Decides whether an announced batch is computed (rule A13). A batch that some partition has counted was computed
+    once, and is never condemned."""
     source, sequence, worker = begun.source, begun.sequence, begun.caller.incarnation
     _check_begin(job, begun)
     if job.feeds.quarantine.has(source, sequence) or _is_over_for(job, source, sequence):
@@ -44,7 +45,7 @@ def begin_batch(job: JobState, begun: BatchBegun) -> list[Effect]:
     if begun.highest > sequence or job.feeds.quarantine.full or not job.suspects.condemns(source, sequence):
         entry = job.suspects.begin(worker, source, sequence)
     elif job.book.draft is not None:
-        # it may have copied the data ledger already, and cut partitions later than this (rule A9)
+        # it may have copied the data ledger already, and may cut partitions later than this (rule A9)
         return [Reply(BatchVerdict(None, announce_until(job, source)))]
     else:
         condemned = QuarantinedWork(source, sequence, job.suspects.deaths(source, sequence))
@@ -62,9 +63,9 @@ def begin_batch(job: JobState, begun: BatchBegun) -> list[Effect]:
 
 
 def report_not_finite(job: JobState, said: NotFiniteReported) -> list[Effect]:
-    """A gradient is not finite: its work does not count from now on, whoever computes it (rule A4). The answer is
-    the last effect; where it says WorkerQuarantined, the worker is to be lost. Raises StaleToken, StraddlingRange,
-    NotFound, InvalidRequest."""
+    """A gradient is not finite. Its work does not count from now on, whichever worker computes it (rule A4). The reply
+    is the last effect. If it says WorkerQuarantined, the caller must remove the worker. Raises StaleToken,
+    StraddlingRange, NotFound, InvalidRequest."""
     policy, worker = job.settings.nonfinite, said.caller.incarnation
     if policy is NonFinite.ALLOW:
         raise errors.InvalidRequest(f"{said.work} of {job.title}, which takes what is not finite")
@@ -83,7 +84,7 @@ def report_not_finite(job: JobState, said: NotFiniteReported) -> list[Effect]:
     if policy is NonFinite.FAIL or len(quarantine) + len(fresh) > QUARANTINED_MAX:
         return _fail_by_not_finite(job, said, said.title)
     if fresh and job.ranks is None and job.book.draft is not None:
-        # as with a batch that kills: a checkpoint may have copied the data ledger already (rule A9)
+        # as for a batch that kills: a checkpoint may have copied the data ledger already (rule A9)
         return [Reply(NotFiniteVerdict(decided=False))]
     for condemned in fresh:
         quarantine.add(condemned)
@@ -106,7 +107,7 @@ def report_not_finite(job: JobState, said: NotFiniteReported) -> list[Effect]:
 
 
 def announce_until(job: JobState, source: LeasedSource) -> int:
-    """Sequences of the source before this one are announced."""
+    """The worker announces the source's sequences before this one."""
     return limits.SEQUENCE_MAX if job.suspects.has(source) else job.feeds.quarantine.end(source)
 
 
@@ -121,8 +122,8 @@ def end_lease(job: JobState, source: LeasedSource, worker: Incarnation, *, done:
 
 
 def decide_step(job: JobState, step: int, ranks: tuple[Rank, ...], now_ms: int) -> list[Effect]:
-    """Rule B6: the verdict who counts in a step, once enough ranks have contributed, and the others were waited for
-    a little; written down before anybody hears of it."""
+    """Decides which ranks count in a step (rule B6), once enough ranks have contributed and the others had a little
+    more time. The verdict is recorded before any worker is told."""
     feeds, book, times = _steps(job), job.ranks, job.step_times
     assert book is not None
     if ranks and ranks[-1] >= len(book.all):
@@ -152,7 +153,7 @@ def read_make_up(job: JobState, feed: int, step: int) -> list[Effect]:
 
 
 def dropped(job: JobState) -> int:
-    """Contributions that came late, in all."""
+    """How many contributions came late, in total."""
     return job.feeds.verdicts.dropped if isinstance(job.feeds, StepLedger) else 0
 
 
@@ -161,27 +162,27 @@ def dropped_by(job: JobState, worker: Incarnation) -> int:
 
 
 def verdicts_before(job: JobState, step: int) -> list[Entry]:
-    """For a checkpoint of that step."""
+    """The verdicts on the steps before `step`, for a checkpoint."""
     return job.feeds.verdicts.entries(before=step) if isinstance(job.feeds, StepLedger) else []
 
 
 def _steps(job: JobState) -> StepLedger:
-    """Raises InvalidRequest where the job has no backup workers."""
+    """Raises InvalidRequest if the job has no backup workers."""
     if not isinstance(job.feeds, StepLedger) or not job.settings.consistency.backup_workers:
         raise errors.InvalidRequest(f"{job.title} has no backup workers: each step is of all its ranks")
     return job.feeds
 
 
 def _is_over_for(job: JobState, source: LeasedSource, step: int) -> bool:
-    """Whether a rank's contribution to a step came too late: the samples count at another step, and are not
-    condemned under this name."""
+    """Whether a rank's contribution to a step came too late. Its samples count at another step, and are not condemned
+    under this name."""
     if not isinstance(job.feeds, StepLedger) or not isinstance(source, RankSource):
         return False
     return source.rank in job.feeds.verdicts.left_out(step)
 
 
 def _check_begin(job: JobState, begun: BatchBegun) -> None:
-    """Raises StaleToken, NotFound or InvalidRequest unless the worker has this to compute."""
+    """Raises StaleToken, NotFound or InvalidRequest unless the worker holds this work."""
     source, worker, token = begun.source, begun.caller.incarnation, begun.token
     if isinstance(job.feeds, DataLedger):
         _check_former(job, source)
@@ -193,8 +194,8 @@ def _check_begin(job: JobState, begun: BatchBegun) -> None:
 
 
 def _check_reported(job: JobState, said: NotFiniteReported) -> LeasedSource | None:
-    """The source, where its work is that of a data set. Raises StaleToken, NotFound or InvalidRequest unless the
-    worker has it to compute."""
+    """The source, if the work is from a data set. Raises StaleToken, NotFound or InvalidRequest unless the worker holds
+    this work."""
     source, worker = said.source, said.caller.incarnation
     _check_former(job, source)
     if isinstance(job.feeds, DataLedger) and not isinstance(source, WorkerSource):
@@ -209,14 +210,14 @@ def _check_reported(job: JobState, said: NotFiniteReported) -> LeasedSource | No
 
 
 def _check_former(job: JobState, source: Source) -> None:
-    """Raises StaleToken for work of a kind that the job does not have any more."""
+    """Raises StaleToken for work of a kind that the job no longer has."""
     of_before = RankSource if job.ranks is None else DataShardSource | WorkerSource
     if isinstance(source, of_before) and job.mode.has_switched_updates:
         raise errors.StaleToken(f"{source} of {job.title}, which has gone over to {job.mode.latest}")
 
 
 def _check_rank(job: JobState, source: LeasedSource, worker: Incarnation, token: Token) -> None:
-    """Raises StaleToken unless the logical rank is the worker's."""
+    """Raises StaleToken unless the worker has the logical rank."""
     assert job.ranks is not None
     if not any(RankSource(lease.rank) == source and lease.token == token for lease in job.ranks.of(worker)):
         raise errors.StaleToken(

@@ -1,7 +1,7 @@
-"""A job's life: workers and servers come and go, time passes, checkpoints and recoveries end.
+"""The events of a job's life: workers and servers come and go, time passes, checkpoints and recoveries end.
 
 Each function takes the job's state, and calls the flows in their order. Invariants: no work of a lost worker is given
-away before WorkersFenced; the failure that ended a job is the answer to all its requests. Must not know: members that
+away before WorkersFenced. The failure that ended a job is the answer to all its requests. Must not know: members that
 are not the job's workers, how servers are called, the clock.
 """
 
@@ -42,8 +42,8 @@ def join(job: JobState, worker: Incarnation, now_ms: int) -> list[Effect]:
 
 
 def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
-    """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected have
-    said goodbye."""
+    """A worker says goodbye and sends nothing more. The last one ends the job, at once if the expected number of
+    workers have said goodbye."""
     worker, error = left.incarnation, left.error
     residual = job.progress.of(worker).residual_norm if error else left.residual_lost
     how = f"left ({error})" if error else "left"
@@ -62,7 +62,7 @@ def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
 
 
 def lose(job: JobState, worker: Incarnation, how: str, now_ms: int, *, died: bool = True) -> list[Effect]:
-    """A worker died, or is out. Its work waits until the servers refuse what it may still send."""
+    """A worker died or was excluded. Its work waits until the servers refuse what it may still send."""
     last = job.progress.of(worker)
     record = _remove(job, worker, how, now_ms, died=died, residual=last.residual_norm, pushed=last.pushed)
     effects = job.records([record])
@@ -90,8 +90,8 @@ def _remove(
     residual: float = 0.0,
     pushed: int = 0,
 ) -> Entry:
-    """The worker is gone; no other worker has its work before `free`. `residual`: the 2-norm of what its compression
-    had not sent; `pushed`: its acknowledged pushes without leased data."""
+    """The worker is gone. No other worker gets its work before `free`. `residual`: the 2-norm of what its compression
+    had not sent. `pushed`: its acknowledged pushes without leased data."""
     job.lost_residuals.add(residual)
     if died:
         job.suspects.lose(worker, job.held(worker))
@@ -104,7 +104,7 @@ def _remove(
     job.mode.forget(worker)
     lost_pushes.add_departed(job, worker, pushed, died=died)
     if not job.workers:
-        # a worker that died after the others had done everything had nothing left to do, and may not be started again
+        # all work was done before this worker died, so it may not be started again
         is_done = goodbye or (died and job.roster.goodbyes > 0 and job.feeds.finished)
         late_ms = 0 if job.workers_done >= job.settings.workers_expected else LATE_MS
         job.roster.close_at(now_ms + late_ms if is_done else None)
@@ -122,7 +122,7 @@ def _remove(
 
 
 def restore_joined(job: JobState, body: Body) -> None:
-    """Takes the record `worker_joined`. Raises DamagedRecord."""
+    """Applies the record `worker_joined`. Raises DamagedRecord."""
     worker = Incarnation(body.number("worker", least=1))
     require(worker not in job.workers, f"worker {worker} joins twice")
     job.roster.enter(worker)
@@ -131,7 +131,7 @@ def restore_joined(job: JobState, body: Body) -> None:
 
 
 def restore_gone(job: JobState, body: Body, now_ms: int) -> None:
-    """Takes the record `worker_gone`. Raises DamagedRecord."""
+    """Applies the record `worker_gone`. Raises DamagedRecord."""
     worker = Incarnation(body.number("worker", least=1))
     require(worker in job.workers, f"worker {worker} goes and was not there")
     _remove(
@@ -150,7 +150,7 @@ def restore_gone(job: JobState, body: Body, now_ms: int) -> None:
 
 
 def lose_server(job: JobState, server: Server, how: str, now_ms: int) -> list[Effect]:
-    """A server is gone, and with it the partitions that it had, or was to have, if any."""
+    """A server is gone, with any partitions that it had or was about to get."""
     lost = recovery.lost_with(job, server)
     job.readers.lose_server(server)
     if job.phase.ended or not lost:
@@ -208,7 +208,7 @@ def fail_checkpoint(job: JobState, draft: int, failure: errors.ShardyardError, n
 
 
 def resume(job: JobState, servers: Iterable[Incarnation]) -> list[Effect]:
-    """After a restart: tells the servers again what may not have reached them. `servers`: the living."""
+    """After a restart: tells the servers again what may not have reached them. `servers`: the living ones."""
     if job.phase.ended:
         living = frozenset(servers)
         return job_end.drop_on(job, [server for server in job.deployment.servers if server.incarnation in living])
@@ -219,7 +219,7 @@ def resume(job: JobState, servers: Iterable[Incarnation]) -> list[Effect]:
 
 
 def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
-    """`servers`: the living."""
+    """`servers`: the living ones."""
     job.readers.expire(now_ms)
     if job.phase.ended:
         return readers.drop_if_read(job, now_ms)
@@ -249,7 +249,7 @@ def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
 
 
 def _tick_storage(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
-    """Goes on with checkpoints and recovery. Partitions are first asked about departed workers."""
+    """Continues checkpoints and recovery. Partitions are first asked about departed workers."""
     holds = lost_pushes.is_due(job)
     reading = lost_pushes.ask(job, now_ms)
     if job.origin is not None and job.deployment.stage is Stage.EMPTY and servers:

@@ -1,6 +1,6 @@
-"""The jobs of a yard: started, found, forgotten; and the restores that were ordered for their next runs.
+"""The jobs of a yard: starts, finds and forgets them, and keeps the restores ordered for their next runs.
 
-Invariants: job numbers only grow; of the ended jobs the latest JOBS_ENDED_MAX are kept; an order is forgotten when a
+Invariants: job numbers only grow. Of the ended jobs, the latest JOBS_ENDED_MAX are kept. An order is forgotten when a
 run has begun with it. Must not know: members, what happens in a job.
 """
 
@@ -28,7 +28,8 @@ JOBS_ENDED_MAX: Final = 32
 
 
 class JobDirectory:
-    """`checkpoints`: the URL of checkpoints of jobs that leave it to the coordinator; None: they have none."""
+    """`checkpoints`: the URL for jobs that leave the place of their checkpoints to the coordinator; None: these have
+    none."""
 
     def __init__(self, term: Term, checkpoints: str | None) -> None:
         self._checkpoints = checkpoints
@@ -37,19 +38,19 @@ class JobDirectory:
         self._next_job = (term << TERM_BITS) + 1
 
     def __iter__(self) -> Iterator[JobState]:
-        """Unfinished jobs and the latest of those that ended, in the order in which they began."""
+        """Unfinished jobs and the latest ended ones, in the order in which they began."""
         return iter([*self._jobs.values()])
 
     def get(self, number: JobId | None) -> JobState | None:
         return None if number is None else self._jobs.get(number)
 
-    # ---- found
+    # ---- finding a job
 
     def unfinished(self, name: str) -> JobState | None:
         return next((job for job in self if job.settings.name == name and not job.phase.ended), None)
 
     def find(self, name: str) -> JobState:
-        """The latest job of that name; of no name, the only unfinished job. Raises NotFound, InvalidRequest."""
+        """The latest job of that name; if `name` is empty, the only unfinished job. Raises NotFound, InvalidRequest."""
         found = [job for job in self if (job.settings.name == name if name else not job.phase.ended)]
         names = ", ".join(sorted({repr(job.settings.name) for job in self if not job.phase.ended})) or "no job"
         if not found:
@@ -59,7 +60,8 @@ class JobDirectory:
         return found[-1]
 
     def find_for_reader(self, heard: events.ReaderHeard) -> JobState:
-        """By its number, also if it has ended; by its name, if it has not. Raises NotFound, InvalidRequest."""
+        """The job by its number, even if it has ended; or the unfinished job by its name. Raises NotFound,
+        InvalidRequest."""
         if heard.job is not None:
             return self.require(heard.job)
         found = self.find(heard.job_name)
@@ -77,7 +79,7 @@ class JobDirectory:
     # ---- servers
 
     def note_server(self, event: events.HeartbeatReceived) -> None:
-        """How large a server's logs have grown, and how many rows it has of each table."""
+        """Notes how large a server's logs are, and how many rows it has of each table."""
         for number, nbytes in event.logs:
             writing = self.get(number)
             if writing is not None:
@@ -89,7 +91,7 @@ class JobDirectory:
                 having.rows_seen[event.incarnation] = rows
 
     def fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
-        """Workers that the server must refuse, of all its jobs. They are named again with each heartbeat, since a Fence
+        """The workers that the server must refuse, over all its jobs. Each heartbeat names them again, because a Fence
         may not have reached the server."""
         return tuple(
             worker
@@ -98,17 +100,17 @@ class JobDirectory:
             for worker in job.roster.fenced
         )
 
-    # ---- started and forgotten
+    # ---- starting and forgetting jobs
 
     def start(self, settings: JobSettings, by: str, now_ms: int) -> tuple[JobState, list[Effect]]:
-        """`by`: which worker starts it. Raises TooLarge, ConfigurationError."""
+        """`by`: the worker that starts it. Raises TooLarge, ConfigurationError."""
         unfinished = sum(not job.phase.ended for job in self)
         if unfinished >= limits.JOBS_MAX:
             raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
         origin = self._origins.get(settings.name)
         if origin is not None:
             settings = origin.agree(settings)
-            # no number that the former run's members know, in case this coordinator knows nothing of that run
+            # a number that members of a former run do not know, in case this coordinator knows nothing of that run
             self._next_job = max(self._next_job, origin.job + 1)
         job = self._add(JobId(self._next_job), settings, now_ms)
         record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
@@ -133,7 +135,7 @@ class JobDirectory:
     # ---- orders to restore
 
     def order_restore(self, origin: RestorePoint, now_ms: int) -> list[Effect]:
-        """A running job goes back now; otherwise the next run of that name begins with the checkpoint."""
+        """A running job goes back now. Otherwise the next run of that name begins with the checkpoint."""
         running = self.unfinished(origin.name)
         if running is not None:
             return [*recovery.go_back(running, origin, now_ms), Reply(RestorePlanned(running=True))]
@@ -150,7 +152,7 @@ class JobDirectory:
         return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
 
     def forget_order(self, job: JobState, began_with: RestorePoint | None) -> list[Effect]:
-        """The order to begin with that checkpoint is forgotten if the job has begun and does not need it any more."""
+        """Forgets the order to begin with that checkpoint if the job has begun and no longer needs it."""
         if began_with is None or job.origin is not None:
             return []
         del self._origins[job.settings.name]
@@ -162,7 +164,7 @@ class JobDirectory:
         return [Persist(*origin.entry) for origin in self._origins.values()]
 
     def restore(self, kind: str, body: Body, now_ms: int) -> None:
-        """Takes a record of a job's start or end in this directory, or of an order. Raises DamagedRecord."""
+        """Applies a record of a job's start or end in this directory, or of an order. Raises DamagedRecord."""
         match kind:
             case "job_started":
                 number = JobId(body.number("job", least=1))
@@ -181,7 +183,7 @@ class JobDirectory:
                 del self._jobs[self.restored(body).id]
 
     def restored(self, body: Body) -> JobState:
-        """The job that a record is about. Raises DamagedRecord."""
+        """The job that a record names. Raises DamagedRecord."""
         number = JobId(body.number("job"))
         require(number in self._jobs, f"job {number} is unknown")
         return self._jobs[number]

@@ -1,4 +1,4 @@
-"""Which flow of a job handles which event: one row for each request of a worker, and for each end of an effect."""
+"""Maps each event of a job to its function: one row for each request of a worker, and for each end of an effect."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A job's records: the list that makes the job again, and which part of it takes which record.
+"""A job's records: the list that rebuilds the job, and which part of the job reads which record.
 
-A record that another part must know of as well has a function here; all others go to one part.
+A record that concerns two parts has a function here; each other record goes to one part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Restore = Callable[[JobState, str, Body, int], object]
 
 
 def entries(job: JobState) -> list[Entry]:
-    """Records that make this job again, in this order."""
+    """Records that rebuild this job, in this order."""
     return [
         ("job_started", {"settings": job.settings.model_dump(mode="json")}),
         *job.roster.entries(),
@@ -48,8 +48,8 @@ def entries(job: JobState) -> list[Entry]:
 
 
 def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
-    """Takes a record of `entries`, or one of its kinds, except `job_started`. Raises DamagedRecord."""
-    # a damaged record's kind may be of any type
+    """Applies a record of `entries`, or one of its kinds, except `job_started`. Raises DamagedRecord."""
+    # the kind in a damaged record may be of any type
     if not isinstance(kind, str) or kind not in _RESTORE:
         raise DamagedRecord("its kind is unknown to this release")
     _RESTORE[kind](job, kind, body, now_ms)

@@ -1,4 +1,4 @@
-"""What workers and people are told of a job. Nothing here changes the job."""
+"""What workers and people are told about a job. Nothing here changes the job."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def ranks_of(job: JobState, worker: Incarnation) -> tuple[RankLease, ...]:
 
 
 def samples(job: JobState) -> int:
-    """Samples pushed in all. Workers report theirs with heartbeats; those of workers that died, the ledgers have."""
+    """All samples pushed. Workers report theirs with heartbeats. The ledgers have those of workers that died."""
     step = job.progress.step
     counted = job.feeds.samples_done(step=step) if isinstance(job.feeds, StepLedger) else job.feeds.samples_done()
     return max(job.progress.samples, counted)
 
 
 def feed_counts(job: JobState, last: int) -> tuple[FeedCounts, ...]:
-    """Of the `last` feeds opened."""
+    """The counts of the `last` feeds opened."""
     if isinstance(job.feeds, StepLedger):
         return job.feeds.counts(last, step=job.progress.step)
     return job.feeds.counts(last)
 
 
 def table_rows(job: JobState) -> tuple[int, ...]:
-    """How many rows each table has, as the servers with its partitions have reported last."""
+    """How many rows each table has, from the latest reports of the servers with its partitions."""
     layout = job.deployment.layout
     owners = {server.incarnation for server in job.deployment.servers}
     said = [rows for server, rows in sorted(job.rows_seen.items()) if server in owners]

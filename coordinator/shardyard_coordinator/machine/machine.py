@@ -1,9 +1,9 @@
 """The whole coordinator as a state machine: members, and the jobs that they work on.
 
-Owns: all state of a yard that is decided in one place. `handle` is its only mutator; an event that is refused raises a
-typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and is
-about the job that this member is in; a member's end reaches its job in the same step; records come before all other
-effects; the records of all effects, in order, and those of `snapshot` make the same machine (but for
+Owns: all state of a yard that is decided in one place. `handle` is its only mutator. An event that is refused raises a
+typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and
+concerns the member's own job. A member's end reaches its job in the same step. Records come before all other effects.
+The records of all effects, in order, rebuild the machine, and so do those of `snapshot` (except for
 records.NOT_RECORDED). Must not know: the clock (`now_ms` is an argument), threads, messages, the network, the disk.
 """
 
@@ -50,7 +50,8 @@ from shardyard_coordinator.records import Body, DamagedRecord, Record
 
 
 class Machine:
-    """`checkpoints`: the URL of checkpoints of jobs that leave it to the coordinator; None: they have none."""
+    """`checkpoints`: the URL for jobs that leave the place of their checkpoints to the coordinator; None: these have
+    none."""
 
     def __init__(self, *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None) -> None:
         self._lease_ms = lease_ms
@@ -65,9 +66,9 @@ class Machine:
     def restore(
         cls, records: Iterable[Record], *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None
     ) -> Self:
-        """The machine that wrote the records, in a new term: every lease counts as just renewed (rule C4), and calls
-        to servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot
-        be read or does not fit those before it."""
+        """The machine that wrote the records, in a new term. Every lease counts as just renewed (rule C4), and calls to
+        servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot be
+        read or does not fit those before it."""
         machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints)
         for record in records:
             try:
@@ -82,7 +83,7 @@ class Machine:
         return machine
 
     def snapshot(self) -> list[Persist]:
-        """The shortest list of records that makes this machine."""
+        """The shortest list of records that rebuilds this machine."""
         numbers = [job.id for job in self._jobs]
         found = [Persist(*entry) for entry in self._members.entries(numbers)]
         found += self._jobs.order_entries()
@@ -91,7 +92,7 @@ class Machine:
         return found
 
     def resume(self) -> list[Effect]:
-        """After `restore`: effects of the former life that may not have been carried out. The rest follows from
+        """After `restore`: the effects that may not have been carried out before the restart. The rest follows from
         requests and ticks."""
         servers = [member.incarnation for member in self._members.servers()]
         return [effect for job in self._jobs for effect in life.resume(job, servers)]
@@ -102,14 +103,14 @@ class Machine:
 
     @property
     def jobs(self) -> tuple[JobState, ...]:
-        """Unfinished ones and the latest of those that ended, in the order of their beginning."""
+        """Unfinished jobs and the latest ended ones, in the order in which they began."""
         return tuple(self._jobs)
 
     def uptime_ms(self, now_ms: int) -> int:
         return now_ms - self._begun_ms
 
     def handle(self, event: events.Event, now_ms: int) -> list[Effect]:
-        """Takes one event. Raises ShardyardError, without a change, for a request that is refused."""
+        """Handles one event. If the request is refused, raises ShardyardError and changes nothing."""
         effects = [*self._dispatch(event, now_ms), *self._jobs.forget_old()]
         records = [effect for effect in effects if isinstance(effect, Persist)]
         return [*records, *(effect for effect in effects if not isinstance(effect, Persist))]
@@ -237,7 +238,7 @@ class Machine:
         self._ticked_ms = now_ms
         effects: list[Effect] = []
         if gap_ms > self._lease_ms // 2:
-            # this process was stopped; no member could renew its lease meanwhile
+            # this process was stopped, so no member could renew its lease meanwhile
             self._members.forgive(gap_ms)
             effects.append(
                 LogMessage(f"nothing was decided for {gap_ms / 1000:.1f} s; all leases are longer by that", True)
@@ -250,7 +251,7 @@ class Machine:
         return [*effects, *self.waits.look(self.jobs, now_ms)]
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
-        """A member is gone without a word to its job."""
+        """A member is gone, and has not told its job."""
         effects = self._remove(member, how)
         if member.role is MemberRole.SERVER:
             for job in self._jobs:
@@ -293,7 +294,7 @@ class Machine:
         return [*effects, Reply(job_views.joined(job, worker.incarnation, started=found is None))]
 
     def _again(self, worker: Member, name: str) -> JobState:
-        """The job of a worker that asks to join once more."""
+        """The job of a worker that asks again to join."""
         job = self._jobs.get(worker.job)
         if job is None or job.settings.name != name:
             there = "one that has ended" if job is None else repr(job.settings.name)

@@ -1,7 +1,7 @@
 """What each job of the yard waits for, as far as the coordinator decides it (promise 7: never a mystery hang).
 
 Owns: since when each job waits for what, and when that was logged. Invariant: reading a job changes nothing. Must not
-know: waits of threads (the service's wait registry has them), what workers and servers wait for (they report it
+know: waits of threads (the service's wait registry has them), waits of workers and servers (they report these
 themselves), the clock.
 """
 
@@ -29,14 +29,14 @@ class _CurrentWait:
 
 
 class WaitReasons:
-    """Of all jobs. To be shown the jobs now and then."""
+    """The waits of all jobs. `look` must be called now and then."""
 
     def __init__(self) -> None:
         self._waits: dict[tuple[JobId, str], _CurrentWait] = {}
 
     def look(self, jobs: Iterable[JobState], now_ms: int) -> list[LogMessage]:
-        """Takes note of what each job waits for now. Returns what is to be said: of each wait that has lasted for
-        limits.EXPLAIN_WAIT_MS, and after that time again, and its end."""
+        """Notes what each job waits for now. Returns log messages: for each wait that has lasted for
+        limits.EXPLAIN_WAIT_MS, again after each such time, and for its end."""
         told: list[LogMessage] = []
         found: dict[tuple[JobId, str], _CurrentWait] = {}
         for job in jobs:

@@ -1,10 +1,10 @@
 """How far a job's variables are on their way to the servers: registered, created, given first values, opened.
 
-Owns: the layout, the map, which worker gives the first values, and the stage. Invariants: the first registration wins;
-at most one worker at a time is the initializer, and none once the values are committed; no worker is told a layout
-before all servers have its partitions; first values count only for the map under which they were given; layout and map
-come back from records as they were decided, and are never planned again. Must not know: how servers are called, leases
-of members.
+Owns: the layout, the map, which worker gives the first values, and the stage. Invariants: the first registration wins.
+At most one worker at a time is the initializer, and none once the values are committed. No worker is told a layout
+before all servers have its partitions. First values count only for the map under which they were given. Layout and map
+are restored from records as they were decided, and are never planned again. Must not know: how servers are called,
+leases of members.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ OPEN_RETRY_MS = 1_000
 
 
 class Stage(enum.Enum):
-    """RESTORING: the partitions begin with a checkpoint. LOST: a server is gone, and with it first values on which
-    nothing was built yet; a worker gives them again. CREATING and OPENING: calls to servers are under way. UNCREATED
-    and COMMITTED: these calls are due, or due again."""
+    """RESTORING: the partitions begin with a checkpoint. LOST: a server is gone with first values on which nothing
+    depends yet; a worker gives them again. CREATING and OPENING: calls to servers are under way. UNCREATED and
+    COMMITTED: these calls are due, or due again."""
 
     EMPTY = "no variables"
     RESTORING = "restoring"
@@ -52,8 +52,6 @@ RESTORED_LATER: Entry = ("partitions_restored_later", {})
 
 
 class Deployment:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._registered: list[Incarnation] = []
         self._retry_at_ms = 0
@@ -76,7 +74,7 @@ class Deployment:
 
     @property
     def workers(self) -> tuple[Incarnation, ...]:
-        """The living workers that have the job's variables, the first one first."""
+        """The living workers that have the job's variables, in the order in which they got them."""
         return tuple(self._registered)
 
     def place(self, layout: JobLayout, servers: Sequence[Server], stage: Stage) -> None:
@@ -87,8 +85,8 @@ class Deployment:
         self.layout, self.stage = layout, stage
 
     def lose_values(self) -> None:
-        """A server is gone before anything was built on the first values. The worker that gave them, or was to, gives
-        them again if it lives."""
+        """A server is gone before anything depended on the first values. The worker that gave them, or was about to,
+        gives them again if it lives."""
         assert self.stage not in (Stage.EMPTY, Stage.RESTORING), self.stage
         self.stage = Stage.LOST
         if self.initializer is None:
@@ -97,14 +95,14 @@ class Deployment:
         self._committer = None
 
     def place_again(self, map_: PartitionMap) -> None:
-        """The partitions begin anew, with zeros, under this map."""
+        """The partitions begin again, with zeros, under this map."""
         assert self.stage is Stage.LOST, self.stage
         self.map, self.stage = map_, Stage.UNCREATED
 
     # ---- workers
 
     def admit(self, worker: Incarnation) -> list[Entry]:
-        """The worker has the job's variables; it may have to give the first values."""
+        """The worker has the job's variables. It may have to give the first values."""
         if worker in self._registered:
             return []
         self._registered = sorted([*self._registered, worker])
@@ -115,7 +113,7 @@ class Deployment:
         return self.stage in _BEFORE_COMMIT and self.initializer in (worker, None)
 
     def remove(self, worker: Incarnation) -> list[Entry]:
-        """The worker is gone and fenced. Another one may have to give the first values."""
+        """The worker is gone and fenced. Another worker may have to give the first values."""
         self.forget(worker)
         return self._choose_initializer()
 
@@ -126,14 +124,14 @@ class Deployment:
             self.initializer = None
 
     def suspend(self, worker: Incarnation) -> None:
-        """The worker is gone but not fenced yet: no other worker may begin what it may still be doing."""
+        """The worker is gone but not fenced yet. No other worker may begin what this one may still be doing."""
         self._registered = [each for each in self._registered if each != worker]
 
-    # ---- created, committed, opened
+    # ---- creation, commit, opening
 
     def begin_creation(self) -> bool:
-        """Whether servers are to be given their partitions now; then they are. Raises NotReady while they are, or while
-        the job waits for a server."""
+        """Whether servers are to be given their partitions now. If so, the creation counts as under way. Raises
+        NotReady while it is, or while the job waits for a server."""
         if self.stage is Stage.LOST:
             raise NotReady("a server is gone, and first values with it: partitions wait for another server")
         if self.stage is Stage.CREATING:
@@ -144,7 +142,7 @@ class Deployment:
         return True
 
     def end_creation(self, generation: Generation, *, created: bool) -> list[Entry]:
-        """Servers were asked under the map of that generation."""
+        """The servers' answer to a creation under the map of that generation."""
         if self.stage is not Stage.CREATING or generation != self.generation:
             return []
         self.stage = Stage.CREATED if created else Stage.UNCREATED
@@ -152,9 +150,9 @@ class Deployment:
 
     def check_commit(self, worker: Incarnation, generation: Generation) -> None:
         """The worker has given first values under the map of that generation. Raises InvalidRequest, NotReady, and
-        StaleGeneration if they were lost since."""
+        StaleGeneration if the values were lost since."""
         if self._committer == worker:
-            return  # and partitions may have moved since, with them
+            return  # and partitions may have moved since, with the values
         if self.initializer != worker:
             raise InvalidRequest(
                 f"worker {worker} committed first values; expected worker {self.initializer or self._committer}",
@@ -170,14 +168,15 @@ class Deployment:
             raise NotReady("the servers do not have their partitions yet")
 
     def commit(self, worker: Incarnation) -> list[Entry]:
-        """The first values are on the servers, for good."""
+        """The first values are on the servers for good."""
         if self.stage is not Stage.CREATED:
             return []
         self.stage, self.initializer, self._committer = Stage.COMMITTED, None, worker
         return [_committed(worker)]
 
     def begin_opening(self) -> bool:
-        """Whether servers are to open their partitions now; then they do. Raises NotReady while they do."""
+        """Whether servers are to open their partitions now. If so, the opening counts as under way. Raises NotReady
+        while it is."""
         if self.stage is Stage.OPENING:
             raise NotReady("the servers are opening their partitions")
         if self.stage is not Stage.COMMITTED:
@@ -190,7 +189,7 @@ class Deployment:
         return self.stage is Stage.COMMITTED and now_ms >= self._retry_at_ms
 
     def end_opening(self, generation: Generation, *, opened: bool, now_ms: int) -> list[Entry]:
-        """As `end_creation`."""
+        """The servers' answer to an opening under the map of that generation."""
         if self.stage is not Stage.OPENING or generation != self.generation:
             return []
         self.stage = Stage.OPEN if opened else Stage.COMMITTED
@@ -218,7 +217,7 @@ class Deployment:
         return kind, {"map": layout_records.map_to_record(self.map)}
 
     def entries(self) -> list[Entry]:
-        """Records that make this deployment again, except `suspend`."""
+        """Records that rebuild this deployment, except `suspend`."""
         if self.layout is None:
             return []
         admitted = [_admitted(worker) for worker in self._registered]
@@ -238,7 +237,7 @@ class Deployment:
         return entries
 
     def restore(self, kind: str, body: Body) -> None:
-        """Takes a record of `entries`. Calls to servers that were under way are due again. Raises DamagedRecord."""
+        """Applies a record of `entries`. Calls to servers that were under way are due again. Raises DamagedRecord."""
         if kind == "variables_registered":
             require(self.stage is Stage.EMPTY, "variables are registered twice")
             self.layout = layout_records.layout_of_record(body)
@@ -284,7 +283,7 @@ def plan(
     block_bytes = placement.fitting_block_bytes(variables, partitions=partitions) if wanted == "auto" else wanted
     if optimizer.kind in optimizers.WHOLE_VARIABLES:
         block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
-    if settings.partitions == "auto" and not tables:  # rows fill any number
+    if settings.partitions == "auto" and not tables:  # rows fill any number of partitions
         partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
     return placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes)
 

@@ -1,7 +1,7 @@
-"""A job's layout and partition map as the journal has them.
+"""The form of a job's layout and partition map in the journal.
 
 A layout is the same document as in a checkpoint's manifest; `shardyard.checkpoints.layout` makes and checks it.
-Invariant: what is read equals what was written, to the last offset. Must not know: how layouts are planned.
+Invariant: what is read equals what was written, down to the last offset. Must not know: how layouts are planned.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Where variables lie: cut into blocks, blocks into partitions, partitions onto servers.
+"""Places variables: cuts them into blocks, and puts blocks into partitions and partitions onto servers.
 
 Owns: the decisions `fitting_block_bytes`, `whole_block_bytes`, `fitting_partitions`, `plan` and `assign`. Invariants:
-each element of each variable is in exactly one block; within a partition blocks do not overlap and begin at multiples
-of BLOCK_ALIGN_BYTES, and so does what follows the payload; the layout depends on nothing but its arguments, so not on
-the number of servers (promise 6); ties go to the lower index.
-Must not know: jobs, members, time.
+each element of each variable is in exactly one block. Within a partition, blocks do not overlap, and they begin at
+multiples of BLOCK_ALIGN_BYTES, as does what follows the payload. The layout depends only on its arguments, so not on
+the number of servers (promise 6). Ties go to the lower index. Must not know: jobs, members, time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _DTYPES = tuple(DType)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server as placement sees it. `logs` names the folder of its logs."""
+    """A server as placement sees it. `logs`: the folder of its logs."""
 
     incarnation: Incarnation
     address: str
@@ -55,14 +54,14 @@ class _Piece:
 
 
 def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -> int:
-    """Half of a partition's fair share, within bounds: variables up to that size stay whole, and no partition is
-    fuller than another by more than that."""
+    """Half of a partition's fair share, within bounds. Variables up to that size stay whole, and no two partitions
+    differ by more than that."""
     total = sum(spec.payload_bytes for spec in variables)
     return aligned_bytes(min(max(BLOCK_BYTES_FITTING_MIN, -(-total // (2 * partitions))), limits.GIB))
 
 
 def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
-    """What leaves all parameters whole. Raises TooLarge for one that is too large for a block."""
+    """The block size that leaves all parameters whole. Raises TooLarge if one does not fit into a block."""
     parameters = [spec for spec in variables if spec.kind is VariableKind.PARAMETER]
     for spec in parameters:
         if spec.elements > limits.BLOCK_ELEMENTS_MAX:
@@ -76,7 +75,8 @@ def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
 
 
 def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:
-    """As many as have enough to hold, since each costs time with every push; and no more than there are blocks."""
+    """As many partitions as have enough to hold, because each costs time with every push; at most one for each
+    block."""
     filled = sum(spec.payload_bytes for spec in variables) // PARTITION_BYTES_FITTING_MIN
     return max(1, min(partitions_max, _blocks(variables, block_bytes), filled))
 
@@ -123,8 +123,8 @@ def plan(
 
 
 def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generation: Generation) -> PartitionMap:
-    """Gives each partition (by its payload's size) to a server, the largest first, each to the server with the fewest
-    bytes, then the fewest partitions. A server goes without only where there are fewer partitions than servers."""
+    """Gives the partitions, in descending order of payload size, each to the server with the fewest bytes, then the
+    fewest partitions. A server has none only if there are fewer partitions than servers."""
     assert servers, "a map needs a server"
     by_number = sorted(servers, key=lambda server: server.incarnation)
     loads = [(0, 0, index) for index in range(len(by_number))]

@@ -20,7 +20,7 @@ def check_registration(
     tables: Sequence[TableSettings] = (),
     whose: str = "the job",
 ) -> None:
-    """Raises VariableConflict unless a registration is equal to the one that made the layout, which is `whose`."""
+    """Raises VariableConflict unless a registration equals that of `whose`, which made the layout."""
     try:
         _check_variables(layout.variables, variables)
         _check_optimizer(layout.optimizer, optimizer)

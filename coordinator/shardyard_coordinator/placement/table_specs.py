@@ -1,7 +1,7 @@
-"""A job's embedding tables: whether the job can have them and whether workers mean the same.
+"""Checks a job's embedding tables: whether the job can have them, and whether its workers register the same ones.
 
-Owns: these rules. Invariants: the first registration wins, its seeds among the rest, so that all workers read the same
-rows; the room of address space that tables take at a server has a bound, whatever their number. Must not know: rows.
+Owns: these rules. Invariants: the first registration wins, including its seeds, so that all workers read the same rows.
+The address space that tables take at a server is bounded, whatever their number. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
 
 
 def fitted(tables: Tables, *, partitions: int) -> tuple[TableSettings, ...]:
-    """The same, with room for so many rows in a partition as address space allows if one server has them all."""
+    """The same tables. A partition has room for as many rows as address space allows if one server has all
+    partitions."""
     share = limits.TABLE_ADDRESS_BYTES // max(1, len(tables) * partitions)
     return tuple(
         replace(each, rows_max=min(each.rows_max, ROWS_MAX, max(ROWS_MAX_LEAST, share // (4 * _STATES * each.dim))))
@@ -71,7 +72,7 @@ def fitted(tables: Tables, *, partitions: int) -> tuple[TableSettings, ...]:
 
 
 def check_same(first: Tables, second: Tables) -> None:
-    """Raises VariableConflict unless a registration's tables are the job's, but for their seeds and their room."""
+    """Raises VariableConflict unless a registration's tables are the job's. Their seeds and their room may differ."""
     for expected, got in zip(first, second, strict=False):
         alike = replace(got, seed=expected.seed, rows_max=expected.rows_max)
         if alike != expected:

@@ -1,8 +1,9 @@
 """When a checkpoint of a job is due, what the newest one holds, and what may be forgotten since.
 
-Owns: the number of the next checkpoint, the one under way, the newest committed one. Invariants: there is one at a
-time; numbers only grow, also over restarts, so that no file is written twice; the data ledger is copied before any
-partition is cut (rule A9); what `committed` says is on the storage. Must not know: servers, storage, what time it is.
+Owns: the number of the next checkpoint, the one under way, the newest committed one. Invariants: there is one
+checkpoint at a time. Numbers only grow, also over restarts, so that no file is written twice. The data ledger is copied
+before any partition is cut (rule A9). What `committed` names is on the storage. Must not know: servers, storage, what
+time it is.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ RETRY_MS_MAX: Final = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint that is being taken. `step`: where the job stood when it was begun; `data_ledger`: what was closed
-    then; tokens below `floor` are of leases that had ended; `gone`: workers of which nothing could come any more."""
+    """A checkpoint that is being taken. `step`: the job's step when it was begun. `data_ledger`: what was closed then.
+    Tokens below `floor` belong to leases that had ended. `gone`: workers from which nothing more could come."""
 
     number: int
     step: int
@@ -49,7 +50,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that counts. `draft`: the number under which it was begun; the others as its draft's."""
+    """A checkpoint that counts. `draft`: the number under which it was begun. The other fields are its draft's."""
 
     number: int
     step: int
@@ -86,7 +87,7 @@ class Subject:
 
 
 class CheckpointBook:
-    """Of one job. `url`: where its checkpoints are; None: there are none."""
+    """`url`: where the job's checkpoints are; None: it has none."""
 
     def __init__(self, settings: CheckpointSettings, url: str | None, now_ms: int) -> None:
         self._settings = settings
@@ -108,51 +109,51 @@ class CheckpointBook:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether nobody can say that the next checkpoint will come: there shall be none, or the last try failed. A
-        server that dies makes one fail too, and is told soon; that alone is no doubt."""
+        """Whether the next checkpoint may never come: because none is planned, or because the last attempt failed. The
+        death of a server makes an attempt fail too, but is reported soon, and is no doubt by itself."""
         passing = self._failed is not None and isinstance(self._failed[1], NotReady)
         return not self.enabled or self._failures >= (FAILURES_IN_DOUBT if passing else 1)
 
     @property
     def base(self) -> int:
-        """The number of the newest committed one, 0 before the first."""
+        """The number of the newest committed checkpoint, 0 before the first."""
         return 0 if self.committed is None or self.committed.url else self.committed.number
 
     @property
     def is_writing(self) -> bool:
-        """Whether one may be under way, also one that does not count any more."""
+        """Whether a checkpoint may be under way, including one that no longer counts."""
         return self.draft is not None or bool(self._abandoned)
 
     def go_back(self, committed: Committed) -> Entry:
-        """That checkpoint is the newest of the job's present; what was committed after it is not."""
+        """Makes that checkpoint the newest. What was committed after it no longer counts."""
         self.committed = replace(committed, url="" if committed.url == self.url else committed.url)
         if not self.committed.url:
             self._number = max(self._number, committed.number)
         return self._committed
 
     def want(self) -> None:
-        """Somebody waits for one that begins after now."""
+        """Asks for a checkpoint that begins after now."""
         self._wanted = True
 
     def ask(self) -> int:
-        """Somebody waits for one that begins after now, at once whatever failed before, and asks with this ticket what
-        became of it."""
+        """Asks for a checkpoint that begins after now, without a delay after a failure. The caller asks with the
+        returned ticket for the outcome."""
         self._wanted, self._retry_at_ms, self._failures = True, 0, 0
         return self._number + 1
 
     def outcome(self, ticket: int) -> Committed | ShardyardError | None:
-        """A checkpoint that was begun since the ticket was given, or what went wrong with the latest one; None while it
+        """The checkpoint that was begun since the ticket was given, or the failure of the latest attempt; None while it
         is under way or due."""
         if self.committed is not None and self.committed.draft >= ticket:
             return self.committed
         if self._failed is not None and self._failed[0] >= ticket and not isinstance(self._failed[1], NotReady):
             return self._failed[1]
         if self.draft is None or self.draft.number < ticket:
-            self._wanted = True  # a coordinator that came after the one that gave the ticket does not know
+            self._wanted = True  # this coordinator may have started after another one gave the ticket
         return None
 
     def is_due(self, now_ms: int, step: int) -> bool:
-        """Whether one is to be begun. `step`: where the job stands."""
+        """Whether a checkpoint must be begun now. `step`: the job's step."""
         if not self.enabled or self.draft is not None or now_ms < self._retry_at_ms:
             return False
         settings = self._settings
@@ -176,7 +177,7 @@ class CheckpointBook:
         return self.draft, ("checkpoint_begun", {"number": self._number})
 
     def fail(self, number: int, failure: ShardyardError, now_ms: int) -> bool:
-        """The checkpoint was not written; another will be begun, not too soon. False for one that is not under way."""
+        """The checkpoint was not written. Another one is begun after a delay. False if this one was not under way."""
         self._abandoned.discard(number)
         if self.draft is None or self.draft.number != number:
             return False
@@ -188,8 +189,8 @@ class CheckpointBook:
     def commit(
         self, number: int, step: int, written_as: int, created_s: int = 0, feedback: tuple[ResidualFile, ...] = ()
     ) -> Entry | None:
-        """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
-        other runs of the job's name may have left theirs. None for one that is not under way any more."""
+        """The manifest of the checkpoint that was begun under this number is written as number `written_as`; the
+        numbers differ if other runs of the job's name have left checkpoints. None if it is not under way any more."""
         self._abandoned.discard(number)
         if self.draft is None or self.draft.number != number:
             return None
@@ -209,7 +210,7 @@ class CheckpointBook:
         return self._committed
 
     def abandon(self) -> None:
-        """What is being written is not of this job's present any more: its partitions were restored meanwhile."""
+        """The checkpoint being written no longer counts, because the job's partitions were restored meanwhile."""
         if self.draft is not None:
             self._abandoned.add(self.draft.number)
             self.draft, self._wanted = None, True
@@ -263,7 +264,7 @@ class CheckpointBook:
 
 
 def url_of(settings: CheckpointSettings, default: str | None) -> str | None:
-    """Where a job's checkpoints are. `default`: of jobs that leave it to the coordinator."""
+    """Where a job's checkpoints are. `default`: for jobs that leave it to the coordinator."""
     if settings.url == NEVER:
         return None
     return default if settings.url == AUTO else settings.url
@@ -274,7 +275,7 @@ def feedback_record(files: Sequence[ResidualFile]) -> list[list[object]]:
 
 
 def feedback_of(body: Body) -> tuple[ResidualFile, ...]:
-    """The `feedback` of a record that `feedback_record` has made. Raises DamagedRecord."""
+    """The `feedback` of a record made with `feedback_record`. Raises DamagedRecord."""
     found = []
     for each in body.items("feedback"):
         worker, path, nbytes, sha256 = checked_items(each, "a worker's file", count=_FILE_FIELDS)

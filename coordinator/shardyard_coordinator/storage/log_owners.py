@@ -1,7 +1,7 @@
 """Which servers' logs continue a job's checkpoints (rule C2 of docs/internals/ledger.md).
 
-Owns: for each partition the servers that have owned it, with the checkpoint from which each began and the folder of its
-log, back to the oldest checkpoint that is kept. Invariant: all that a partition has acknowledged since any of these
+Owns: for each partition, the servers that have owned it, with the checkpoint from which each began and the folder of
+its log, back to the oldest checkpoint that is kept. Invariant: all that a partition has acknowledged since any of these
 checkpoints is in the logs of `of`, in this order. Must not know: what a log contains, which servers live.
 """
 
@@ -20,7 +20,7 @@ OWNERS_MAX: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class LogOwner:
-    """Of a partition, from checkpoint `since` on; 0: from first values on. `logs` names the folder of its log."""
+    """The owner of a partition from checkpoint `since` on; 0: from first values on. `logs`: the folder of its log."""
 
     server: Incarnation
     since: int
@@ -31,7 +31,7 @@ Owners = Mapping[PartitionId, LogOwner]
 
 
 class LogOwners:
-    """Of one job whose durability is wal. `keep`: how many checkpoints are kept."""
+    """For a job whose durability is wal. `keep`: how many checkpoints are kept."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -43,12 +43,12 @@ class LogOwners:
         return tuple(owner.server for owner in self._since(partition, base))
 
     def folder(self, partition: PartitionId, base: int) -> str:
-        """The folder in which these logs are; each owner was given the partition where it could read the others'."""
+        """The folder of these logs. Each owner was given the partition only if it could read the logs of the others."""
         return self._since(partition, base)[-1].logs
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The job's checkpoints that may be there, ascending."""
+        """The job's checkpoints that may exist, ascending."""
         return tuple(self._kept)
 
     @property
@@ -58,22 +58,22 @@ class LogOwners:
 
     @property
     def needed(self) -> frozenset[Incarnation]:
-        """The servers of which logs are needed, those that live among them."""
+        """The servers whose logs are needed, including the living ones."""
         return frozenset(owner.server for owners in self._owners.values() for owner in owners)
 
     def begin(self, owners: Owners) -> Entry:
-        """A job's first owners, or those of a job that has gone back as a whole."""
+        """Sets a job's first owners, or those of a job that has gone back as a whole."""
         self._owners = {partition: [owner] for partition, owner in sorted(owners.items())}
         return self._begun
 
     def move(self, owners: Owners) -> Entry:
-        """Partitions have other owners, which have read the logs of those before."""
+        """Partitions have other owners, which have read the logs of the earlier owners."""
         for partition, owner in sorted(owners.items()):
             self._owners[partition].append(owner)
         return self._begun
 
     def commit(self, number: int) -> None:
-        """A checkpoint is there, and the oldest one may not be any more."""
+        """A checkpoint exists, and the oldest one may no longer exist."""
         self._kept = [*self._kept, number][-self._keep :]
         self._owners = {partition: self._since(partition, self.oldest) for partition in self._owners}
 
@@ -97,7 +97,7 @@ class LogOwners:
         return [self._begun] if self._owners else []
 
     def restore(self, body: Body) -> None:
-        """Takes the record of all owners. Raises DamagedRecord."""
+        """Applies the record of all owners. Raises DamagedRecord."""
         self._kept = body.numbers("kept", most=CHECKPOINT_NUMBER_MAX)
         self._owners = {}
         for partition, owner in _owners_of(body.items("owners")):

@@ -1,9 +1,9 @@
 """Partitions whose server is gone: which servers take them, and under which generation and life.
 
-Owns: the lost partitions, and the attempt to restore them. Invariants: each attempt has a generation and a life of its
-own, higher than all before, so that what an abandoned attempt has left on a server is never taken for the job's (rule
-A10); partitions that were not lost stay where they are. Must not know: how servers are called, what checkpoints
-contain, what time it is.
+Owns: the lost partitions, and the attempt to restore them. Invariants: each attempt has its own generation and life,
+higher than all before, so that what an abandoned attempt has left on a server is never taken for the job's (rule A10).
+Partitions that were not lost stay where they are. Must not know: how servers are called, what checkpoints contain, what
+time it is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RETRY_MS: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A map under which `partitions` begin as a checkpoint has them, in a life. `logs`: of each owner, the folder of
-    its logs."""
+    """A map under which `partitions` are restored from a checkpoint, in a new life. `logs`: the folder of each owner's
+    logs."""
 
     map: PartitionMap
     life: int
@@ -35,9 +35,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a recovery has brought back: so many partitions, as a checkpoint has them, with what the logs say after it
-    (`logs`), or with so many data shards leased again. `created_s`: when the checkpoint was written, in seconds since
-    1970."""
+    """What a recovery has brought back: how many partitions, as a checkpoint has them, either with what the logs have
+    after it (`logs`) or with that many data shards leased again. `created_s`: when the checkpoint was written, in
+    seconds since 1970."""
 
     checkpoint: int
     step: int
@@ -48,8 +48,6 @@ class Restored:
 
 
 class Recovery:
-    """Of one job."""
-
     def __init__(self) -> None:
         self._life = 1
         self._generation = 1
@@ -65,7 +63,7 @@ class Recovery:
         return bool(self.lost)
 
     def lose(self, partitions: Collection[PartitionId], now_ms: int) -> Entry:
-        """Their server is gone. An attempt under way is given up: it may have counted on that server."""
+        """The partitions' server is gone. An attempt under way is given up, because it may need that server."""
         if not self.lost:
             self._since_ms = now_ms
         self.lost |= frozenset(partitions)
@@ -82,9 +80,9 @@ class Recovery:
         now_ms: int,
         folders: Mapping[PartitionId, str] | None = None,
     ) -> tuple[Attempt, Entry] | None:
-        """An attempt, if it is time for one. `sizes`: of all partitions, in bytes; `servers`: the living; `whole`: all
-        partitions go back to the checkpoint, also those that nobody lost; `folders`: where partitions' logs are, which
-        their next owners must reach."""
+        """Begins an attempt if it is time for one. `sizes`: of all partitions, in bytes. `servers`: the living ones.
+        `whole`: all partitions go back to the checkpoint, including those that are not lost. `folders`: where
+        partitions' logs are; their next owners must reach them."""
         if not self.lost or self.attempt is not None or now_ms < self._retry_at_ms:
             return None
         takers = {
@@ -105,7 +103,8 @@ class Recovery:
         return self.attempt, self._begun
 
     def end(self, generation: Generation, now_ms: int, *, restored: bool) -> Attempt | None:
-        """The attempt of that generation has ended; it, if it was this one and nothing is lost any more."""
+        """The attempt of that generation has ended. Returns it if it was the current one and nothing is lost any
+        more."""
         attempt = self.attempt
         if attempt is None or attempt.map.generation != generation:
             return None
@@ -159,7 +158,7 @@ class Recovery:
             raise DamagedRecord("its kind is unknown to this release")
 
     def restored(self) -> None:
-        """The record of an attempt's end was read: nothing is lost."""
+        """The record of an attempt's end was read, so nothing is lost."""
         self.lost = frozenset()
 
 
@@ -170,7 +169,7 @@ def _give(
     servers: Sequence[Server],
     takers: Mapping[PartitionId, Sequence[Server]],
 ) -> tuple[PartitionOwner, ...]:
-    """Each lost partition, the largest first, to that of its takers with the fewest bytes."""
+    """Gives each lost partition, the largest first, to the one of its takers with the fewest bytes."""
     living = {server.incarnation: server for server in servers}
     loads = dict.fromkeys(sorted({taker.incarnation for found in takers.values() for taker in found}), 0)
     for owner in map_.owners:

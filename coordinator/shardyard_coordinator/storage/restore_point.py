@@ -1,8 +1,8 @@
-"""The checkpoint with which a job begins, or to which it goes back, because somebody has ordered it.
+"""The checkpoint of an ordered restore: a job begins with it, or goes back to it.
 
-Owns: what a machine must know from the manifest, its form as a record, and which settings a run needs to go on from it.
-Invariant: a restore point holds all that is decided from it, so that no storage is read when a run begins. Must not
-know: storage, who ordered it.
+Owns: what the machine must know from the manifest, its form as a record, and which settings a run needs to continue
+from it. Invariant: a restore point holds all that is decided from it, so that no storage is read when a run begins.
+Must not know: storage, who ordered it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardyard_coordinator.storage.checkpoint_book import feedback_of, feedback_
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers;
-    `floor`: as in its manifest; `created_s`: when it was written, in seconds since 1970."""
+    """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers.
+    `floor`: as in its manifest. `created_s`: when it was written, in seconds since 1970."""
 
     name: str
     url: str
@@ -45,8 +45,8 @@ class RestorePoint:
         return f"checkpoint {self.number} of step {self.step:,}"
 
     def agree(self, settings: JobSettings) -> JobSettings:
-        """The settings with which a run can go on from here: seed and logical ranks are the checkpoint's. Raises
-        ConfigurationError where they say otherwise."""
+        """The settings with which a run can continue from here: seed and logical ranks are the checkpoint's. Raises
+        ConfigurationError if the given settings contradict them."""
         consistency = settings.consistency
         if consistency.mode.updates is not self.mode:
             raise ConfigurationError(
@@ -82,7 +82,7 @@ class RestorePoint:
 
     @property
     def _makes_up(self) -> bool:
-        """Whether it is of a run with backup workers."""
+        """Whether the checkpoint is from a run with backup workers."""
         entries = self.data_ledger.get("entries", ())
         assert isinstance(entries, list | tuple)
         return any(kind == "steps_decided" for kind, _ in entries)

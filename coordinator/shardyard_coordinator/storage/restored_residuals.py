@@ -1,13 +1,13 @@
-"""The residuals of the checkpoint to which the whole job has gone back, until workers take them up.
+"""The residuals of the checkpoint to which the whole job has gone back, until workers take them over.
 
 A residual is what a worker's error feedback has not sent yet. It belongs to the state of the checkpoint: what the
 servers have, plus the residuals of all workers, is the sum of the gradients that count there. So a living worker takes
-up its own residual again, in place of what it has now. The residuals of workers that are gone are added to that of the
-first living worker.
+over its own residual again, in place of its present one. The residuals of workers that are gone are added to that of
+the first living worker.
 
-Owns: the residuals that no worker has taken up yet. Invariants: each is taken up once, by one worker; that of a living
-worker goes to no other worker; when the job goes back again, only what that checkpoint says counts. Must not know:
-storage, what the files contain, who sends what.
+Owns: the residuals that no worker has taken over yet. Invariants: each is taken over once, by one worker. That of a
+living worker goes to no other worker. When the job goes back again, only what that checkpoint says counts. Must not
+know: storage, what the files contain, who sends what.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NEVER: Final = Generation(0)
 
 @dataclass(frozen=True, slots=True)
 class RestoredResidual:
-    """A residual that a worker shall take up. `own`: it replaces the worker's residual; otherwise it is of a worker
-    that is gone, and is added. `file` is below `url`."""
+    """A residual that a worker should take over. `own`: it replaces the worker's residual; otherwise it belongs to a
+    worker that is gone, and is added. `file` is below `url`."""
 
     generation: Generation
     own: bool
@@ -46,15 +46,13 @@ class RestoredResidual:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Whether a worker takes up the residual that it has read. `record`: set if this is new."""
+    """Whether a worker takes over the residual that it has read. `record`: set if this is new."""
 
     taken: bool
     record: Entry | None = None
 
 
 class RestoredResiduals:
-    """Of one job."""
-
     def __init__(self) -> None:
         self.generation = NEVER
         """Of the map with which the job has last gone back as a whole."""
@@ -65,7 +63,7 @@ class RestoredResiduals:
 
     @property
     def due(self) -> tuple[str, ...]:
-        """The names of workers whose residuals no worker has taken up since the job went back."""
+        """The names of workers whose residuals no worker has taken over since the job went back."""
         return tuple(self._due)
 
     def go_back(self, committed: Committed, url: str, generation: Generation, *, is_same_run: bool) -> Entry:
@@ -76,8 +74,8 @@ class RestoredResiduals:
     def for_worker(
         self, worker: Incarnation, workers: Sequence[Incarnation], ready: Sequence[Incarnation]
     ) -> tuple[RestoredResidual, ...]:
-        """What the worker shall take up. `workers`: the living; `ready`: those that have the job's variables, the first
-        one first."""
+        """What the worker should take over. `workers`: the living ones. `ready`: those that have the job's variables,
+        the first one first."""
         if worker not in ready:
             return ()
         living = self._living(workers)
@@ -91,8 +89,8 @@ class RestoredResiduals:
     def take(
         self, worker: Incarnation, workers: Sequence[Incarnation], generation: Generation, name: str, *, lost: bool
     ) -> Claim:
-        """A worker has read the residual of the worker of that name; it takes it up if the claim says so. It asks again
-        if the answer does not arrive. `lost`: it could not be read."""
+        """A worker has read the residual of the worker of that name, and takes it over if the claim says so. It asks
+        again if the answer does not arrive. `lost`: it could not be read."""
         if generation != self.generation:
             return Claim(False)
         if name not in self._due:
@@ -132,7 +130,7 @@ class RestoredResiduals:
         ]
 
     def restore(self, kind: str, body: Body) -> bool:
-        """Takes a record of `entries`, or one of its kinds. Whether it says that a residual is lost. Raises
+        """Applies a record of `entries`, or one of its kinds. Returns whether it says that a residual is lost. Raises
         DamagedRecord."""
         match kind:
             case "feedback_due":
