@@ -28,7 +28,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -241,7 +241,7 @@ class LogFiles:
             failpoint("wal.after_fence")
             end = self.folder / END
             if not end.exists():
-                write_once(end, encode_mark(self._find_end()), before="wal.before_end")
+                write_once(end, encode_mark(self._find_end()), before=lambda: failpoint("wal.before_end"))
                 failpoint("wal.after_end")
             return decode_mark(_read(end), end)
 
@@ -344,13 +344,12 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_once(path: Path, data: bytes, *, before: str = "") -> None:
+def write_once(path: Path, data: bytes, *, before: Callable[[], None] = lambda: None) -> None:
     """Creates a file with this content, durably, unless it exists. If several processes do so at once, the content of
-    the first stays. `before`: a failpoint just before the name appears."""
+    the first stays. `before` is called just before the name appears."""
     mine = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     write_durably(mine, data)
-    if before:
-        failpoint(before)
+    before()
     with contextlib.suppress(FileExistsError):
         os.link(mine, path)
     mine.unlink()

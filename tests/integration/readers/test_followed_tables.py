@@ -22,8 +22,8 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.storage.storage import open_storage
-from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition import partition as partitions
+from shardyard_ps_server.partition import reads
 from shardyard_worker.reader import pinned_version
 from shardyard_worker.reader.pinned_version import PinnedVersion
 from shardyard_worker.reader.snapshots import Snapshots
@@ -379,7 +379,7 @@ def test_a_best_whose_rows_are_not_held_any_more_is_not_kept(
 
 def test_rows_that_a_checkpoint_reads_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused = []
-    real = lookups.read_table
+    real = reads.read_table
 
     def busy(partition: partitions.Partition, table: int) -> Any:
         if len(refused) < 2:
@@ -391,7 +391,7 @@ def test_rows_that_a_checkpoint_reads_are_waited_for(monkeypatch: pytest.MonkeyP
         Training(there.connect()).step(2)
         run = there.follow()
         next(run.snapshots(Model(), every_s=0))
-        monkeypatch.setattr(lookups, "read_table", busy)
+        monkeypatch.setattr(reads, "read_table", busy)
         run.report(loss=1.0)
         assert run.keep_best("loss", "min", into=str(tmp_path))
     assert len(refused) == 2
