@@ -147,8 +147,8 @@ class ServerWorld:
                 cut.complete()
                 arrays = [block_arrays(partition, index, cut) for index in range(len(partition.payload.blocks))]
                 digest = hashlib.sha256(b"".join(each[name].tobytes() for each in arrays for name in sorted(each)))
-                gate = partition.steps.gate
-                waiting = None if gate is None else (gate.step, gate.missing())
+                steps = partition.steps
+                waiting = None if steps is None else (steps.gate.step, steps.gate.missing())
                 cut.release()  # which has the tables too
                 found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting, _rows(partition)))
             jobs.append((hosted.job, hosted.generation, hosted.open, tuple(hosted.partitions), found))

@@ -52,8 +52,7 @@ class JobLoops:
 
     def await_loaded(self, job: JobId, wait_ms: int | None = WAIT_MS_MAX) -> None:
         """Returns when the job's loops are loaded. Raises NotReady after `wait_ms`, if that is not None."""
-        with self._lock:
-            thread = self._threads.get(job)
+        thread = self._threads.get(job)
         if thread is None:
             return
         thread.join(None if wait_ms is None else wait_ms / 1000)

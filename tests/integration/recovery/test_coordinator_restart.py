@@ -49,7 +49,7 @@ def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: RoleY
     (feed,) = job.feeds
     assert (feed.free, feed.leased, feed.finished) == (0, 0, True)
     assert job.job >> 32 == 1, "the job that the first coordinator began"
-    assert "going on from" in yard.coordinator.output
+    assert "continuing from" in yard.coordinator.output
 
 
 @pytest.mark.long

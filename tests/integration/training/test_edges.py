@@ -138,7 +138,7 @@ def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyP
             turns: list[int] = []
 
             def late(line: ServerStream, order: PushHeader, deadline_ms: int) -> ExchangeReply:
-                if order.pull is None or line in training._training.router._streams.values():  # type: ignore[union-attr]
+                if order.pull is None or line in training._loop.need_trainer().router._streams.values():
                     return take(line, order, deadline_ms)
                 with lock:
                     turns.append(len(turns))
