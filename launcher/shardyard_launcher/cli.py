@@ -1,9 +1,8 @@
 """The command `shardyard`: its commands, and how errors end it.
 
 Owns: exit codes (0 done, 1 failed, 2 wrong use or settings, 128 + N ended by signal N; a script's own for `up`, `run`
-and `agent`), the form of error messages. Invariants: an error of ours is told without a traceback, a defect with one;
-nothing of a role is imported before it is needed (`shardyard --version` takes a blink). Must not know: what a command
-does.
+and `agent`), the form of error messages. Invariants: Shardyard's own errors are shown without a traceback, defects with
+one. No role is imported before it is needed, so `shardyard --version` is fast. Must not know: what a command does.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
     if as_json:
         click.echo(to_json(report))
     else:
-        # no terminal: wide enough that a table's rows stay lines
+        # without a terminal, make lines wide enough for a table's rows
         show(report, Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False))
     return 0
 
@@ -105,7 +104,7 @@ shardyard.add_command(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; the exit status."""
+    """Runs the command line. Returns the exit status."""
     from shardyard.domain import errors
 
     try:
@@ -121,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         click.echo("stopped", err=True)
         return 130
     except BrokenPipeError:
-        # the reader of our output has gone; the interpreter must not stumble over it once more at its end
+        # the reader of our output has gone; flushing at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0

@@ -1,7 +1,8 @@
-"""`shardyard audit`: who did what in a job, from its coordinator or from the state folder of one that does not run.
+"""`shardyard audit`: the history of a job, from its coordinator, or from the state folder if no coordinator runs.
 
 Owns: the shape of the lines. It is a promise to scripts: names stay, new ones may come. Invariants: memory does not
-grow with the audit; a file is there whole or not at all. Must not know: what the entries mean beyond their names.
+grow with the audit. The output file is complete, or does not exist. Must not know: what the entries mean beyond their
+names.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def audit(
 
 
 def read(settings: Settings, job: str) -> Iterator[Mapping[str, Any]]:
-    """The audit, an entry at a time. Raises NotFound, CoordinatorUnavailable, ConfigurationError, all at once."""
+    """The audit, one entry at a time. Raises NotFound, CoordinatorUnavailable, ConfigurationError before the first
+    entry."""
     from shardyard.domain.errors import CoordinatorUnavailable
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.yard.state_file import read_state
@@ -105,12 +107,12 @@ def read(settings: Settings, job: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _begun(entries: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The same; what refuses them is raised here."""
+    """The same entries. Errors that come with the first one are raised here."""
     return itertools.chain(list(itertools.islice(entries, 1)), entries)
 
 
 def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, Any]]:
-    """From a coordinator that runs. Raises CoordinatorUnavailable, NotFound, ConfigurationError."""
+    """The audit of a running coordinator. Raises CoordinatorUnavailable, NotFound, ConfigurationError."""
     from shardyard.domain import errors
     from shardyard.domain.ids import JobId
     from shardyard.runtime.waits import WaitRegistry

@@ -1,8 +1,7 @@
-"""`shardyard checkpoint`: take, list, verify, export, restore and prune checkpoints.
+"""`shardyard checkpoint`: takes, lists, verifies, exports, restores and prunes checkpoints.
 
-Owns: what the commands print. The JSON of `list` is a promise to scripts: names stay, new ones may come. Invariants:
-only `prune` changes a checkpoint. Must not know: how checkpoints are laid out, how models are written
-(checkpoint_export).
+Owns: what the commands print. The JSON of `list` is a promise to scripts: names stay, new ones may come. Invariant:
+only `prune` changes a checkpoint. Must not know: the files of a checkpoint, how models are written (checkpoint_export).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _number = click.option(
 
 
 def _where(command: F) -> F:
-    """Adds --url, and the settings that say where checkpoints are without it; the command is given `url`."""
+    """Adds --url, and the settings that locate checkpoints without it. The command gets `url`."""
 
     @wraps(command)
     def called(*, url: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any) -> Any:
@@ -273,7 +272,7 @@ def prune(url: str, job: str | None, keep: int) -> int:
 
 @contextmanager
 def _asked(coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> Iterator[Peer]:
-    """The coordinator that is to be asked."""
+    """The coordinator to ask."""
     from shardyard.domain.errors import CoordinatorUnavailable
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.yard.state_file import coordinator_of
@@ -404,7 +403,7 @@ def _show(found: list[tuple[str, Listed]]) -> None:
             *([_say_tables(entry)] if has_tables else []),
             "",
         )
-    # no terminal: wide enough that a table's rows stay lines
+    # without a terminal, make lines wide enough for a table's rows
     Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
 
 

@@ -1,6 +1,6 @@
 """The files that `shardyard checkpoint export` writes: a model, a table, or the version that an evaluator has kept.
 
-Owns: the formats. Invariants: a file is there whole or not at all; variables are read one at a time for safetensors.
+Owns: the formats. Invariants: a file is complete, or does not exist. For safetensors, variables are read one at a time.
 Must not know: the command's options.
 """
 
@@ -31,7 +31,7 @@ def export_model(library: CheckpointLibrary, job: str, number: int | None, form:
 
 
 def export_table(library: CheckpointLibrary, job: str, number: int | None, name: str, out: Path) -> str:
-    """Raises InvalidRequest for a table that the job does not have and for another ending, ConfigurationError."""
+    """Raises InvalidRequest if the job has no such table or the file name's ending is another, ConfigurationError."""
     from shardyard.checkpoints import row_exports
     from shardyard.domain.errors import InvalidRequest
     from shardyard.storage.storage import write_file

@@ -1,7 +1,7 @@
-"""`shardyard doctor`: says what is wrong here, and between here and a yard, in one line each.
+"""`shardyard doctor`: says what is wrong on this machine, and between it and a yard, in one line each.
 
-Owns: what is probed in which order, the exit status (1 if something FAILED), the two outputs. Invariant: no probe can
-hang the command (shardyard_launcher.probes.findings). Must not know: how anything is probed.
+Owns: the order of the probes, the exit status (1 if something FAILED), the two outputs. Invariant: no probe can hang
+the command (shardyard_launcher.probes.findings). Must not know: how anything is probed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`shardyard eval --follow`: runs a script that evaluates a job while others train it.
+"""`shardyard eval --follow`: runs a script that evaluates a job during its training.
 
-Owns: the script's process on this machine, started again with a budget where it dies while the job goes on. Invariants:
-the process ends with this one, however that ends; each start follows the same run. Must not know: what the script does.
+Owns: the script's process on this machine. If it dies while the job continues, it is started again, within a budget.
+Invariants: the process ends with this one, however that ends. Each start follows the same run. Must not know: what the
+script does.
 """
 
 from __future__ import annotations
@@ -134,11 +135,11 @@ def _follow(
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], stop: threading.Event) -> int:
-    """Its exit code; once `stop` is set it is told to end, and killed if it does not."""
+    """Returns the script's exit code. Once `stop` is set, asks the script to end, and kills it if it does not."""
     from shardyard.runtime.waits import ExplainedWait
 
     arguments = [sys.executable, "-u", "-P", "-m", "shardyard_worker.agent.bootstrap", str(os.getpid()), *command]
-    # signals of the terminal come through this process
+    # this process passes on the terminal's signals
     process = subprocess.Popen(arguments, env=dict(environment), start_new_session=True)
     try:
         while process.poll() is None and not stop.wait(LOOK_S):
@@ -158,8 +159,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], stop: threading
 
 
 def _await_job(peer: Peer, name: str, grace_ms: int, stop: threading.Event) -> wire.JobStatus | None:
-    """The job that is to be followed; None once `stop` is set. Raises InvalidRequest where several run and none is
-    named, CoordinatorUnavailable."""
+    """The job to follow; None once `stop` is set. Raises InvalidRequest if several jobs run and none is named,
+    CoordinatorUnavailable."""
     from shardyard.domain import errors
     from shardyard.runtime.waits import ExplainedWait
 
@@ -181,7 +182,7 @@ def _goes_on(peer: Peer, job: int, grace_ms: int, stop: threading.Event) -> bool
 
 
 def _unfinished(peer: Peer, grace_ms: int, stop: threading.Event) -> list[wire.JobStatus]:
-    """Jobs that have not ended; none once `stop` is set. Waits for a coordinator that is away, for its grace time.
+    """Jobs that have not ended; none once `stop` is set. Waits for an unavailable coordinator for the grace time.
     Raises CoordinatorUnavailable."""
     from shardyard.domain import errors
     from shardyard.runtime.waits import ExplainedWait

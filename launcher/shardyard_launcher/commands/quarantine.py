@@ -1,7 +1,7 @@
 """`shardyard quarantined`: the batches of a job that do not count, down to the indices of their samples.
 
-Owns: the shape of the list. The JSON is a promise to scripts: names stay, new ones may come. Must not know: who
-decides that a batch is condemned.
+Owns: the shape of the list. The JSON is a promise to scripts: names stay, new ones may come. Must not know: how a batch
+is condemned.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def quarantined(
 
 
 def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, wire.ListQuarantinedReply]]:
-    """By the jobs' names, of all jobs, or of those that have this name or id. Raises CoordinatorUnavailable, NotFound
-    where there is none."""
+    """The replies with the jobs' names, for all jobs, or for those with this name or id. Raises CoordinatorUnavailable,
+    NotFound if there is none."""
     from shardyard.domain import errors
     from shardyard.domain.ids import JobId
     from shardyard.runtime.waits import WaitRegistry
@@ -154,5 +154,5 @@ def _show(batches: Sequence[dict[str, object]]) -> None:
             f"{positions[0]} to {positions[1] - 1}",
             shown + (f" and {more} more (--json)" if more > 0 else ""),
         )
-    # no terminal: wide enough that a table's rows stay lines
+    # without a terminal, make lines wide enough for a table's rows
     Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)

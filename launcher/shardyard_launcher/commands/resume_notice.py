@@ -1,7 +1,7 @@
-"""What `shardyard up` says of jobs that it has found in the state folder: with what they go on.
+"""Tells the user of `shardyard up` how the jobs found in the state folder continue.
 
-Owns: for how long it is waited until lost partitions are back; the words. Invariant: bounded; changes nothing. Must not
-know: how partitions are restored.
+Owns: how long to wait until lost partitions are restored; the words. Invariants: the wait is bounded, and nothing is
+changed. Must not know: how partitions are restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_S
 
 
 def say_what_goes_on(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """A line for each job of an earlier yard that is not finished, once its partitions have servers again, which takes
+    """Says a line for each unfinished job of an earlier yard, once its partitions have servers again. This takes
     `lease_ms` and a moment. For a yard that was started just now. Raises CoordinatorUnavailable."""
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     give_up = time.monotonic() + (lease_ms + LATE_MS) / 1000
@@ -58,7 +58,7 @@ def say_what_goes_on(coordinator: str, lease_ms: int, stop: threading.Event, say
 
 
 def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:
-    """With what a job of an earlier yard goes on."""
+    """From which state a job of an earlier yard continues."""
     if not job.HasField("checkpoint"):
         return f"job {job.name} goes on; it has no checkpoint"
     newest = f"its newest checkpoint is {describe_checkpoint(job.checkpoint, status.time_ms)}"
@@ -66,14 +66,14 @@ def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:
         waits = "; ".join(job.waits) or "its servers' leases to run out"
         return f"job {job.name} is not restored yet: it waits for {waits}; {newest}"
     if job.HasField("restored"):
-        # that one, which may not be the newest any more
+        # that checkpoint may no longer be the newest
         taken = describe_checkpoint(job.restored.checkpoint, status.time_ms)
         return f"job {job.name} goes on from checkpoint {taken}: {describe_restored(job.restored)}"
     return f"job {job.name} goes on at step {job.step:,}; {newest}"
 
 
 def _is_lost(status: wire.StatusReply, job: wire.JobStatus) -> bool:
-    """Whether partitions lack a living server, as far as that can be seen from here: one that died with its yard is a
+    """Whether partitions lack a living server, as far as it is visible here. A server that died with its yard stays a
     member until its lease has run out."""
     servers = {member.incarnation: member for member in status.members if member.role == wire.ROLE_SERVER}
     owners = {owner.server for owner in job.map.owners}

@@ -1,7 +1,7 @@
 """`shardyard coordinator`, `server`, `agent`: one role, in the foreground.
 
-Owns: which addresses a role binds and tells others, the ready line, the end by a signal. Invariants: one line
-`ready ADDRESS` goes to standard output once the role can be used; roles are imported only when they are started.
+Owns: which addresses a role binds and advertises, the ready line, the end by a signal. Invariants: a line `ready
+ADDRESS` goes to standard output once the role can be used. Roles are imported only when they are started.
 """
 
 from __future__ import annotations
@@ -176,15 +176,15 @@ def agent(
 
 
 def exit_status(code: int) -> int:
-    """A process's exit status for an exit code of which a negative one means a signal."""
+    """The exit status for an exit code; a negative code means a signal."""
     return 128 - code if code < 0 else code
 
 
 def addresses(bind: str, advertise: str | None) -> tuple[str, str | None]:
-    """Where to listen and what to tell others (None: the same). Raises ConfigurationError.
+    """Where to listen and what to advertise (None: the same). Raises ConfigurationError.
 
-    Whoever listens on all addresses of a machine tells the machine's name, unless told what; to know the port for it,
-    a free one is chosen here. An advertised port of 0 means the one that is listened on.
+    A role that listens on all addresses advertises the machine's name, unless told otherwise. This needs a port in
+    advance, so a free one is chosen here. An advertised port of 0 means the one that is listened on.
     """
     from shardyard.domain import errors
     from shardyard.transport.grpc_server import split_address
@@ -224,7 +224,7 @@ def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], l
 
 
 def tie(ends_with: int | None, awaits_go: bool) -> None:
-    """Ends this process with its launcher, or until the launcher has written it down."""
+    """Ends this process with its launcher; or makes it wait until the launcher has recorded it."""
     from shardyard_worker.agent.bootstrap import die_with_parent
 
     if ends_with is not None:

@@ -1,7 +1,7 @@
-"""`shardyard set`: a running job goes on under another consistency mode, or another bound on staleness.
+"""`shardyard set`: changes a running job's consistency mode, or its bound on staleness.
 
-Owns: which settings of a running job can be set, what the command prints. Must not know: how servers and workers go
-over.
+Owns: which settings of a running job can be set, what the command prints. Must not know: how servers and workers change
+the mode.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def set_(
 
 
 def parse_request(what: tuple[str, ...]) -> wire.SwitchConsistencyRequest:
-    """Of the command's arguments. Raises click.UsageError, ConfigurationError for a value that no job could have."""
+    """The request in the command's arguments. Raises click.UsageError, ConfigurationError for a value that no job could
+    have."""
     from shardyard.config.configuration import load
     from shardyard.wire import common_messages
     from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -99,7 +100,8 @@ def as_flag(name: str, value: str) -> object:
 
 
 def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
-    """0 once all go by it, or by a later switch; 1 where the job has ended, was forgotten, or stays as it was."""
+    """0 once all workers follow this switch or a later one; 1 if the job has ended, was forgotten, or keeps its
+    mode."""
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire

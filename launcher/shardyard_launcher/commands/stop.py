@@ -1,6 +1,6 @@
-"""`shardyard stop`: a job ends before its data does.
+"""`shardyard stop`: ends a job before its data ends.
 
-Owns: what the command prints. Must not know: where a job stops, how its workers hear of it.
+Owns: what the command prints. Must not know: where a job stops, how its workers are told.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def stop(
 
 
 def _await_end(peer: Peer, told: wire.StopJobReply) -> int:
-    """0 where it is finished, 1 where it has failed, or was forgotten."""
+    """0 if the job is finished, 1 if it has failed or was forgotten."""
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire

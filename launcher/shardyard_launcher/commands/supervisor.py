@@ -1,12 +1,13 @@
-"""The process that `shardyard up` leaves behind to look after a yard: it starts the roles, and the dead ones again.
+"""The process that `shardyard up` leaves running to watch a yard: it starts the roles, and restarts those that die.
 
-Why a process: `up` itself ends, and only a process's parent is told how it ended. One supervisor costs less than a
-watcher around each role, and its own death harms nobody: the roles live on as before, `shardyard status` says that
-nobody watches them, and the next `shardyard up` starts another supervisor, which takes them over. It is an entry of the
-state file, ended by `shardyard down` before all others.
+It must be a process of its own: `up` itself ends, and only a process's parent learns how the process ended. One
+supervisor costs less than a watcher for each role. Its own death does no harm: the roles continue, `shardyard status`
+says that they are not watched, and the next `shardyard up` starts another supervisor, which adopts them. The state file
+lists it, and `shardyard down` ends it before all others.
 
-Owns: the state file while it lives; its log, which has each death and each restart. Invariants: it is written down
-before it does anything; where the yard cannot be started, nothing of it stays. Must not know: scripts, displays.
+Owns: the state file while it lives; its log, which has each death and each restart. Invariants: it is recorded in the
+state file before it does anything. If the yard cannot be started, nothing of it stays. Must not know: scripts,
+displays.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ERROR: Final = "error: "
 
 
 class StartFailed(Exception):
-    """The supervisor has ended before the yard was up. `said`: its error, as it is to be shown."""
+    """The supervisor ended before the yard was up. `said`: its error, as it is to be shown."""
 
     def __init__(self, said: str, exit_code: int) -> None:
         super().__init__(said)
@@ -118,7 +119,7 @@ def _serve(settings: Settings, folder: Path, found: YardState, stop: threading.E
 
 def start_supervised(settings: Settings, folder: Path, stop: threading.Event) -> RunningYard:
     """Starts a yard in the folder, under a supervisor, and waits until it is up. Raises StartFailed, DeadlineExceeded,
-    and Interrupted once `stop` is set; then nothing of it is left. For who holds the folder's lock."""
+    and Interrupted once `stop` is set; then nothing of it is left. The caller must hold the folder's lock."""
     from shardyard_launcher.yard.local_cluster import write_settings
     from shardyard_launcher.yard.state_file import YardState, forget_state
 
@@ -134,13 +135,13 @@ def start_supervised(settings: Settings, folder: Path, stop: threading.Event) ->
 
 
 def supervise_again(settings: Settings, folder: Path, state: YardState) -> RunningYard:
-    """Starts a supervisor for a yard that has lost its own. For who holds the folder's lock."""
+    """Starts a supervisor for a yard that has lost its own. The caller must hold the folder's lock."""
     from shardyard_launcher.yard.local_cluster import SETTINGS_FILE, write_settings
     from shardyard_launcher.yard.state_file import YardState
 
     if not (folder / SETTINGS_FILE).exists():
         write_settings(settings, folder)
-    # who was given up gets a new budget
+    # a process that was given up gets a new budget
     return _begin(folder, YardState(state.roles, state.restarts))[0]
 
 
@@ -185,7 +186,7 @@ def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -
 
 
 def _failed(supervisor: RunningRole) -> StartFailed:
-    """Its error is ours: what `shardyard up` would have said, had it started the yard itself."""
+    """The supervisor's error, which `shardyard up` shows as its own."""
     from shardyard_launcher.yard.role_process import tail
 
     process = supervisor.process

@@ -1,9 +1,9 @@
 """`shardyard up`, `down`, `run`: a yard on this machine, with or without a script.
 
-Owns: when a yard is started, reused or refused; what is left standing after a script, an error or Ctrl-C; the words
-printed about it. Invariants: `run` leaves no process behind; `up` leaves a yard that is whole, or being made whole by
-its supervisor, or none that it started; `down` ends only processes that the state file names. Must not know: how
-processes are started and watched (cluster, supervisor, standing, script).
+Owns: when a yard is started, reused or refused; what stays running after a script, an error or Ctrl-C; the words
+printed about it. Invariants: `run` leaves no process behind. `up` leaves a yard that is whole, or that its supervisor
+is repairing, or no yard that it started. `down` ends only processes that the state file names. Must not know: how
+processes are started and watched (cluster, supervisor, running_yard, script).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
         if found is None:
             click.echo(f"no yard is up in {folder}")
         else:
-            # a second signal must not leave half of the yard standing
+            # a second signal must not leave half of the yard running
             with StopSignals():
                 stopped = RunningYard(folder, found).stop()
                 forget_state(folder)
@@ -178,7 +178,7 @@ def _tend(cluster: LocalCluster) -> list[str]:
 
 
 def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[RunningYard, bool]:
-    """The yard of the folder, and whether it was started now."""
+    """The folder's yard, and whether it was started now."""
     from shardyard_launcher.commands.supervisor import start_supervised, supervise_again
     from shardyard_launcher.yard.local_cluster import check_free
     from shardyard_launcher.yard.running_yard import RunningYard
@@ -187,7 +187,7 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
     settings = given.loaded.settings
     yard = settings.yard
     if not folder.exists():
-        # a start that is refused leaves no folder
+        # a refused start leaves no folder
         check_free(yard.bind, yard.coordinator_port)
     with locked(folder):
         found = read_state(folder)
@@ -287,7 +287,7 @@ def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int
 
 
 def _nothing_to_check() -> list[str]:
-    """A yard that was not started here is not watched here; its agent and the script notice what happens to it."""
+    """For a yard that was not started here: its agent and the script notice what happens to it."""
     return []
 
 
@@ -300,7 +300,8 @@ def _take_down(yard: RunningYard, folder: Path) -> None:
 
 
 def _purge(folder: Path) -> str:
-    """Deletes what `up` has put into the folder, and the folder if nothing else is in it; says what it did."""
+    """Deletes what `up` has put into the folder, and the folder if nothing else is in it. Returns what it did, in
+    words."""
     import shutil
 
     from shardyard.config.settings import COLD_FOLDER, WAL_FOLDER

@@ -1,8 +1,8 @@
-"""What `shardyard doctor` finds: one line for each thing that was looked at.
+"""What `shardyard doctor` finds: one line for each thing that it looks at.
 
 Owns: the verdicts, the form of a line, the deadline of each probe. Invariants: a probe that hangs costs its deadline
-and no more; one that fails in a way nobody thought of is a finding too, and the others are still made. Must not know:
-what is probed.
+and no more. An unexpected error in a probe is a finding too, and the other probes still run. Must not know: what is
+probed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`said`: what was seen; `todo`: what to do about it, empty where nothing needs to be done."""
+    """`said`: what was seen. `todo`: what to do about it; empty if nothing needs to be done."""
 
     probe: str
     verdict: Verdict
@@ -63,7 +63,7 @@ class Probe:
 
 
 def carry_out(probe: Probe) -> Sequence[Finding]:
-    """What the probe found. It runs in a thread of its own, which is left behind where it does not end in time."""
+    """What the probe found. The probe runs in its own thread, which is abandoned if it does not end in time."""
     answers: queue.SimpleQueue[Sequence[Finding]] = queue.SimpleQueue()
 
     def run() -> None:

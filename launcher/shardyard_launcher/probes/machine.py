@@ -1,7 +1,7 @@
 """What `shardyard doctor` looks at on this machine: disk, shared memory, memory, limits, libraries.
 
-Invariants: nothing that is looked at is changed, and nothing is left behind, even by a kill; torch is imported by
-another process, for it is slow and may take this one down. Must not know: the network, how findings are shown.
+Invariants: nothing that is looked at is changed, and nothing is left behind, even by a kill. Another process imports
+torch, because the import is slow and may crash. Must not know: the network, how findings are shown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def probes(state: Path) -> list[Probe]:
 
 
 def disk(state: Path) -> Sequence[Finding]:
-    """The state folder, or where it would be made: may it be written, how much is free, how long is an fsync."""
+    """Whether the state folder (or the place where it would be made) is writable, its free space, and the time of an
+    fsync."""
     folder = next(each for each in (state.absolute(), *state.absolute().parents) if each.exists())
     where = f"the state folder {state}" if folder == state.absolute() else f"{folder}, where {state} would be made,"
     elsewhere = "set yard.state to a folder that this user can write to"
@@ -92,7 +93,7 @@ def disk(state: Path) -> Sequence[Finding]:
 
 
 def shared_memory() -> Sequence[Finding]:
-    """Whether what one process exports another could open: a sealed memfd by way of /proc/PID/fd."""
+    """Whether one process could open what another exports: a sealed memfd by way of /proc/PID/fd."""
     slower = "processes on one machine use streams instead, which is slower; training works"
     if not shm.available():
         return [warning("shared memory", f"{sys.platform} with this Python has no memfd", slower)]
@@ -125,7 +126,7 @@ def memory() -> Sequence[Finding]:
 
 
 def _limits() -> list[tuple[str, int]]:
-    """Limits on memory that are below what the machine has."""
+    """Memory limits that are below what the machine has."""
     found = []
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
@@ -165,7 +166,7 @@ def grpcio() -> Sequence[Finding]:
 
 
 def torch() -> Sequence[Finding]:
-    """torch and CUDA, asked in another process."""
+    """torch and CUDA, looked at in another process."""
     if importlib.util.find_spec("torch") is None:
         todo = "only workers need it: pip install 'shardyard[worker]'"
         return [warning("torch", "not installed", todo)]

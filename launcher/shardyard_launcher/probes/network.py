@@ -1,7 +1,8 @@
 """What `shardyard doctor` looks at between this machine and a yard: name, TCP, TLS, gRPC, releases, clock, members.
 
-Owns: the order, from the ground up: where one fails, those that build on it are not made. Invariants: each connection
-has a deadline; what the other side sends is bounded and never believed. Must not know: how findings are shown.
+Owns: the order, from the lowest layer up; after a failed step, the steps that depend on it are skipped. Invariants:
+each connection has a deadline. What the other side sends is bounded and never trusted. Must not know: how findings are
+shown.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _name(host: str, port: int, known: list[tuple[str, int]]) -> Sequence[Findin
 
 
 def _proxy(host: str) -> Sequence[Finding]:
-    """gRPC takes a proxy from the environment, also for addresses on this machine."""
+    """gRPC takes a proxy from the environment, even for addresses on this machine."""
     name = next((each for each in PROXIES if os.environ.get(each)), None)
     spared = next((os.environ[each] for each in SPARED if os.environ.get(each)), "").split(",")
     if name is None or any(host.endswith(each.strip()) for each in spared if each.strip()):
@@ -108,7 +109,7 @@ def _proxy(host: str) -> Sequence[Finding]:
 
 
 def _tcp(address: str, known: list[tuple[str, int]]) -> Sequence[Finding]:
-    """Puts the address that answers first."""
+    """Moves the address that answers to the front."""
     refusals = []
     for where in known[:ADDRESSES_MAX]:
         begin = time.perf_counter()
@@ -123,7 +124,7 @@ def _tcp(address: str, known: list[tuple[str, int]]) -> Sequence[Finding]:
 
 
 def connect(where: tuple[str, int]) -> tuple[str, str] | None:
-    """None where somebody listens; else what happened and what to do."""
+    """None if a process listens; else what happened and what to do."""
     try:
         socket.create_connection(where, timeout=CONNECT_S).close()
     except TimeoutError:
@@ -179,7 +180,7 @@ def _language(where: tuple[str, int]) -> str:
 
 
 def _read(stream: socket.socket) -> bytes:
-    """The first bytes of an answer, fewer where the other side ends."""
+    """The first bytes of an answer; fewer if the other side closes the connection."""
     until = time.monotonic() + CONNECT_S
     answer = b""
     while len(answer) < _ANSWER_BYTES:
@@ -194,12 +195,12 @@ def _read(stream: socket.socket) -> bytes:
 def _takes_tls(where: tuple[str, int]) -> bool:
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # whether it speaks TLS, not whom it proves to be
+    context.verify_mode = ssl.CERT_NONE  # only whether it speaks TLS matters, not its identity
     try:
         with socket.create_connection(where, timeout=CONNECT_S) as stream, context.wrap_socket(stream):
             return True
     except ssl.SSLError as error:
-        # an alert is said by somebody who speaks TLS
+        # an alert means that the other side speaks TLS
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
@@ -246,7 +247,7 @@ def _not_the_coordinator(address: str, ask: Callable[[str], str]) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A status, and between which two moments of this machine's wall clock it was given, in ms since 1970."""
+    """A status, and the two moments of this machine's wall clock between which it was given, in ms since 1970."""
 
     status: wire.StatusReply
     asked_ms: int
@@ -272,7 +273,7 @@ def _status(address: str, status: list[_Answer]) -> Sequence[Finding]:
 
 
 def _releases(status: wire.StatusReply) -> Sequence[Finding]:
-    """A coordinator of an earlier release tells neither its protocol, which is in its service's name, nor its
+    """A coordinator of an earlier release reports neither its protocol, which is in its service's name, nor its
     release."""
     ours = version("shardyard")
     install = "install one release on all machines"
@@ -289,12 +290,12 @@ def _releases(status: wire.StatusReply) -> Sequence[Finding]:
 
 
 def _clock(answer: _Answer) -> Sequence[Finding]:
-    """The coordinator's wall clock against this machine's. Leases are held by clocks that nobody sets; this one is for
-    people who read logs of several machines, and times of checkpoints."""
+    """The coordinator's wall clock against this machine's. Leases use clocks that cannot be set. The wall clock matters
+    to people who read logs of several machines, and for the times of checkpoints."""
     theirs = answer.status.time_ms
     if not theirs:
         return [ok("clock", "the coordinator is of a release that does not tell the time")]
-    # it was told at some moment between the question and its answer
+    # the status was given at some moment between the question and its answer
     ahead_ms = max(0, theirs - answer.came_ms) - max(0, answer.asked_ms - theirs)
     if abs(ahead_ms) <= SKEW_MS_MAX:
         return [ok("clock", f"the coordinator's is within {SKEW_MS_MAX / 1000:g} s of this machine's")]
@@ -309,7 +310,7 @@ def _members_ms() -> int:
 
 
 def _members(status: wire.StatusReply) -> Sequence[Finding]:
-    """Whether each member's address can be reached from this machine, as a worker here would."""
+    """Whether a worker on this machine could reach each member's address."""
     reachable = [member for member in status.members if member.address][:MEMBERS_MAX]
     if not reachable:
         return []
@@ -332,7 +333,7 @@ def _members(status: wire.StatusReply) -> Sequence[Finding]:
 
 
 def _reach_all(addresses: Sequence[str]) -> Sequence[str]:
-    """For each address what is wrong, empty where nothing is. Threads that hang are left behind, and said to."""
+    """For each address what is wrong, empty if nothing is. Threads that hang are abandoned, and reported as such."""
     refusals = ["had no result in time: its name does not resolve, or this machine is too slow"] * len(addresses)
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(addresses)):
@@ -354,7 +355,7 @@ def _reach_all(addresses: Sequence[str]) -> Sequence[str]:
 
 
 def _reach(address: str) -> str:
-    """Empty where somebody listens, else what is wrong."""
+    """Empty if a process listens, else what is wrong."""
     try:
         host, port = split_address(address)
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -372,5 +373,5 @@ def _reach(address: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """What a peer says of itself, safe for a terminal."""
+    """What a peer says about itself, made safe for a terminal."""
     return "".join(each if each.isprintable() else "?" for each in text[:128]) or "unknown"

@@ -1,9 +1,9 @@
 """How a running script is shown: its output, and a line of progress.
 
 Owns: the choice of the job to show, the text of a progress line, two displays (a terminal, anything else). Invariants:
-each output line comes out whole and in order, without a terminal on the stream it was printed to; a display repeats no
-line of progress; on a terminal that line is one row, and its last state stays, whole. Must not know: where status
-comes from, what a launch is.
+each output line is shown whole and in order; without a terminal, on the stream to which it was printed. A display
+repeats no line of progress. On a terminal that line is one row, and its last state stays, in full. Must not know: where
+the status comes from, what a launch is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS_SHOWN_MAX = 6
 
 
 class JobChoice:
-    """Which of a yard's jobs is the script's: the one that its processes have joined, also after they have left."""
+    """Which of a yard's jobs is the script's: the one that its processes have joined, even after they have left."""
 
     def __init__(self) -> None:
         self._job = 0
@@ -100,7 +100,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """The script's output, and below it a line of progress that is drawn anew."""
+    """The script's output, and below it a line of progress that is redrawn."""
 
     def __init__(self, workers: Callable[[], int], console: Console) -> None:
         self._workers = workers
@@ -108,7 +108,7 @@ class LiveDisplay:
         self._console = console
         self._shown = "starting the script"
         self._last = ""
-        # drawn when it changes; what stays in the end is printed, so that it may be longer than a row
+        # redrawn when it changes; the final one is printed, so that it may be longer than a row
         self._live = Live(_row(self._shown), console=console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def output(self, index: int, standard_error: bool, line: str) -> None:
@@ -146,8 +146,8 @@ def _row(line: str) -> Text:
 
 
 class FirstStep:
-    """A display that says, once, how long it took to the first step of the script's job: since this command began, and
-    since `began` (seconds since 1970), where the installation comes before this command."""
+    """A display that prints once how long the first step of the script's job took to come: since this command began,
+    and since `began` (seconds since 1970), if an installation comes before this command."""
 
     def __init__(self, display: PlainDisplay | LiveDisplay, began: int | None = None) -> None:
         self._display = display
@@ -174,8 +174,8 @@ class FirstStep:
 
 
 def display_for(workers: Callable[[], int], progress_to: TextIO) -> PlainDisplay | LiveDisplay:
-    """A live display where both streams are terminals, else a plain one. `workers` tells how many processes there are,
-    once that is known."""
+    """A live display if both streams are terminals, else a plain one. `workers`: returns the number of processes, once
+    it is known."""
     if sys.stdout.isatty() and progress_to.isatty():
         return LiveDisplay(workers, Console(file=progress_to))
     return PlainDisplay(workers, progress_to)

@@ -1,9 +1,9 @@
 """A training script launched through an agent, and watched until it ends.
 
-Owns: the launch, the stream of its events (taken up again where it broke off), a new launch where the agent died and
-came back (its processes died with it, as if a signal had killed each), the stop. Invariants: `follow` returns or raises
-within seconds after `stop` is set or `check` raises, and then the script's processes are ended. Must not know: who
-started the yard, how progress is drawn.
+Owns: the launch; the stream of its events, which is resumed after a break; a new launch if the agent died and came back
+(its processes died with it, as if a signal had killed each); the stop. Invariants: `follow` returns or raises within
+seconds after `stop` is set or `check` raises, and the script's processes have ended then. Must not know: how the yard
+was started, how progress is drawn.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Script:
-    """What to launch. `workers` 0: as many as the agent was started for."""
+    """What to launch. `workers` 0: as many as the agent was configured for."""
 
     path: Path
     arguments: tuple[str, ...]
@@ -74,8 +74,9 @@ def launch_environment(
     sets: Sequence[tuple[str, Flag]],
     whole: bool,
 ) -> dict[str, str]:
-    """What training processes inherit of the launcher: its settings, from file, environment and flags, so that they
-    see the values that it saw; with `whole` (the agent is on this machine) the rest of its environment too."""
+    """The launcher's settings, from file, environment and flags, for the environment of training processes, so that
+    they see the same values. With `whole` (the agent is on this machine), the rest of the launcher's environment
+    too."""
     taken = {
         name: text
         for name, text in environment.items()
@@ -95,7 +96,7 @@ def launch_environment(
 
 
 class ScriptRun:
-    """One launch on one agent. For one thread; a second one, its own, watches."""
+    """One launch on one agent. For one thread; a second thread, its own, polls the status."""
 
     def __init__(self, coordinator: str, agent: str) -> None:
         network = GrpcNetwork()
@@ -131,8 +132,9 @@ class ScriptRun:
     def follow(
         self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
-        """Shows what happens until the launch has ended, and what `check` says; None if `stop` was set first. Raises
-        what `check` raises, and Unavailable when the agent is gone. The script's processes are stopped in any case."""
+        """Shows what happens, and what `check` reports, until the launch has ended. Returns None if `stop` was set
+        first. Raises what `check` raises, and Unavailable when the agent is gone. The script's processes are stopped in
+        any case."""
         ended: agent_wire.LaunchEnded | None = None
         poller = _StatusPoller(self._coordinator)
         try:
@@ -157,7 +159,8 @@ class ScriptRun:
                 self._show_last(display)
 
     def _launch_again(self, display: Display, stop: threading.Event, lost: errors.NotFound) -> None:
-        """The agent that answers is another one than that which launched the script, and knows nothing of it."""
+        """Launches the script again, because the agent that launched it was replaced by another one that does not know
+        it."""
         script, agent = self._script, self._agent.name
         assert script is not None
         if self._launched_again >= script.restarts_max:
@@ -182,7 +185,7 @@ class ScriptRun:
                 stop.wait(SLICE_S)
 
     def first_error(self, ended: agent_wire.LaunchEnded) -> str:
-        """What the first failed process says, without a traceback that its output has shown already."""
+        """The error of the first failed process, without a traceback that its output has shown already."""
         return self._shown.tell(ended.first_error_index, ended.first_error, several=self.workers > 1)
 
     def close(self) -> None:
@@ -265,7 +268,7 @@ class ScriptRun:
 
 
 class _StatusPoller:
-    """Asks the coordinator for its status in a thread, so that a slow answer delays no output. Once a second; more
+    """Asks the coordinator for its status in a thread, so that a slow answer delays no output: once a second, and more
     often until a job has taken its first step."""
 
     def __init__(self, coordinator: Peer) -> None:
@@ -288,7 +291,7 @@ class _StatusPoller:
     def _run(self) -> None:
         pause_ms = FIRST_STEP_MS
         while not self._closing.wait(pause_ms / 1000):
-            # what is wrong with the coordinator, others notice and say
+            # errors of the coordinator are noticed and reported elsewhere
             with contextlib.suppress(errors.ShardyardError, queue.Full):
                 status = self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=PROGRESS_MS)
                 if any(job.state == wire.JOB_STATE_RUNNING and job.samples for job in status.jobs):
@@ -321,7 +324,7 @@ def find_agent(coordinator: str) -> str:
 
 
 def _agents(status: wire.StatusReply) -> Iterator[wire.MemberStatus]:
-    """Those on this machine first: their paths are ours."""
+    """Agents on this machine come first, because they see the same paths."""
     host = os.uname().nodename
     agents = [member for member in status.members if member.role == wire.ROLE_AGENT and member.address]
     yield from sorted(agents, key=lambda member: (member.host != host, member.incarnation))

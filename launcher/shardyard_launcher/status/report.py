@@ -1,6 +1,6 @@
-"""What a yard's coordinator, its servers and the state folder on this machine say, asked and added up.
+"""Asks a yard's coordinator, its servers and the state folder on this machine for their state, and adds it up.
 
-Owns: the questions, and the sums over servers. Must not know: who asks, how it is shown.
+Owns: the questions, and the sums over servers. Must not know: which command asks, how it is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Server = server_wire.DescribeServerReply | errors.ShardyardError
 
 @dataclass(frozen=True)
 class YardReport:
-    """`servers`: by incarnation, what each server says, or why it did not answer."""
+    """`servers`: by incarnation, what each server reports, or why it did not answer."""
 
     coordinator: str
     status: wire.StatusReply
@@ -48,7 +48,7 @@ class YardReport:
         return {part.partition: part.version for said in self.answers for part in said.partitions if part.job == job}
 
     def staleness(self, job: int) -> int:
-        """The most steps of a worker that were missing in values that a server gave."""
+        """The most steps of a worker that were missing from values that a server gave."""
         return max([found.most for each in self.answers for found in each.staleness if found.job == job], default=0)
 
     def lateness(self, job: int) -> dict[str, float] | None:
@@ -66,8 +66,8 @@ class YardReport:
         }
 
     def table(self, job: int, table: wire.TableStatus) -> TableReport:
-        """A table over all servers. If no server says anything of it, because the job has ended for example, `rows` is
-        what the coordinator heard last."""
+        """A table over all servers. If no server reports it, for example because the job has ended, `rows` is what was
+        last reported to the coordinator."""
         found = [
             (said.server, each)
             for said in self.answers
@@ -96,8 +96,8 @@ class YardReport:
 
 
 class TableReport(TypedDict):
-    """`load`: the share of the index's places that ids take, None if no server says; `disk_refused`: by server, why its
-    disk takes no more rows; `servers`: how many servers say something of the table."""
+    """`load`: the share of the index's places that ids take, None if no server reports it. `disk_refused`: by server,
+    why its disk takes no more rows. `servers`: how many servers report the table."""
 
     name: str
     dim: int
@@ -168,7 +168,7 @@ def _describe(network: Network, member: wire.MemberStatus) -> Server:
 
 
 def _explained(error: errors.CoordinatorUnavailable, local: LocalReport | None) -> errors.CoordinatorUnavailable:
-    """With what the state folder knows of the coordinator's end."""
+    """Adds what the state folder knows about the coordinator's end."""
     if local is None:
         return error
     why = local.given_up.get("coordinator")

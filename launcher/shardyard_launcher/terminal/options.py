@@ -63,18 +63,18 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
     loaded = load(None if file is None else Path(file), os.environ, {**dict(parsed), **own})
     for notice in loaded.notices:
         click.echo(f"note: {notice}", err=True)
-    # all processes of a yard write their logs alike, the training processes too
+    # all processes of a yard write logs in the same format, including the training processes
     if "log.format" in own:
         parsed = (*parsed, ("log.format", Flag(str(own["log.format"]), "--log-format")))
     return Given(loaded, file, parsed)
 
 
 class StopSignals:
-    """SIGINT and SIGTERM set an event, in place of what they did before, while the block lasts. `exit_code` is what
-    a program ends with that such a signal has stopped; None while none came.
+    """SIGINT and SIGTERM set an event while the block lasts, instead of their usual effect. `exit_code`: the program's
+    exit code after such a signal; None if none came.
 
-    A thread sets the event: the interpreter runs a signal's handler on top of whatever the main thread does, and while
-    that waits for the event, or sets it, a handler that sets it would wait for the event's lock for ever.
+    A thread sets the event. A signal's handler runs on top of the main thread's present code. If that code waits for
+    the event, or sets it, a handler that set the event would wait for its lock for ever.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class StopSignals:
         self._thread.join()
 
     def _listen(self, read: int) -> None:
-        """Takes the numbers of signals as the interpreter writes them, until the other end is closed."""
+        """Reads the numbers of signals that the interpreter writes, until the other end is closed."""
         with os.fdopen(read, "rb", buffering=0) as stream:
             while got := stream.read(1):
                 if got[0] in (signal.SIGINT, signal.SIGTERM):

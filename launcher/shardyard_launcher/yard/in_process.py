@@ -1,7 +1,8 @@
 """A yard inside one process: coordinator, servers and one worker, over the in-process network.
 
-The same servicers, ledgers and optimizers as over gRPC, given the same bytes; so a script runs alone as it runs in a
-yard, to the last bit in synchronous mode. Owns: the order of starting and stopping. Must not know: how any role works.
+It uses the same servicers, ledgers and optimizers as over gRPC, and gives them the same bytes. So a script runs alone
+as it runs in a yard; in synchronous mode down to the last bit. Owns: the order of starting and stopping. Must not know:
+how any role works.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LocalYard:
 
     def __init__(self, settings: Settings) -> None:
         yard = settings.yard
-        # before anything has started, since it may be refused
+        # before anything is started, because it may be refused
         budgets = [budget_in(yard.cold_folder, yard.memory_bytes_max) for _ in range(yard.servers)]
         self.network = InProcessNetwork()
         self._journal = Journal(None, secluded=True)
@@ -54,7 +55,7 @@ class LocalYard:
             self._servers.append(server)
 
     def close(self) -> None:
-        """Stops all of it, once the last checkpoint is written; no thread is left."""
+        """Stops everything once the last checkpoint is written. No thread is left."""
         with ExplainedWait(lambda: "the last checkpoint of the job", logger=log) as wait:
             while self._coordinator.is_finishing:
                 wait.tick()
@@ -69,7 +70,7 @@ class LocalYard:
 def connect(settings: Settings) -> Job:
     """Starts a yard in this process and joins it. Leaving the job ends the yard."""
     for role in ("shardyard.coordinator", "shardyard.server"):
-        # alone in a process, the comings and goings of its own parts are no news
+        # in one process, logs about its own parts joining and leaving are not useful
         if logging.getLogger(role).level == logging.NOTSET:
             logging.getLogger(role).setLevel(logging.WARNING)
     job: Job | None = None

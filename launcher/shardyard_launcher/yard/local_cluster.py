@@ -1,10 +1,11 @@
 """A yard on this machine, as processes: a coordinator, servers, an agent.
 
-Owns: the order of start and stop, the waiting until all are registered, the watching of the processes and the restart
-of those that die. Invariants: what fails to start is stopped as a whole; a process is started again on the same port,
-with the same state folder, as often as its budget allows (shardyard_launcher.yard.restart_policy), so that it takes the
-dead one's place; `stop` is bounded in time and leaves no process; only processes that were started here, or written
-down by who started them, are ever ended. Must not know: scripts, displays, command lines, who else watches.
+Owns: the order of start and stop, the wait until all are registered, the watching of the processes and the restart of
+those that die. Invariants: if the start fails, everything that was started is stopped. A process is restarted on the
+same port, with the same state folder, as often as its budget allows (shardyard_launcher.yard.restart_policy), so that
+it replaces the dead one. `stop` is bounded in time and leaves no process. Only processes are ever ended that were
+started here, or recorded by the process that started them. Must not know: scripts, displays, command lines, other
+watchers.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _LOST: Final[dict[str, type[errors.ShardyardError]]] = {
 
 
 class Interrupted(Exception):
-    """Somebody asked to stop while the yard was starting."""
+    """A stop was requested while the yard was starting."""
 
 
 class RoleSlot:
-    """A process of the yard and those that take its place, one after the other."""
+    """A process of the yard, and those that replace it, one after the other."""
 
     def __init__(self, running: RunningRole) -> None:
         self.running = running
@@ -63,7 +64,7 @@ class RoleSlot:
         self._wait: ExplainedWait | None = None
 
     def begin(self, running: RunningRole, number: int) -> None:
-        """`running` takes the place, as restart `number`, and is waited for until it is ready."""
+        """`running` becomes the slot's process, as restart `number`, and is watched until it is ready."""
         self.running, self.restart_ms, self._number = running, None, number
         self._wait = self._explained.enter_context(ExplainedWait(lambda: self.waited_for))
 
@@ -73,7 +74,7 @@ class RoleSlot:
         return f"{process} to be ready after restart {self._number}; its log is {process.log}"
 
     def look(self) -> bool:
-        """Whether the process that was started again has become ready since the last look."""
+        """Whether the restarted process has become ready since the last call."""
         if self._wait is None:
             return False
         self._wait.tick()
@@ -88,9 +89,10 @@ class RoleSlot:
 
 
 class LocalCluster:
-    """`settings.yard` says how many servers, for how many workers, where. `folder` takes logs, settings and journal.
+    """`settings.yard` says how many servers, for how many workers, and where. `folder` holds logs, settings and
+    journal.
 
-    `tied` processes end when the thread that started them ends; others stay until they are stopped. `on_change` is told
+    `tied` processes end when the thread that started them ends; others stay until they are stopped. `on_change` gets
     the state whenever a process was started, has become ready, or has died. For one thread.
     """
 
@@ -129,7 +131,7 @@ class LocalCluster:
         return self.state.address_of("agent")
 
     def adopt(self, state: YardState) -> None:
-        """Takes over a yard that nobody watches. How its processes end is then not known, only that they do."""
+        """Takes over a yard that is not watched. How its processes end is then not known, only that they do."""
         self._places = [RoleSlot(RunningRole(process)) for process in state.roles]
         self._restarted = list(state.restarts)
         for place in self._places:
@@ -139,8 +141,8 @@ class LocalCluster:
         self._changed()
 
     def start(self, *, stop: threading.Event) -> None:
-        """Starts everything and waits until all are registered, READY_MS_MAX at most. What was started is stopped
-        again if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
+        """Starts everything and waits until all are registered, at most READY_MS_MAX. If that fails, what was started
+        is stopped again. Raises AddressInUse, Unavailable or a subclass with the end of the failed process's log, and
         Interrupted once `stop` is set."""
         begun = time.monotonic()
         yard = self._settings.yard
@@ -157,8 +159,8 @@ class LocalCluster:
             raise
 
     def tend(self) -> list[str]:
-        """Looks after the processes, and starts those that have died, when it is time; returns what is new, in words.
-        To be called several times a second; takes no longer than to start a process."""
+        """Checks the processes, and restarts dead ones when it is time. Returns what is new, in words. To be called
+        several times a second. A call takes no longer than the start of a process."""
         now_ms = int(time.monotonic() * 1000)
         news = []
         for place in self._places:
@@ -228,7 +230,7 @@ class LocalCluster:
         running.release()
 
     def _mourn(self, place: RoleSlot, ending: str, now_ms: int) -> str:
-        """Decides what becomes of a process that has died; says so."""
+        """Decides whether a dead process is restarted. Returns the decision in words."""
         place.end_wait()
         process = place.running.process
         decided = self._restarts.died(process.name, now_ms)
@@ -270,7 +272,7 @@ class LocalCluster:
             self._on_change(self.state)
 
     def _changed_if_possible(self) -> None:
-        """For what only a reader of the state would miss."""
+        """For changes that only a reader of the state file would miss."""
         try:
             self._changed()
         except OSError:
@@ -280,7 +282,7 @@ class LocalCluster:
         waiting = [place.running for place in places]
         with ExplainedWait(lambda: f"{_names(waiting)} to be ready; logs are in {self._folder / LOGS}") as wait:
             while waiting:
-                # in this order: one that prints and ends at once has ended
+                # in this order: a process that prints and ends at once has ended
                 self._check_alive("before it was ready")
                 before = [role.process for role in waiting]
                 ready = [role for role in waiting if role.read_ready()]
@@ -332,8 +334,8 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
 
 
 def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
-    """Until no job waits for its last checkpoint any more, and no evaluator reads a finished one's values, which is
-    bounded on the coordinator's side; or until `stop`. Raises CoordinatorUnavailable."""
+    """Waits until no job waits for its last checkpoint any more and no evaluator reads a finished job's values, which
+    the coordinator bounds; or until `stop`. Raises CoordinatorUnavailable."""
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
         with ExplainedWait(lambda: "the job's last checkpoint to be written, and read by its evaluators") as wait:
@@ -377,7 +379,7 @@ def stop_roles(roles: Iterable[RunningRole]) -> None:
 
 
 def write_settings(settings: Settings, folder: Path) -> Path:
-    """The file from which all processes of a yard take their settings, wherever those came from."""
+    """Writes the file from which all processes of a yard take their settings, wherever these came from."""
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     # JSON is YAML
     given = settings.model_dump(mode="json", exclude_unset=True)
@@ -387,7 +389,7 @@ def write_settings(settings: Settings, folder: Path) -> Path:
 
 
 def environment_of_roles() -> dict[str, str]:
-    """What the processes inherit: all but settings, which they read from their file."""
+    """The environment of the processes: all but settings, which they read from their file."""
     return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
 
 
@@ -396,7 +398,7 @@ def _names(roles: Iterable[RunningRole]) -> str:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises AddressInUse where somebody listens, before anything is started."""
+    """Raises AddressInUse if a process listens there, before anything is started."""
     if port == 0:
         return
     bare = host.strip("[]")

@@ -1,9 +1,9 @@
 """Whether a dead process of a yard is started again, and when.
 
 Owns: the budget (so many restarts of one process within a window of time) and the back-off between them. Invariants: a
-process is started at most `restarts_max` times within any `window_ms`; the pause before a restart doubles with each one
-that the window still holds, up to BACKOFF_MS_MAX; who was given up stays given up. Must not know: processes, clocks,
-what a role does.
+process is restarted at most `restarts_max` times within any `window_ms`. The pause before a restart doubles with each
+restart still in the window, up to BACKOFF_MS_MAX. A process that was given up stays given up. Must not know: processes,
+clocks, what a role does.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class RestartPolicy:
         self._given_up: dict[str, GivenUp] = {}
 
     def died(self, name: str, now_ms: int) -> RestartAt | GivenUp:
-        """The process has ended, though nobody asked it to, or could not be started."""
+        """The process ended unexpectedly, or could not be started."""
         if name in self._given_up:
             return self._given_up[name]
-        # a restart that is decided takes place, so it counts from then on
+        # a restart that is decided takes place, so it counts from now on
         recent = [at_ms for at_ms in self._restarted_ms.get(name, ()) if at_ms > now_ms - self._window_ms]
         if len(recent) >= self._restarts_max:
             self._given_up[name] = GivenUp(self._reason(len(recent)))

@@ -1,10 +1,10 @@
-"""One process of a local yard: started, recognised, asked to end, ended.
+"""One process of a local yard: its start, identity and end.
 
 Owns: the start of a role as a detached process with a log, its ready line, its identity as (pid, time of creation), the
-end of its log for messages, how it ended in words. Invariants: a signal goes only to a process whose pid and time of
-creation are those that were written down, so never to a stranger that got a recycled pid; a process that is to outlive
-its starter does nothing until it was written down (`release`), and ends by itself if that never happens; the log of the
-process before it is kept under FORMER. Must not know: what the roles do, how many there are.
+end of its log for messages, how it ended in words. Invariants: a signal goes only to a process with the recorded pid
+and time of creation, so never to a stranger with a recycled pid. A process that is to outlive its starter does nothing
+until it was recorded (`release`), and ends by itself if that never happens. The previous process's log is kept under
+FORMER. Must not know: what the roles do, how many there are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FORMER: Final = ".former"
 
 @dataclass(frozen=True, slots=True)
 class RoleProcess:
-    """A process as the state file knows it. `address`: where it listens, or will listen once it is `ready`; empty
-    where that is not known yet. A process that takes a dead one's place gets its address."""
+    """A process as the state file knows it. `address`: where it listens, or will listen once it is `ready`; empty if
+    that is not known yet. A process that replaces a dead one gets its address."""
 
     name: str
     role: str
@@ -52,7 +52,7 @@ class RoleProcess:
 
     @property
     def port(self) -> int:
-        """That of its address; 0 where it has none."""
+        """The port of its address; 0 if it has none."""
         port = self.address.rpartition(":")[2]
         return int(port) if port.isascii() and port.isdigit() else 0
 
@@ -69,7 +69,7 @@ class RunningRole:
 
     @property
     def exit_code(self) -> int | None:
-        """Of a child of ours that has ended."""
+        """The exit code, for a child of this process that has ended."""
         return None if self._child is None else self._child.poll()
 
     @property
@@ -80,7 +80,7 @@ class RunningRole:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words, for after its name."""
+        """How it ended, in words that follow its name."""
         code = self.exit_code
         if code is None:
             return "has ended"
@@ -143,9 +143,9 @@ def start_role(
     tied: bool,
     address: str = "",
 ) -> RunningRole:
-    """Starts `shardyard ROLE ARGUMENTS` in a session of its own, printing into `log`. A `tied` one is ended by the
-    kernel when the calling thread ends; one that is not waits for `release`. `address`: of the process whose place
-    it takes. Raises OSError."""
+    """Starts `shardyard ROLE ARGUMENTS` in its own session, printing into `log`. The kernel ends a `tied` process
+    when the calling thread ends; any other waits for `release`. `address`: of the process that it replaces. Raises
+    OSError."""
     tie = ["--ends-with", str(os.getpid())] if tied else ["--awaits-go"]
     # -P: a file in the working directory must not shadow a module of ours
     command = [sys.executable, "-u", "-P", "-m", "shardyard_launcher.cli", role, *tie, *arguments]

@@ -1,8 +1,8 @@
-"""A yard that stands by itself, seen through its state file: who else may look at it, use it or end it.
+"""A yard that runs on its own, seen through its state file, for commands that look at it, use it or end it.
 
 Owns: whether such a yard is whole, mending or broken; its end. Invariants: its supervisor is ended before its roles,
-and the state is read anew then, so that none is missed that was started meanwhile; only the supervisor's words say that
-a dead process will come back. Must not know: how processes are started, command lines.
+and the state is read again after that, so that no process is missed that was started meanwhile. Only the supervisor's
+state says that a dead process will come back. Must not know: how processes are started, command lines.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class RunningYard:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it lives, and nobody will start it again."""
+        """Whether all its processes are dead and none will be restarted."""
         return len(self.dead) == len(self.state.roles) and not self.mends
 
     @property
     def mends(self) -> bool:
-        """Whether what is dead, if anything, will be started again."""
+        """Whether every dead process, if there is any, will be restarted."""
         return self.supervised and not self.state.given_up
 
     @property
@@ -70,7 +70,7 @@ class RunningYard:
         return f"the yard of {self._folder}: {', '.join(unready)}; logs are in {self._folder / LOGS}"
 
     def refresh(self) -> None:
-        """Reads the state anew; what was there last stays where the file is gone."""
+        """Reads the state again. Keeps the last state if the file is gone."""
         self.state = read_state(self._folder) or self.state
 
     def check(self) -> list[str]:
@@ -86,8 +86,8 @@ class RunningYard:
         return list(map(str, news))
 
     def await_whole(self, stop: threading.Event) -> None:
-        """Waits, MENDING_MS_MAX at most, until all of it runs and is registered. Raises NotReady that says what is
-        missing, at once where that will not come back; Interrupted once `stop` is set."""
+        """Waits, at most MENDING_MS_MAX, until all of it runs and is registered. Raises NotReady that says what is
+        missing, at once if that will not come back; Interrupted once `stop` is set."""
         give_up = time.monotonic() + MENDING_MS_MAX / 1000
         problem = self._problem()
         with ExplainedWait(lambda: f"the yard of {self._folder} to be whole: {problem}") as wait:
@@ -116,7 +116,7 @@ class RunningYard:
         return self.state.processes
 
     def _problem(self) -> str:
-        """What it lacks, in words; empty where it is whole."""
+        """What is missing, in words; empty if the yard is whole."""
         if {process.role for process in self.state.roles if process.address} != ROLES:
             return "its start was broken off"
         gone = list(self.dead)

@@ -1,9 +1,9 @@
 """What a state folder says of the yard that was started from it.
 
-Owns: STATE/yard.json (which processes, where, which were started again, which were given up), STATE/yard.lock (one
-start or stop at a time). Invariants: the file is written whole or not at all, anew after each process that is started,
-so that `shardyard down` finds all of them even if the one who started them was killed half way; one process writes it
-at a time: the supervisor while it lives, else who holds the lock. Must not know: processes beyond their numbers.
+Owns: STATE/yard.json (which processes, where, which were restarted, which were given up), STATE/yard.lock (one start or
+stop at a time). Invariants: the file is written whole or not at all, again after each process that is started, so that
+`shardyard down` finds all of them even if the starter was killed half way. One process writes it at a time: the
+supervisor while it lives, else the holder of the lock. Must not know: processes beyond their numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RESTARTS_KEPT: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class RoleRestart:
-    """A process died and is started again: its restart `number` of `restarts_max` within `window_ms`. `died_s`: seconds
-    since 1970; `pid`: of the one that died; `ending`: how, for after its name."""
+    """A process died and is restarted: restart `number` of `restarts_max` within `window_ms`. `died_s`: seconds since
+    1970. `pid`: of the process that died. `ending`: how it died, in words that follow its name."""
 
     name: str
     pid: int
@@ -53,8 +53,8 @@ class RoleRestart:
 
 @dataclass(frozen=True)
 class YardState:
-    """`restarts`: the latest, in their order. `given_up`: by a process's name, how it ended and why it is not started
-    again, for after its name."""
+    """`restarts`: the latest, in their order. `given_up`: by a process's name, how it ended and why it is not
+    restarted, in words that follow its name."""
 
     processes: tuple[RoleProcess, ...]
     restarts: tuple[RoleRestart, ...] = ()
@@ -70,7 +70,7 @@ class YardState:
         return next((process for process in self.processes if process.role == SUPERVISOR), None)
 
     def address_of(self, role: str) -> str:
-        """The first address of a role; empty where none has one yet."""
+        """The first address of a role; empty if none has one yet."""
         return next((process.address for process in self.processes if process.role == role), "")
 
     def write(self, folder: Path) -> None:
@@ -103,8 +103,8 @@ class YardState:
 
 
 def read_state(folder: Path) -> YardState | None:
-    """None where no yard was started from this folder, or it was stopped. Raises ConfigurationError for a file that is
-    not ours."""
+    """None if no yard was started from this folder, or it was stopped. Raises ConfigurationError for a file of another
+    origin."""
     path = folder / STATE_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -126,8 +126,8 @@ def read_state(folder: Path) -> YardState | None:
 
 
 def coordinator_of(settings: Settings) -> str:
-    """The address of the coordinator that a command is about: the one given, else that of the state folder's yard.
-    Raises NotFound."""
+    """The address of the coordinator for a command: the given one, else that of the state folder's yard. Raises
+    NotFound."""
     if settings.coordinator:
         return settings.coordinator
     found = read_state(Path(settings.yard.state))
@@ -177,7 +177,7 @@ def forget_state(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One start or stop from a folder at a time. Raises NotReady while another is at it."""
+    """Allows one start or stop from a folder at a time. Raises NotReady while another is under way."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     # the lock file stays: removing it would let two processes hold "the" lock

@@ -1,8 +1,8 @@
-"""The folder of one `shardyard run`, and those that killed ones have left.
+"""The folder of one `shardyard run`, and those that killed runs have left.
 
 Owns: the temporary folder's name, the lock that its owner holds as long as it lives. Invariants: a folder is removed
-only when it is the user's own and nobody holds its lock, so never under a run that is at work; one without a lock file
-is let be, whoever made it. Must not know: what is in the folder.
+only if it is the user's own and no process holds its lock, so never under a running command. A folder without a lock
+file is left alone. Must not know: what is in the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCK_FILE: Final = "run.lock"
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new folder, gone at the end of the block. Removes those of runs that were killed."""
+    """A new folder that is removed at the end of the block. Also removes those of killed runs."""
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         folder = Path(name)
@@ -31,7 +31,7 @@ def run_folder() -> Iterator[Path]:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # under its name it is locked from the first moment
+            # locked from the moment it has its name
             os.replace(part, folder / LOCK_FILE)
             yield folder
         finally:
