@@ -1,9 +1,9 @@
-"""What compression keeps of one block, and the encoders that update it.
+"""The compression state of one block, and the encoders that update it.
 
-Owns: the arrays of one block (residual, momentum, PowerSGD's factor), as flat tensors where the variable lies.
-Invariant: a push writes its result beside the values before it, so that it can be undone to the bit.
-Two encoders do the same arithmetic: compiled loops (shardyard.codecs) on the host's memory, torch operations
-(device_codecs) on a device. Must not know: which push it is, other blocks.
+Owns: the arrays of one block (residual, momentum, PowerSGD's factor), as flat tensors on the variable's device.
+Invariant: a push writes its result beside the values before it, so that it can be undone to the bit. Two encoders do
+the same arithmetic: compiled loops (shardyard.codecs) in host memory, torch operations (device_codecs) on a device.
+Must not know: which push it is, other blocks.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class StateArray:
         return self._other
 
     def advance(self, after: Tensor) -> None:
-        """A push has made `after` of the value."""
+        """Sets the value after a push."""
         self._other, self.now = self.now, after
 
     def undo(self) -> None:
-        """Brings the value before the last push back. Once a push."""
+        """Restores the value before the last push. At most once a push."""
         assert self._other is not None
         self._other, self.now = self.now, self._other
         self.commit()
@@ -158,8 +158,7 @@ class BlockState:
             array.commit()
 
     def set_factor(self, factor: Factor | None) -> None:
-        """Takes a factor that was saved. One of another shape is left out: the next push then starts from random
-        numbers."""
+        """Takes a saved factor. One of another shape is ignored: the next push then starts from random numbers."""
         if self.grid is None:
             return
         fits = factor is not None and factor.shape == (self.codec.rank, self.grid.columns)
@@ -169,7 +168,7 @@ class BlockState:
         self._factor_before, self.factor = self.factor, factor
 
     def _first_factor(self, key: int) -> Factor:
-        """The factor to start from. Rows of zeros, left by a gradient of lower rank, are drawn anew."""
+        """The factor to start from. Rows of zeros, left by a gradient of lower rank, are drawn again."""
         assert self.grid is not None
         drawn = encoding.first_factor(self.codec.rank, self.grid.columns, key)
         if self.factor is None:

@@ -1,14 +1,13 @@
-"""Encoders in torch operations, so that what is on a GPU is coded there and only the code is copied to the host.
+"""Encoders in torch operations: tensors on a GPU are encoded there, and only the code is copied to the host.
 
-Owns: the way from a tensor to a code on the tensor's own device. The form is shardyard.codecs', and so are the bits:
-given the same elements, BF16, FP16, INT8, QSGD, ONEBIT, TOPK and RANDOMK are what that package's encoders make, on a
-CPU and on a GPU alike; for that, no operation here contracts a product and a sum, divides by a number of the host's
-(CUDA multiplies by its inverse), or sums floats in an order of its own. POWERSGD sums in torch's order: the same bound,
-other last bits.
+Owns: the way from a tensor to a code on the tensor's own device. The format is that of shardyard.codecs, and so are the
+bits: for the same elements, BF16, FP16, INT8, QSGD, ONEBIT, TOPK and RANDOMK give what that package's encoders give, on
+a CPU and on a GPU. So no operation here fuses a product and a sum, divides by a host number (CUDA multiplies by its
+inverse), or sums floats in its own order. POWERSGD sums in torch's order: the same error bound, but other last bits.
 
-An encoder is a generator: it launches work, yields the tensors that it must see on the host, is sent them, and returns
-the code. `run` goes through many of them side by side, so a push of any number of blocks waits for the device three
-times at most. Must not know: what is kept between pushes (block_state), streams (device_copies).
+An encoder is a generator. It launches work, yields the tensors that it needs on the host, is sent their elements, and
+returns the code. `run` drives many of them side by side, so a push of any number of blocks waits for the device at most
+three times. Must not know: what is kept between pushes (block_state), streams (device_copies).
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ R = TypeVar("R")
 Encoding = Generator[Sequence[Tensor], Sequence[Array], R]
 """Yields tensors of its device, and is sent their elements as arrays of shape (elements,), in order."""
 Fetch = Callable[[Sequence[Tensor]], list[Array]]
-"""From tensors to arrays of shape (elements,) and the same dtypes (bool: uint8), when all work for them is done."""
+"""Copies tensors to arrays of shape (elements,) and the same dtypes (bool: uint8), once all work for them is done."""
 Made = tuple[memoryview, Tensor]
-"""A code, and what it leaves out."""
+"""A code, and the residual that it leaves."""
 
 _LIMIT: Final = float(np.float32(3e38))
-"""Beyond it, or where an element is not finite, a block travels RAW."""
+"""A block with a larger magnitude, or an element that is not finite, is sent RAW."""
 _MAGNITUDE_MAX: Final = float(np.uint32(0x7F7F7FFF).view(np.float32))
 """The largest float32 that bfloat16 does not round to infinity."""
 _SCALE_MIN: Final = float(np.float32(1e-37))
@@ -51,7 +50,7 @@ _LOW: Final = 0xFFFFFFFF
 
 
 def run(encodings: Sequence[Encoding[R]], fetch: Fetch) -> list[R]:
-    """What the encodings return, in order. All that they ask for at a time is fetched at once."""
+    """Returns the results of the encodings, in order. What they request at one time is fetched together."""
     results: dict[int, R] = {}
     asked: dict[int, Sequence[Tensor]] = {}
 
@@ -97,9 +96,10 @@ def encode(codec: CodecSpec, values: Tensor, key: int = 0) -> Encoding[memoryvie
 
 
 def encode_feedback(codec: CodecSpec, gradient: Tensor, before: Tensor, key: int = 0) -> Encoding[Made]:
-    """The code of gradient + before, and what it leaves out, so that what is decoded and that add up to both.
+    """The code of gradient + before, and the residual; the decoded code and the residual add up to both.
 
-    All of shape (n,), contiguous, one dtype, float32 or float64. Codecs "int8", "onebit", and "randomk" with feedback.
+    All have shape (n,), contiguous, one dtype, float32 or float64. Codecs "int8", "onebit", and "randomk" with
+    feedback.
     """
     total = gradient + before
     made: tuple[Uint8s, Tensor] | None = None
@@ -166,7 +166,7 @@ def _onebit(total: Tensor, bucket: int) -> Encoding[tuple[Uint8s, Tensor] | None
 
 
 def _means(rows: Tensor) -> Tensor:
-    """The mean magnitude of each row in float32, shape (rows,), summed by laying halves onto each other."""
+    """The mean magnitude of each row in float32, shape (rows,), summed by repeatedly adding one half to the other."""
     sums, m = rows.abs(), rows.shape[1]
     while m > 1:
         half = (m + 1) // 2
@@ -234,12 +234,12 @@ def _strata(seed: int, count: int, elements: int, device: torch.device) -> tuple
 
 
 def _signed(word: int) -> int:
-    """64 bits as the int64 that has them."""
+    """The int64 that has the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shifts to the right, filling with zeros."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -302,12 +302,12 @@ def _threshold(v: Tensor, count: int, key: int) -> Tensor:
 
 
 def _reaches(v: Tensor, threshold: Tensor) -> Tensor:
-    """Zeros never do."""
+    """Where magnitudes reach the threshold; zeros never do."""
     return (v.abs() >= threshold) & (v != 0)
 
 
 def _where_largest(v: Tensor, threshold: Tensor, count: int, *, above: int, nonzero: int) -> Tensor:
-    """Indices, ascending, of the `count` largest magnitudes, of equal ones the first; zeros are left out."""
+    """Indices, ascending, of the `count` largest magnitudes; the first among equal ones; zeros are left out."""
     sizes = v.abs()
     if nonzero <= count:
         return _true_at(sizes > 0, nonzero)
@@ -321,12 +321,13 @@ def _where_largest(v: Tensor, threshold: Tensor, count: int, *, above: int, nonz
 
 
 def _true_at(mask: Tensor, count: int) -> Tensor:
-    """Where a mask is true, ascending, int64; there are `count` of these, so nobody has to wait for their number."""
+    """Indices, ascending, int64, at which a mask is true. There are `count`, so the device is not asked for their
+    number."""
     return torch.searchsorted(mask.cumsum(0), torch.arange(1, count + 1, device=mask.device))
 
 
 def _sent(sent: Tensor, values: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The bytes of values, those that stand before them in the code, and the values as the receiver has them."""
+    """The bytes of the values, the bytes before them in the code, and the values as the receiver decodes them."""
     nothing = torch.empty(0, dtype=torch.uint8, device=sent.device)
     if values == "fp16":
         single = sent.float()
@@ -346,7 +347,8 @@ def _rice_parameter(elements: int, count: int) -> int:
 
 
 def _rice(at: Tensor, rice: int, elements: int) -> tuple[Tensor, Tensor]:
-    """Gaps between ascending indices in a Rice code, uint8, with room behind them; and how many bytes they are."""
+    """The Rice code of the gaps between ascending indices, uint8, with spare room at its end; and its number of
+    bytes."""
     if not at.numel():
         return torch.empty(0, dtype=torch.uint8, device=at.device), at.new_zeros(1)
     gaps = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
@@ -367,11 +369,11 @@ def _rice(at: Tensor, rice: int, elements: int) -> tuple[Tensor, Tensor]:
 def encode_low_rank(
     gradient: Tensor, before: Tensor, grid: Grid, factor: Tensor
 ) -> Encoding[tuple[memoryview, Tensor, Tensor, Array | None]]:
-    """PowerSGD's code of gradient + before, what it leaves out, and the factor to start from next time: on the device
-    and as an array, None if it is the one given.
+    """PowerSGD's code of gradient + before, the residual, and the factor for the next push: on the device, and as an
+    array, which is None if the factor is the given one.
 
-    Gradient and residual of shape (n,), contiguous, one dtype, float32 or float64; `factor` of shape (rank, columns),
-    float32, without rows of zeros. RAW where the factors are not smaller than the block.
+    Gradient and residual have shape (n,), contiguous, one dtype, float32 or float64; `factor` has shape (rank,
+    columns), float32, without rows of zeros. The code is RAW if the factors are not smaller than the block.
     """
     total = gradient + before
     n, rank, columns = total.numel(), factor.shape[0], grid.columns
@@ -413,7 +415,7 @@ def _orthogonalised(p: Tensor) -> Tensor:
 
 
 def _divided(values: Tensor, by: int) -> Tensor:
-    """By a tensor, since CUDA multiplies by the inverse of a number of the host's, which has other last bits."""
+    """Divides by a tensor: for a host number CUDA multiplies by the inverse, which gives other last bits."""
     return values / torch.full_like(values, by)
 
 
@@ -422,7 +424,7 @@ def _inverse(scales: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest magnitude, NaN if there is one, shape (1,), of the dtype of `values`; 0 of no elements."""
+    """The largest magnitude, NaN if there is one, 0 without elements. Shape (1,), in the dtype of `values`."""
     return values.abs().amax().view(1) if values.numel() else values.new_zeros(1)
 
 

@@ -1,12 +1,12 @@
 """Error feedback: what compression leaves out of a push stays in the worker, and is added to the next gradient.
 
-Owns: the state of all blocks of a job, and a push as a whole: clipping, random keys, undo, save and restore. State lies
-where its variable lies: on the host, or on a device, where codes are made then.
+Owns: the state of all blocks of a job, and a whole push: clipping, random keys, undo, save and restore. State is where
+its variable is, on the host or on a device; codes are made there.
 
-Invariants: over all pushes that count, what was decoded plus the residual is the sum of the gradients (up to rounding);
-a push that does not count is undone to the bit, as a whole or for some blocks; random numbers depend only on (seed,
-worker, variable, offset, number of the push), or on the work's name instead of worker and number, so a run can be
-repeated. Must not know: the form of a code, servers.
+Invariants: over all pushes that count, the decoded values plus the residual are the sum of the gradients (up to
+rounding); a push that does not count is undone to the bit, as a whole or for some blocks; random numbers depend only on
+(seed, worker, variable, offset, number of the push), or on the work's name instead of worker and number, so a run can
+be repeated. Must not know: the format of a code, servers.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _Saved:
 class ErrorFeedback:
     """The compression state of one worker in one job. For one push at a time, from one thread.
 
-    A push is `encode`, then `commit` when servers have counted it, or `undo` where they have not.
+    A push is `encode`, then `commit` if servers have counted it, or `undo` if they have not.
 
-    `seed` is the job's; `worker` is the worker's incarnation, or another number that tells workers apart. `copies`:
-    where the model is on a GPU; `devices` then has the device of each variable. Raises ConfigurationError where both
+    `seed`: the job's. `worker`: the worker's incarnation, or another number that differs between workers. `copies`:
+    given if the model is on a GPU; `devices` then has the device of each variable. Raises ConfigurationError if both
     the settings and the optimizer have a momentum.
     """
 
@@ -86,14 +86,14 @@ class ErrorFeedback:
                 self._blocks[index].append(block)
         self._pushes = 0
         self._encoded: set[Key] = set()
-        """The blocks of the push that neither counts yet nor is undone."""
+        """The blocks of the push that is neither committed nor undone yet."""
 
     def use(self, copies: DeviceCopies) -> None:
-        """Encodes on the lanes of these from now on."""
+        """From now on encodes on these lanes."""
         self._copies = copies
 
     def _lanes(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Within it, work on devices goes to the encoders' lanes."""
+        """Inside the block, work on devices goes to the encoders' lanes."""
         return nullcontext() if self._copies is None else self._copies.beside(dict.fromkeys(self._devices), inputs)
 
     # ---- a push
@@ -135,7 +135,7 @@ class ErrorFeedback:
         return bool(self._clip) and self._variables[block.variable].kind is VariableKind.PARAMETER
 
     def _clip_factor(self, gradients: Sequence[Tensor]) -> float:
-        """What these are multiplied by, so that their 2-norm together is at most `clip`."""
+        """The factor that reduces the 2-norm of all these together to at most `clip`."""
         here = [each.numpy() for each in gradients if not self._is_away(each)]
         total = sum(float(np.dot(each, each)) for each in here)
         away = [torch.linalg.vector_norm(each.double()).view(1) for each in gradients if self._is_away(each)]
@@ -162,8 +162,8 @@ class ErrorFeedback:
         self._encoded.clear()
 
     def undo(self, blocks: Iterable[Block] | None = None) -> None:
-        """The push does not count, for these blocks or (None) for all: their state is as before it. For each block at
-        most once a push."""
+        """The push does not count, for these blocks or (None) for all: restores their state before it. At most once a
+        push for each block."""
         if blocks is None:
             self._pushes -= 1 if self._encoded else 0
             undone = set(self._encoded)
@@ -182,8 +182,8 @@ class ErrorFeedback:
             return {index: total for index, total in self._totals(RESIDUAL) if total.any()}
 
     def absorb(self, residuals: Mapping[int, Array]) -> None:
-        """Adds what another worker never sent, as its `residuals` gave it; between pushes. Variables without feedback
-        are left out. Raises ShapeMismatch."""
+        """Adds what another worker never sent, as its `residuals` returned it. Between pushes. Variables without
+        feedback are left out. Raises ShapeMismatch."""
         self.commit()
         with self._lanes():
             for index, total in residuals.items():
@@ -218,9 +218,9 @@ class ErrorFeedback:
         return state
 
     def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Takes over what `state_dict` gave, also where the variables were cut into other blocks then. What is missing
+        """Loads what `state_dict` returned, even if the variables were cut into other blocks then. Missing state
         becomes zeros. Raises UnknownVariable for state that these settings do not keep, ShapeMismatch and
-        DTypeMismatch, and has changed nothing then."""
+        DTypeMismatch; then nothing has changed."""
         saved = self._parse(state)
         self.commit()
         self._restore(saved)
@@ -230,9 +230,9 @@ class ErrorFeedback:
         self._parse(state)
 
     def go_back(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """As `load_state_dict`, after the servers went back to when `state` was this worker's (empty: it had none).
-        Also in the midst of a push: that push counts on the restored servers, or is undone, so what it left out is
-        added to the residuals. Raises the same."""
+        """As `load_state_dict`, after the servers went back to the time when this worker had `state` (empty: it had
+        none). It may be called during a push: that push counts on the restored servers, or is undone, so its own
+        residual is added to the restored one. Raises the same."""
         self._restore(self._parse(state))
 
     def residuals_in(self, state: Mapping[str, npt.NDArray[Any]]) -> dict[int, Array]:

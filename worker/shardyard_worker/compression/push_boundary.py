@@ -1,7 +1,7 @@
-"""The time between two pushes, when the error feedback is that of a whole number of pushes.
+"""The time between two pushes, when the error feedback belongs to a whole number of pushes.
 
-Owns: whether a push is under way. Invariants: an action of another thread runs between two pushes, in the order of
-the requests: at once where no push is under way, else in the thread that trains when the push ends; no push begins
+Owns: whether a push is in flight. Invariants: actions of other threads run between two pushes, in the order of the
+requests: at once if no push is in flight, otherwise in the thread that trains when the push ends; no push begins
 meanwhile. Must not know: what is pushed, what an action does.
 """
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class PushBoundary:
-    """`begin`, `end` and `held` are for the thread that trains, the others for any."""
+    """The thread that trains calls `begin`, `end` and `held`; any thread may call the others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,12 +39,12 @@ class PushBoundary:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For what the thread that trains does itself, also within a push."""
+        """For accesses of the thread that trains, also during a push."""
         with self._lock:
             yield
 
     def when_free(self, action: Callable[[], R]) -> Future[R]:
-        """Runs an action between two pushes. It is cancelled if the worker leaves before."""
+        """Runs an action between two pushes. If the worker leaves first, the action is cancelled."""
         done: Future[R] = Future()
         with self._lock:
             if self._closed:

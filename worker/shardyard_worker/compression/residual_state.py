@@ -1,11 +1,11 @@
 """A worker's residuals in checkpoints: saved when the coordinator asks, restored when the job goes back.
 
 Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: a saved state is of
-one moment between two pushes; after the job has gone back, the restored state is in place before the next push under
-the new map; a residual of another worker is read and checked, then claimed at the coordinator, then added, so that one
-worker sends it, once; a worker that leaves an asynchronous job pushes its residual when no checkpoint that has it is
-under way, and leaves in bounded time in any case. Must not know: what the state is made of (error_feedback), what is
-pushed.
+one moment between two pushes. After the job has gone back, the restored state is in place before the next push under
+the new map. Another worker's residual is read and checked, then claimed at the coordinator, then added, so that exactly
+one worker sends it, once. A worker that leaves an asynchronous job pushes its residual when no checkpoint that contains
+it is being taken, and leaves in bounded time in any case. Must not know: what the state consists of (error_feedback),
+what is pushed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger("shardyard.worker")
 
 READY_AGAIN_MS: Final = 10
 SETTLE_MS: Final = 30_000
-"""How long a worker that leaves waits for a checkpoint that has its residual."""
+"""How long a worker that leaves waits for a checkpoint that contains its residual."""
 SETTLE_AGAIN_MS: Final = 50
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What a heartbeat asks for: the checkpoint to save for (0: none), and residuals of workers that are gone."""
+    """A heartbeat's request: the checkpoint to save for (0: none), and residuals of workers that are gone."""
 
     number: int
     url: str
@@ -76,7 +76,8 @@ class ResidualCheckpointer:
     # ---- from heartbeats
 
     def on_heartbeat(self, reply: wire.HeartbeatReply) -> None:
-        """Begins what the coordinator asks for, in another thread. The coordinator repeats what cannot be done yet."""
+        """Begins what the coordinator asks for, in another thread. The coordinator repeats requests that cannot be done
+        yet."""
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
         # this worker's own state is restored with the map, and so is all of a map that was not followed yet
         handed = tuple(each for each in reply.feedback if not each.own and each.generation <= self._gone_back)
@@ -161,7 +162,8 @@ class ResidualCheckpointer:
     # ---- taking up
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """Before the first push under the reply's map: restores, and adds residuals. Raises what ends the job."""
+        """Called before the first push under the reply's map: restores, and adds residuals. Raises what ends the
+        job."""
         if not reply.feedback and reply.gone_back <= self._gone_back:
             return
         self._following = True
@@ -176,7 +178,7 @@ class ResidualCheckpointer:
             self._following = False
 
     def _go_back(self, own: Iterable[wire.HandOver]) -> None:
-        """Restores this worker's state of the checkpoint that the job went back to; without one it is empty."""
+        """Restores this worker's state from the checkpoint that the job went back to; empty if that has none."""
         state: State = {}
         for handed in own:
             read, failure = self._read(handed)
@@ -192,8 +194,8 @@ class ResidualCheckpointer:
         log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
 
     def _add(self, handed: wire.HandOver) -> None:
-        """Adds the residual of a worker that is gone, once: a heartbeat in one thread, and the map's reply in another,
-        may name the same one."""
+        """Adds the residual of a worker that is gone, once: a heartbeat and the map's reply, in different threads, may
+        name the same one."""
         with self._taking_up:
             if (handed.generation, handed.worker) not in self._added:
                 self._take_up(handed)
@@ -227,7 +229,7 @@ class ResidualCheckpointer:
             return {}, error.what
 
     def _claims(self, handed: wire.HandOver, failure: str) -> bool:
-        """Claims it. Whether it is this worker's now, and could be read."""
+        """Claims the residual. Returns whether it is this worker's now, and could be read."""
         taken = claim(self._session, handed, failure, self._check)
         if taken and failure:
             log.warning("what worker %s had not sent is lost: %s", handed.worker, failure)
@@ -241,8 +243,8 @@ class ResidualCheckpointer:
     # ---- leaving
 
     def wait_for_checkpoint(self) -> None:
-        """Before the residual is pushed or lost for good: nothing is saved or added any more, and a checkpoint that has
-        the residual is complete. Otherwise a restore would find the residual twice: pushed, and saved."""
+        """Called before the residual is pushed or lost for good. Stops saving and adding, and waits for a checkpoint
+        that contains the residual. Otherwise a restore would find the residual twice: pushed, and saved."""
         with self._lock, self.boundary.held():
             self._leaving = True
         give_up = time.monotonic() + SETTLE_MS / 1000
@@ -257,8 +259,9 @@ class ResidualCheckpointer:
                 self._session.refresh()
 
     def lose(self) -> None:
-        """Before this worker leaves a synchronous job. A step has room for its logical ranks only, so the residual
-        cannot be pushed. It is lost, as that of a killed worker; a checkpoint that is being taken still gets it."""
+        """Called before this worker leaves a synchronous job. A step has room only for its logical ranks, so the
+        residual cannot be pushed. It is lost, as with a killed worker, but a checkpoint that is being taken still gets
+        it."""
         self.wait_for_checkpoint()
         norm = self._norm()
         if norm:
@@ -287,8 +290,8 @@ class ResidualCheckpointer:
 
 
 def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:
-    """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Whether it is this
-    worker's now."""
+    """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Returns whether the
+    residual is this worker's now."""
     request = wire.TakeUpFeedbackRequest(
         caller=common_messages.caller_to_wire(session.caller),
         generation=handed.generation,

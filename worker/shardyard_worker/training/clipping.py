@@ -1,7 +1,7 @@
 """Clipping of gradients before the push, in a job that is not synchronous.
 
-Owns: the arithmetic, which is that of torch.nn.utils.clip_grad_value_, then clip_grad_norm_, on the devices where the
-gradients lie. Buffers are left alone. Must not know: codecs, which clip what is left (job.compression.clip).
+Owns: the arithmetic, that of torch.nn.utils.clip_grad_value_, then clip_grad_norm_, on the gradients' own devices.
+Buffers are not clipped. Must not know: codecs, which clip the rest (job.compression.clip).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shardyard.domain.consistency import Clipping
 from shardyard.domain.variables import VariableKind, VariableSpec
 
 NORM_EPS = 1e-6
-"""That of torch.nn.utils.clip_grad_norm_."""
+"""As in torch.nn.utils.clip_grad_norm_."""
 
 
 class Clipper:
-    """`variables`: of whose tensors the parameters' are clipped."""
+    """`variables`: only the gradients of parameters among them are clipped."""
 
     def __init__(self, clipping: Clipping, variables: Sequence[VariableSpec]) -> None:
         self._clipping = clipping
@@ -27,15 +27,15 @@ class Clipper:
 
     @property
     def norm(self) -> float | None:
-        """The 2-norm of the last gradient, before it was scaled down; None where none is looked at. Waits for the
+        """The 2-norm of the last gradient, before it was scaled down. None if norms are not computed. Waits for the
         device."""
         return None if self._norm is None else float(self._norm)
 
     @torch.no_grad()
     def clip(self, tensors: Sequence[torch.Tensor | None], rows: Sequence[torch.Tensor] = ()) -> None:
-        """In place. `rows`: gradients of rows of tables, which belong to the norm.
+        """Clips in place. `rows`: gradients of table rows, which are part of the norm.
 
-        NaN and infinity go as in torch: an infinite norm makes zeros, and of what is infinite NaN."""
+        NaN and infinity are treated as in torch: an infinite norm makes finite elements zero, and infinite ones NaN."""
         gradients = [
             tensor.detach()
             for tensor, is_parameter in zip(tensors, self._are_parameters, strict=True)

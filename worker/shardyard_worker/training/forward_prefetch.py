@@ -1,19 +1,19 @@
-"""A model's tensors while their values are on the way: each is waited for where it is first used.
+"""A model's tensors while their values are arriving: each is waited for at its first use.
 
 After "Priority-based Parameter Propagation for Distributed DNN Training" (Jayarajan et al., MLSys 2019) and
 ByteScheduler (Peng et al., SOSP 2019): what the next forward needs first travels first, and the forward begins
-meanwhile. Both cut tensors and let urgent pieces overtake others in a queue, in both directions; here an answer is
-written in the order that the worker asked for, and nothing overtakes. Both take the order from the layers' places;
-here it is the order of first use in the first forward.
+meanwhile. Both cut tensors, let urgent pieces overtake others in a queue in both directions, and order by the layers'
+places. Here an answer is written in the order that the worker asked for, that of first use in the first forward, and
+nothing overtakes.
 
-A tensor that is waited for has another class for that long, as torch's own lazy parameters have. Whatever torch
-function it is given to waits first, so it does not matter which module has it, how many share it, or whether a module
-uses it. What torch hands on without looking (a kernel of one's own, a scripted module) is covered by a hook that all
-modules call: one that is called waits for its own parameters and buffers; one that is scripted, or runs in evaluation
-mode, for those of all modules inside it too.
+While a tensor is waited for it has another class, as torch's own lazy parameters do. Any torch function that gets the
+tensor waits first, so it does not matter which module has it, how many share it, or whether a module uses it. Some
+code takes tensors past torch's functions (custom kernels, scripted modules). A hook that all modules call covers these:
+a module waits for its own parameters and buffers; a module that is scripted or in evaluation mode also for those of all
+modules inside it.
 
-Owns: which tensors are marked, the order of first use. Invariants: no value is read through torch before it is there;
-what was read once does not change before the next step. Must not know: where values come from.
+Owns: which tensors are marked, the order of first use. Invariants: torch never reads a value before it is there; a
+value that was read does not change before the next step. Must not know: where values come from.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _SAYS_NO_VALUE = frozenset(
         _TENSOR.element_size,
     ]
 )
-"""What may be asked of a tensor whose value is not there."""
+"""Attributes that can be read from a tensor whose value is not there."""
 
 
 class ForwardPrefetch:
-    """For the targets of one job, by index of their variable. Used by one thread, but for touches, which any may do."""
+    """The targets of one job, by index of their variable. One thread calls it; any thread may use the tensors."""
 
     def __init__(self, targets: Mapping[int, torch.Tensor], root: torch.nn.Module | None, bring: Bring) -> None:
-        """`root`: the model, if there is one. `bring` puts values into targets, waiting for them."""
+        """`root`: the model, if there is one. `bring`: waits for values and puts them into targets."""
         self._targets = targets
         self._root = root
         self._bring = bring
@@ -68,7 +68,7 @@ class ForwardPrefetch:
         self.order = tuple(range(len(targets)))
 
     def close(self) -> None:
-        """Nothing is waited for any more; what has not come is not brought."""
+        """Stops waiting: values that have not come are not brought."""
         self._handle.remove()
         with self._lock:
             self._unmark(tuple(self._marks))
@@ -80,7 +80,7 @@ class ForwardPrefetch:
         return frozenset(self._awaited)
 
     def can_await(self, index: int) -> bool:
-        """Whether a target can be marked: one of a class of its own cannot."""
+        """Whether a target can be marked: not if it has its own class."""
         return index in self._marks or type(self._targets[index]) in self._classes
 
     def expect(self, indices: Iterable[int]) -> None:
@@ -97,7 +97,7 @@ class ForwardPrefetch:
             self._unmark(found)
 
     def take(self, indices: Iterable[int]) -> None:
-        """Brings those of them that have not been brought. Raises what bringing them does."""
+        """Brings the values of these that are missing. Raises what bringing them does."""
         with self._lock:
             touched = [index for index in indices if index in self._marks]
             if not touched:
@@ -110,12 +110,12 @@ class ForwardPrefetch:
             self.brought(touched)
 
     def take_all(self) -> None:
-        """Brings all that have not been brought."""
+        """Brings all missing values."""
         with self._lock:
             self.take(sorted(self._awaited))
 
     def settle_order(self) -> None:
-        """A gradient has been computed: what it used, in that order, is what the next one will."""
+        """Called when a gradient has been computed: the next forward will use values in the order of this one."""
         with self._lock:
             used, self._used = self._used, None
             if used:
@@ -162,13 +162,13 @@ class ForwardPrefetch:
             self.take(index for each in module.modules() for index in self._of.get(each, ()))
 
     def _begin_anew(self, used: list[int]) -> None:
-        """The order is that of the last forward before the first gradient."""
+        """Starts a new order: that of the last forward before the first gradient."""
         with self._lock:
             used.clear()
             self._mark(self._targets)
 
     def _marked(self, kind: type[torch.Tensor]) -> type[torch.Tensor]:
-        """A subclass whose tensors are taken before they are used."""
+        """A subclass whose tensors are brought before they are used."""
 
         def arrive(tensor: torch.Tensor) -> None:
             self.take((self._places[id(tensor)],))

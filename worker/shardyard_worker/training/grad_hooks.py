@@ -1,9 +1,9 @@
-"""The model's `.grad`s as views on what is pushed, so that a push copies nothing.
+"""The model's `.grad`s as views on the memory that is pushed, so that a push copies nothing.
 
-Owns: the hooks that autograd calls when a gradient is there. Invariants: a `.grad` has torch's meaning at any time, it
-only lies elsewhere: None stays None, accumulation accumulates, and what the script writes into it is what is pushed; a
-gradient that cannot be a view (of a variable that is cut, or on a GPU) is left alone and copied: from a GPU beside the
-computation, else when it is pushed. Must not know: when, or whereto, gradients are pushed.
+Owns: the hooks that autograd calls when a gradient is there. Invariants: a `.grad` always means what it does in torch,
+only its memory differs: None stays None, accumulation accumulates, and what the script writes into it is pushed. A
+gradient that cannot be a view (its variable is cut, or on a GPU) is copied: from a GPU beside the computation,
+otherwise when it is pushed. Must not know: when gradients are pushed, and where to.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class GradHooks:
         ready: Ready | None = None,
         partial_now: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ready` is told that a gradient lies in its view, once what it is given with it has returned; it may still be
-        added to. `partial_now`: it surely will be, so that it is neither told nor copied."""
+        """`ready` is called with a gradient's index and a function; once that returns, the gradient is in its view.
+        Later backwards may still add to it. `partial_now`: they surely will, so it is neither announced nor copied."""
         self._buckets = buckets
         self._ready = ready
         self._partial_now = partial_now
@@ -53,7 +53,7 @@ class GradHooks:
         self._handles = []
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """Moves a gradient to where it is pushed from."""
+        """Moves a gradient to the memory from which it is pushed."""
         gradient, view = parameter.grad, self._buckets.view(index)
         if gradient is None or gradient.requires_grad:
             return

@@ -1,8 +1,8 @@
-"""Values of a version, from the flat buffers into the model's tensors.
+"""Puts the values of a version from the flat buffers into the model's tensors.
 
-Owns: the targets, the tensors that hold the current values, and which of them still wait for theirs. Invariants: in a
-synchronous job the targets hold one version of all partitions; in an asynchronous job they hold a whole version of each
-partition. With worker.prefetch that is what each target is seen to hold. Must not know: which version that must be.
+Owns: the targets, the tensors that hold the current values, and which of them are still arriving. Invariants: in a
+synchronous job the targets hold one version of all partitions; in an asynchronous job a whole version of each
+partition. With worker.prefetch this holds for what a user of a target sees. Must not know: which version is needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ValueLoader:
         self._reloading = False
         self._notes_bases = session.job_settings.consistency.stale is not None
         self.bases: Bases | None = None
-        """The versions that the targets hold, where the job scales by staleness."""
+        """The versions that the targets hold, if the job scales by staleness."""
 
     def close(self) -> None:
         if self._prefetch is not None:
@@ -95,7 +95,7 @@ class ValueLoader:
             self._prefetch.take(unmarkable)
 
     def complete(self) -> None:
-        """Waits until the targets hold all of the version. Before anything else is asked of the servers."""
+        """Waits until the targets hold the whole version. Call it before asking the servers anything else."""
         if self._late and self._prefetch is not None:
             self._prefetch.take_all()
 
@@ -126,8 +126,8 @@ class ValueLoader:
             self._link.buffers.values.load(targets, view=self._view, version=self._version)
 
     def moved(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """The current version's value minus the target, for each of these. Where possible the result lies in the
-        memory that the next push sends."""
+        """The current version's value minus the target, for each of these. If possible the result is in the memory that
+        the next push sends."""
         buffers, found = self._link.buffers, dict[int, torch.Tensor]()
         for index in indices:
             target, view = self.targets[index], buffers.view(index)

@@ -1,4 +1,4 @@
-"""Which variables of a job a model has, by name. Must not know: servers."""
+"""A model's variables in a job, by name. Must not know: servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardyard_worker.training.variables import BufferPlace, Variable
 def parameters_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tables: Mapping[str, Table]
 ) -> list[Variable]:
-    """Those that the optimizer has, without the weights of tables, which have no elements. Raises UnsupportedModel."""
+    """The optimizer's parameters, without the weights of tables, which have no elements. Raises UnsupportedModel."""
     weights = {table.weight for table in tables.values()}
     names = {parameter: as_written(name) for name, parameter in model.named_parameters()}
     found = []
@@ -32,7 +32,7 @@ def parameters_of(
 
 
 def buffers_of(model: torch.nn.Module) -> list[Variable]:
-    """The persistent ones."""
+    """The persistent buffers."""
     persistent = model.state_dict(keep_vars=True)
     found = []
     for name, buffer in model.named_buffers():
@@ -44,5 +44,5 @@ def buffers_of(model: torch.nn.Module) -> list[Variable]:
 
 
 def as_written(name: str) -> str:
-    """Without what torch.compile puts between: a model has the same names compiled and not."""
+    """The name without what torch.compile inserts, so that a compiled model has the same names."""
     return name.replace("_orig_mod.", "")

@@ -1,8 +1,8 @@
-"""Gradients that are not finite: found and reported before the push (rule A4).
+"""Finds gradients that are not finite, and reports them before the push (rule A4).
 
-Owns: the look at a push's gradients, and how many were found. Invariants: what is reported is the work, by its name,
-and the report is written down before the work is pushed, empty; nothing is looked at where job.nonfinite is allow. Must
-not know: how a push travels.
+Owns: the check of a push's gradients, and how many were found. Invariants: a report names the work; the coordinator
+records it before the work is pushed, empty; nothing is checked if job.nonfinite is allow. Must not know: how a push
+travels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 class NonFiniteCheck:
-    """Of one worker's pushes. `pause` waits for so many milliseconds."""
+    """Checks one worker's pushes. `pause` waits for a number of milliseconds."""
 
     def __init__(self, session: Session, layout: JobLayout, pause: Callable[[int], None]) -> None:
         self._session = session
@@ -51,9 +51,9 @@ class NonFiniteCheck:
         highest: int,
         rows: Sequence[tuple[int, npt.NDArray[np.float32]]] = (),
     ) -> bool:
-        """Whether work may count with these gradients, one for each variable, computed at that step, and those of
-        table rows. If not, the coordinator has recorded it. `highest`: see StepInput. Raises StaleToken,
-        StraddlingRange, and what ends this worker or its job."""
+        """Whether work counts with these gradients, one for each variable, computed at `step`, and those of table rows.
+        If not, the coordinator has recorded it. `highest`: see StepInput. Raises StaleToken, StraddlingRange, and what
+        ends this worker or its job."""
         if not self._looks:
             return True
         found = self._first_not_finite(tensors)
@@ -76,7 +76,7 @@ class NonFiniteCheck:
         for index in self._parameters:
             tensor = tensors[index]
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                continue  # told when it is sent
+                continue  # found when it is sent
             if tensor.device.type == "cpu":
                 here.setdefault(tensor.dtype, []).append((index, tensor))
             else:
@@ -118,7 +118,7 @@ class NonFiniteCheck:
 
 
 def _first_here(gradients: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype) -> int | None:
-    """Of gradients of one dtype on the CPU."""
+    """The index of the first that is not finite, among gradients of one dtype on the CPU."""
     name = _NAMES.get(dtype)
     if name is None:
         return next((index for index, each in gradients if not each.isfinite().all()), None)
@@ -128,8 +128,8 @@ def _first_here(gradients: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtyp
 
 
 def _first_away(gradients: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
-    """Of gradients on other devices: looked at there, all at once, and waited for once."""
-    filled = [(index, each) for index, each in gradients if each.numel()]  # there is no largest of none
+    """The indices of those that are not finite, on other devices: checks all there at once, and waits once."""
+    filled = [(index, each) for index, each in gradients if each.numel()]  # the largest of no elements is not defined
     if not filled:
         return []
     norms = torch._foreach_norm([each for _, each in filled], float("inf"))

@@ -1,8 +1,8 @@
-"""Gradients into a push: checked, clipped, compressed, with the rows of tables; and what its answer changes.
+"""Turns gradients into a push: checks, clips and compresses them, adds table rows, and handles the answer.
 
-Owns: error feedback, clipping, and the order in which these happen. Invariants: a push that is refused leaves no trace
-in the error feedback; gradients that are not finite are reported before the push. Must not know: what a push is named
-after, how it travels.
+Owns: error feedback, clipping, and their order. Invariants: a push that is refused leaves no trace in the error
+feedback; gradients that are not finite are reported before the push. Must not know: how a push is named, how it
+travels.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from shardyard_worker.training.table_binding import TakenRows, Upcoming
 from shardyard_worker.training.variables import Residual, ServerLink, StepInput
 
 PUSHES_PER_RESIDUAL = 64
-"""The norm of the residual is reported once in so many pushes, since it takes a pass over all of it."""
+"""One in this many pushes reports the residual's norm, since that takes a pass over all of it."""
 
 
 class PushBuilder:
-    """For one push at a time, from the thread that trains."""
+    """Builds one push at a time, in the thread that trains."""
 
     def __init__(self, link: ServerLink, values: ValueLoader, copies: DeviceCopies | None) -> None:
         """Raises ConfigurationError."""
@@ -84,13 +84,13 @@ class PushBuilder:
         self.clipper = self._make_clipper()
 
     def use(self, copies: DeviceCopies | None) -> None:
-        """Encodes on the lanes of these from now on."""
+        """From now on encodes on these lanes."""
         if self.feedback is not None and copies is not None:
             with self.between_pushes():
                 self.feedback.use(copies)
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """Before the next push under the reply's map. Where the job went back to a checkpoint, so does the
+        """Called before the next push under the reply's map. If the job went back to a checkpoint, so does the
         residual."""
         if self._checkpointer is not None:
             self._checkpointer.follow(reply)
@@ -98,13 +98,13 @@ class PushBuilder:
             refuse(self._session, reply)
 
     def between_pushes(self) -> contextlib.AbstractContextManager[None]:
-        """Within it no other thread reads or changes the error feedback."""
+        """Inside the block no other thread reads or changes the error feedback."""
         return contextlib.nullcontext() if self._checkpointer is None else self._checkpointer.boundary.held()
 
     # ---- before a push
 
     def may_count(self, name: PushName, sending: StepInput, step: int) -> bool:
-        """Whether these gradients, computed at that step, are finite, or count anyway. If not, the coordinator has
+        """Whether these gradients, computed at `step`, are finite, or count anyway. If not, the coordinator has
         recorded that this work does not count. Raises StaleToken, StraddlingRange, and what ends this worker or its
         job."""
         if sending.overflow or not sending.coded:
@@ -142,13 +142,13 @@ class PushBuilder:
     def _announced(self, upcoming: Upcoming | None) -> Mapping[int, Int64s]:
         """The ids that the script will look up, by table."""
         tables = self._link.tables
-        # an answer whose values come in the order of use has no room for rows
+        # an answer in the order of use has no room for rows
         if tables is None or upcoming is None or self._values.prefetches:
             return {}
         return tables.joined(upcoming())
 
     def note_rows(self, sending: StepInput | None) -> None:
-        """Tells the cache of rows which gradients this step sends."""
+        """Tells the row cache which gradients this step sends."""
         tables = self._link.tables
         if tables is not None and sending is not None and sending.rows is not None:
             is_exact = self._session.job_settings.compression.rows_push is RowCode.FLOAT32
@@ -203,8 +203,8 @@ class PushBuilder:
         return self._link.buffers.encode(wide, partial(feedback.encode, work=_work(name)))
 
     def release_gradients(self) -> None:
-        """The push is under way, so its gradients must not change: the model gets new ones. Also those that were
-        copied are released, so that all behave the same."""
+        """The push is in flight, so its gradients must not change: the model gets new ones. Copied gradients are
+        released too, so that all behave the same."""
         for variable in self._link.variables:
             variable.target.grad = None
         self._link.buffers.next_slot()
@@ -212,7 +212,7 @@ class PushBuilder:
     # ---- after a push
 
     def counted(self, answer: ExchangeResult) -> None:
-        """A push was answered. Where another worker's push of the same work had counted, this one has sent nothing."""
+        """A push was answered. If another worker's push of the same work counted first, this one has sent nothing."""
         cache = None if self._link.tables is None else self._link.tables.cache
         if cache is not None and any(result.outcome is Outcome.DUPLICATE for result in answer.results):
             cache.clear()  # another push has changed the rows that this push was to change
@@ -228,7 +228,7 @@ class PushBuilder:
             self._end_push()
 
     def not_counted(self) -> None:
-        """The push was refused: it counts nowhere."""
+        """The push was refused, so it counts nowhere."""
         if self._link.tables is not None and self._link.tables.cache is not None:
             self._link.tables.cache.clear()
         if self.feedback is not None:
@@ -240,7 +240,7 @@ class PushBuilder:
             self._checkpointer.boundary.end()
 
     def note_norm(self, step: int) -> None:
-        """The targets hold what that step of a synchronous job has made."""
+        """Notes the norm of a synchronous step, whose result the targets hold now."""
         norm = self._link.router.norm_of(step)
         self._norm = self._norm if norm is None else norm
 
@@ -252,8 +252,7 @@ class PushBuilder:
     # ---- before leaving
 
     def residual(self, groups: tuple[tuple[float, ...], ...]) -> Residual | None:
-        """What compression has not sent, as a gradient under these settings, if there is any. Waits for a checkpoint
-        that has it."""
+        """The residual as a gradient under these settings, if there is any. Waits for a checkpoint that contains it."""
         if self._checkpointer is not None:
             self._checkpointer.wait_for_checkpoint()
         with self.between_pushes():
@@ -273,7 +272,7 @@ class PushBuilder:
 
 
 def _work(name: PushName) -> tuple[int, ...]:
-    """The numbers that name the work, whichever worker does it; a worker's own pushes have none."""
+    """The numbers that name the work, whichever worker does it. A worker's own pushes have none."""
     match name.key.source:
         case RankSource(rank):
             return (0, rank, name.first)
@@ -284,7 +283,7 @@ def _work(name: PushName) -> tuple[int, ...]:
 
 
 def _seed_of(name: PushName) -> tuple[int, ...]:
-    """The numbers of a name without its token, which differs between the workers that do the work."""
+    """The numbers of a name, without its token, which differs between workers that do the same work."""
     source = name.key.source
     mine = (2, source.incarnation) if isinstance(source, WorkerSource) else ()
     return (*_work(name), *mine, name.first, name.last)

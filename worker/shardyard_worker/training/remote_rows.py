@@ -1,8 +1,8 @@
-"""Rows that are on a job's servers, as the modules of a model ask for them.
+"""Rows on a job's servers, as the modules of a model ask for them.
 
-Owns: the port `RowSource` over a router. Invariants: nothing is changed by a look-up, so it is asked again wherever no
-answer came, and under the newest map where partitions have moved; in a synchronous job rows are those of the version
-that the targets hold, or the work at hand does not count. Must not know: how rows are pooled, bytes.
+Owns: a `RowSource` over the servers. Invariants: a look-up changes nothing, so it is repeated if no answer came, and
+under the newest map if partitions have moved; in a synchronous job rows are of the version that the targets hold, or
+the current work does not count. Must not know: how rows are pooled, bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class RemoteRows:
-    """Of one job, for the thread that trains."""
+    """The rows of one job, for the thread that trains."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class RemoteRows:
         context: Callable[[], StepContext],
         looks_ahead: Callable[[], bool],
     ) -> None:
-        """`looks_ahead`: whether the script announces the ids of its next batches now."""
+        """`looks_ahead`: whether the script announces the ids of its next batches."""
         self._training = training
         self._context = context
         self._looks_ahead = looks_ahead
         self._tables = tables
         self.looked_up, self.came_ahead = 0, 0
-        """Rows that forwards have asked for while there was look-ahead, and how many of them had come."""
+        """Rows that forwards have asked for while look-ahead was on, and how many had arrived by then."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteRows:
-        """A copy of a model reads the same rows."""
+        """A copy of a model shares these rows."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ class RemoteRows:
         return self._tables.once(self._tables.number(table), ids)
 
     def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
-        """Those that came ahead, what they lack from the cache, and what that lacks from the servers."""
+        """Takes prefetched rows first, then cached rows, and the rest from the servers."""
         asked = [RowQuery(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
         ahead = self._tables.ahead
         if self._looks_ahead():
@@ -82,7 +82,7 @@ class RemoteRows:
         return found
 
     def _find(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
-        """In the cache, where there is one, or on the servers."""
+        """Finds rows in the cache, if there is one, or on the servers."""
         cache = self._tables.cache
         if cache is None:
             return self._look_up(asked)
@@ -127,7 +127,7 @@ class RemoteRows:
         number = self._tables.number(table)
         for index in range(self._tables.partitions):
             partition = PartitionId(index)
-            # under another map the partition at hand is read again
+            # under another map the current partition is read again
             yield from self._reach(partial(RowReads.read_rows, table=number, dim=table.dim, partition=partition))
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002

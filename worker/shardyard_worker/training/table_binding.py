@@ -1,8 +1,8 @@
-"""A model's tables in a job: their settings, their rows on the servers, and the gradients that a push takes along.
+"""A model's tables in a job: their settings, their rows on the servers, and the gradients that a push includes.
 
-Owns: which of a job's tables is which of the model's; where their rows come from while the job lasts. Invariants: all
-workers of a job read the same rows, those that nobody has pushed too, since seeds are the first registration's; a
-table's rate follows that of the parameter group which has its weight. Must not know: names of pushes, bytes.
+Owns: which table of the job is which of the model's; where rows come from during the job. Invariants: all workers of a
+job read the same rows, even rows that were never pushed, since the first registration sets the seeds; a table's rate
+follows that of the parameter group that has its weight. Must not know: names of pushes, bytes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Groups = tuple[tuple[float, ...], ...]
 Announced = tuple[Table, Int64s]
 """Ids, shape (n,), repeated or not, that will be looked up."""
 Upcoming = Callable[[], Sequence[Announced]]
-"""The ids that will be looked up while the model holds the values that the next exchange brings."""
+"""Returns the ids that are looked up while the model holds the values of the next exchange."""
 
 
 @dataclass(frozen=True)
 class TakenRows:
-    """The gradients of rows that have come since the last step, of the tables that have any. `groups`: the settings of
-    each table's optimizer for the update."""
+    """The row gradients since the last step, of the tables that have any. `groups`: the settings of each table's
+    optimizer for the update."""
 
     tables: tuple[TableRows, ...]
     groups: Groups
 
     def unscaled(self, scale: torch.Tensor | None) -> TakenRows:
-        """Of a loss that was scaled; in place. None: they are unscaled already."""
+        """Divides by the scale of the loss, in place. None: they are unscaled already."""
         if scale is not None:
             inverse = float(scale.double().reciprocal().float())
             torch._foreach_mul_(self.tensors, inverse)
@@ -57,14 +57,14 @@ class TakenRows:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The gradients of each, shape (m, dim), on the memory that is sent."""
+        """The gradients of each table, shape (m, dim), on the memory that is sent."""
         return [torch.from_numpy(each.values) for each in self.tables]
 
 
 class TableBinding:
-    """`tables`: of a model, by name; `groups`: the parameter groups of the optimizer that was made for it.
+    """`tables`: of a model, by name; `groups`: the parameter groups of its optimizer.
 
-    Raises InvalidRequest for a seed of more than 64 bits, and settings that servers do not take.
+    Raises InvalidRequest for a seed of more than 64 bits, and for settings that servers do not accept.
     """
 
     def __init__(self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]]) -> None:
@@ -72,9 +72,9 @@ class TableBinding:
         self.settings = tuple(_settings(name, table) for name, table in tables.items())
         self._partitions = 1
         self.ahead: RowPrefetch | None = None
-        """Rows that are as new as the values that the model holds."""
+        """Prefetched rows that are as new as the model's values."""
         self.cache: RowCache | None = None
-        """Rows that were read in steps before, where a worker keeps any."""
+        """Rows of earlier steps, if this worker caches any."""
         self._rates = [_Rate(table, groups) for table in self._tables]
         self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
 
@@ -87,18 +87,18 @@ class TableBinding:
 
     @property
     def partitions(self) -> int:
-        """Of the job."""
+        """The job's number of partitions."""
         return self._partitions
 
     def number(self, table: Table) -> int:
-        """Its place among the job's tables, also of a copy's. Raises InvalidRequest for another one."""
+        """The table's number in the job; a copy has the same. Raises InvalidRequest for another table."""
         found = self._numbers.get(table.name)
         if found is None:
             raise InvalidRequest(f"table {table.name!r}, which is not one of those that were given to job.prepare")
         return found
 
     def adopt(self, layout: JobLayout) -> None:
-        """The job's settings, which the first registration has made. The rows that the model has are not changed."""
+        """Takes over the job's settings, those of the first registration. The model's own rows do not change."""
         assert len(layout.tables) == len(self._tables)
         self._partitions = len(layout.partitions)
         self.settings = layout.tables
@@ -106,8 +106,8 @@ class TableBinding:
             table.name, table.seed = settings.name, settings.seed
 
     def choose_cache(self, session: Session) -> None:
-        """A cache of rows where the job's mode allows one. A job that began asynchronous and is in mode sync now has
-        none; one that began in mode sync refuses the setting. Raises ConfigurationError."""
+        """Makes a row cache if the job's mode allows one. A job that began asynchronous and is synchronous now has
+        none; one that began synchronous refuses the setting. Raises ConfigurationError."""
         if session.mode is UpdateMode.SYNC and session.consistency.number:
             if session.settings.worker.cached_rows_bytes:
                 log.warning("no rows are kept for later steps (worker.cached_rows_bytes): the job is in mode sync")
@@ -117,7 +117,7 @@ class TableBinding:
         self.cache = None if rules is None else RowCache(rules)
 
     def first_rows(self) -> list[TableRows]:
-        """The rows that the model has by itself: those that were loaded before."""
+        """The model's own rows, as loaded before."""
         found = []
         for number, table in enumerate(self._tables):
             every = table.rows.everything()
@@ -129,14 +129,14 @@ class TableBinding:
         return found
 
     def begin(self, source: RowSource) -> None:
-        """From here on rows are the servers', and gradients the job's."""
+        """From now on rows come from the servers, and the job takes the gradients."""
         for table in self._tables:
             table.rows = table.no_rows()
             table.gradients.clear()
             table.source, table.is_trained = source, True
 
     def end(self) -> None:
-        """The job has been left: its rows cannot be reached any more."""
+        """The worker has left the job, so its rows cannot be reached any more."""
         self.ahead = None
         for table in self._tables:
             if not isinstance(table.source, _Left):
@@ -144,7 +144,7 @@ class TableBinding:
                 table.gradients.clear()
 
     def take(self) -> TakenRows | None:
-        """The gradients that have come; none are there after that. None where no table has any."""
+        """Takes all gradients. None if no table has any."""
         found = []
         for number, table in enumerate(self._tables):
             taken = table.gradients.take(self._partitions)
@@ -153,15 +153,15 @@ class TableBinding:
         return TakenRows(tuple(found), self._groups()) if found else None
 
     def joined(self, announced: Sequence[Announced]) -> dict[int, Int64s]:
-        """By table all ids that are announced. Raises InvalidRequest."""
+        """All announced ids, by table. Raises InvalidRequest."""
         by_table: dict[int, list[Int64s]] = {}
         for table, ids in announced:
             by_table.setdefault(self.number(table), []).append(ids)
         return {number: np.concatenate(ids) for number, ids in by_table.items()}
 
     def look_ahead(self, joined: Mapping[int, Int64s], *, step: int = 0, as_of: int = 0) -> RowPrefetch | None:
-        """What is asked for ahead, but what is in the cache; None where there is nothing, or more than comes along with
-        values. `step`: at which it is used; `as_of`: that as of which servers answer."""
+        """The rows to prefetch, without those in the cache. None if there are none, or more than one answer can carry.
+        `step`: at which they are used; `as_of`: the step as of which servers answer."""
         asked = [
             RowQuery(number, unique_ids(ids, self._partitions), self.settings[number].dim)
             for number, ids in joined.items()
@@ -176,7 +176,7 @@ class TableBinding:
         return RowPrefetch(asked, joined, here, as_of=as_of, lives=lives)
 
     def pushed(self, taken: TakenRows, *, exact: bool) -> None:
-        """These gradients are sent with the step at hand. `exact`: a row is changed by them as they are."""
+        """This step sends these gradients. `exact`: servers get them unchanged."""
         if self.cache is None:
             return
         for each in taken.tables:
@@ -184,7 +184,7 @@ class TableBinding:
             self.cache.pushed(each.table, each.found.ids, each.values, descent)
 
     def arrive(self, ahead: RowPrefetch | None) -> None:
-        """What has come for the values that the model holds from now on."""
+        """Takes the rows that came with the model's new values."""
         if ahead is not None and ahead is not self.ahead and self.cache is not None:
             if ahead.lives != self.cache.lives:
                 ahead.forget_here()
@@ -199,11 +199,11 @@ class TableBinding:
         return unique_ids(ids, self._partitions) if known is None else known
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that have come, to be changed in place."""
+        """The gradients so far. They may be changed in place."""
         return [tensor for table in self._tables for tensor in table.gradients.tensors()]
 
     def clear(self) -> None:
-        """Forgets gradients that have come."""
+        """Drops the gradients."""
         for table in self._tables:
             table.gradients.clear()
 
@@ -212,7 +212,7 @@ class TableBinding:
 
 
 def _descent(settings: TableSettings, group: tuple[float, ...]) -> SgdRule | None:
-    """How a row becomes another one by its gradient; None where that takes more than the row."""
+    """The rule that changes a row by its gradient. None if it needs more than the row."""
     if settings.optimizer != "sgd" or settings.admission.kind is not Admission.ALL:
         return None
     names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
@@ -221,7 +221,7 @@ def _descent(settings: TableSettings, group: tuple[float, ...]) -> SgdRule | Non
 
 
 def _lacking(asked: RowQuery, cache: RowCache, step: int, here: dict[int, PartialRows]) -> RowQuery | None:
-    """What is to be asked for, with the rest put down as `here`."""
+    """The ids that must be looked up. The others are noted in `here`."""
     rows = np.empty((asked.found.ids.size, asked.dim), np.float32)
     lacks = cache.take(asked.table, asked.found.ids, rows, step)
     if lacks is None:
@@ -234,7 +234,7 @@ def _lacking(asked: RowQuery, cache: RowCache, step: int, here: dict[int, Partia
 
 
 class _Rate:
-    """A table's rate is its optimizer's, times what its parameter group's has become of what that began with."""
+    """A table's rate: its optimizer's rate, times its parameter group's current rate over that group's first rate."""
 
     def __init__(self, table: Table, groups: Sequence[dict[str, Any]]) -> None:
         holds = [group for group in groups if any(each is table.weight for each in group["params"])]
@@ -271,7 +271,7 @@ def _settings(name: str, table: Table) -> TableSettings:
 
 
 class _Left:
-    """Where rows were that have been left behind."""
+    """Raises an error for rows of a job that this worker has left."""
 
     def once(self, table: Table, ids: Int64s) -> UniqueIds:  # noqa: ARG002
         return unique_ids(ids)

@@ -1,7 +1,7 @@
-"""A job's variables in one worker: registered, given first values, and followed from map to map.
+"""A job's variables in one worker: registers them, gives them initial values, and follows the map.
 
 Owns: the registration, and the connection to the servers under the newest map. `pushes` builds pushes, `values` loads
-versions. Must not know: what a push is named after (strategies).
+versions. Must not know: how a push is named (strategies).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Trainer:
         *,
         context: Callable[[], StepContext],
     ) -> None:
-        """Registers the variables, and waits until the servers have first values. `tables`: of the model, if it has
-        any. `context`: returns the strategy of the job's present mode; it is called from the first step on. Raises
+        """Registers the variables, and waits until the servers have initial values. `tables`: the model's, if it has
+        any. `context`: returns the strategy of the job's current mode; it is called from the first step on. Raises
         ConfigurationError."""
         self.session = session
         self.optimizer = optimizer
@@ -71,7 +71,7 @@ class Trainer:
         self.accumulates = False
         """Whether the next backward adds to the gradients of this one, before they are pushed."""
         self.accumulates_by_hand = False
-        """The same, where the script says so (`job.no_sync`)."""
+        """The same, set by the script (`job.no_sync`)."""
         if tables is not None:
             tables.adopt(layout)
             tables.choose_cache(session)
@@ -133,7 +133,7 @@ class Trainer:
         )
 
     def follow_map(self) -> None:
-        """Connects under the newest map. Gradients that were filled in, and the current values, stay as they are."""
+        """Connects under the newest map. Filled-in gradients and the current values stay as they are."""
         session, link = self.session, self.link
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         map_ = layout_messages.map_from_wire(reply.map)
@@ -164,7 +164,7 @@ class Trainer:
 
     @property
     def cache(self) -> RowCache | None:
-        """Rows that this worker keeps for later steps, if it keeps any."""
+        """Rows that this worker caches for later steps, if any."""
         return None if self._tables is None else self._tables.cache
 
     @property
@@ -173,8 +173,8 @@ class Trainer:
         return self.link.router.is_behind
 
     def reach(self, ask: Callable[[ServerGroup], R]) -> R:
-        """Asks under the newest map, again whenever there is a newer one. For requests that mean the same under each
-        map."""
+        """Runs `ask` under the newest map, and again whenever there is a newer one. For requests that mean the same
+        under each map."""
         while True:
             try:
                 return ask(self.link.router)
@@ -182,8 +182,8 @@ class Trainer:
                 self.follow_map()
 
     def rebase(self, next_sequence: int) -> str:
-        """Makes the partitions continue with this worker's own source at that sequence (rule A11). Returns, for
-        people, which pushes they lacked before it; empty if none."""
+        """Makes the partitions continue with this worker's own source at that sequence (rule A11). Returns a
+        description of the pushes that they lacked before it; empty if none."""
         caller = common_messages.caller_to_wire(self.session.caller)
         reply = self.session.ask(methods.REBASE_SOURCE, wire.RebaseSourceRequest(caller=caller, next=next_sequence))
         return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
@@ -210,9 +210,9 @@ class Trainer:
         return answer
 
     def pull_step(self, at_least: int, *, unless: Callable[[], bool] = lambda: False) -> int | None:
-        """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while other
-        workers go on with the steps of a synchronous job. Returns its number, or None once `unless` returns True; it
-        is called now and then."""
+        """Waits for version `at_least`, and puts it or a later one into the targets, the same of all partitions, while
+        other workers continue with the steps of a synchronous job. Returns its number. `unless` is called regularly;
+        once it returns True, returns None."""
         number, answer = at_least, ExchangeResult()
         with self.session.wait_registry.over(lambda: f"version {number}: {explain(answer)}"):
             self.link.router.abandon_pull()
@@ -261,7 +261,7 @@ class Trainer:
                 router.initialize_rows(name, EncodedRows([piece]))
 
     def _await_values(self) -> None:
-        """Waits until the servers have first values. Another worker gives them, or this one if that worker dies."""
+        """Waits until the servers have initial values. Another worker gives them, or this one if that worker dies."""
         answer = ExchangeResult()
         with self.session.wait_registry.over(lambda: f"first values: {explain(answer)}"):
             while True:
@@ -274,7 +274,7 @@ class Trainer:
 
 
 def explain(answer: ExchangeResult) -> str:
-    """What an unfinished pull waits for, the same wait of several partitions once."""
+    """Describes what an unfinished pull waits for; the same wait of several partitions once."""
     waits: dict[tuple[int, str], list[int]] = {}
     for item in answer.missing:
         waits.setdefault((item.have.number, item.waiting_for), []).append(item.partition)

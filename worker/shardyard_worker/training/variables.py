@@ -54,7 +54,7 @@ class Variable:
 
 @dataclass
 class ServerLink:
-    """A job's variables and tables, and what reaches their servers under the newest map."""
+    """A job's variables and tables, and the connection to their servers under the newest map."""
 
     session: Session
     layout: JobLayout
@@ -73,9 +73,9 @@ class StepInput:
     weight: float
     groups: tuple[tuple[float, ...], ...]
     coded: bool = True
-    """False: sent as it is, whatever job.compression says."""
+    """False: sent uncompressed, whatever job.compression says."""
     bases: Bases | None = None
-    """The versions that the gradients were computed on, where the job scales by staleness."""
+    """The versions that the gradients were computed on, if the job scales by staleness."""
     overflow: bool = False
     """Loss scaling has found an overflow. The push carries no gradients then."""
     rows: TakenRows | None = None
@@ -94,16 +94,16 @@ class Residual:
 
 
 class StepContext(Protocol):
-    """What is known of the step at hand. A job's strategy knows it; another mode has another strategy."""
+    """What the job's current strategy knows of the step. After a change of the mode there is another strategy."""
 
     def reload(self) -> None:
-        """Loads the values again that were on their way to the targets, and were lost with a server."""
+        """Loads values again that were arriving and were lost with a server."""
 
     def follow_map(self) -> None:
-        """Goes over to the newest map, while a push may be under way. The targets stay as they are."""
+        """Follows the newest map, even while a push is in flight. The targets stay as they are."""
 
     def rows_version(self) -> int | None:
-        """The version of which rows are looked up; None: the newest."""
+        """The version whose rows are looked up; None: the newest."""
 
     def on_rows_version_passed(self, error: errors.NotFound) -> None:
-        """The servers do not have rows of that version any more."""
+        """The servers no longer have rows of that version."""
