@@ -1,5 +1,6 @@
-"""Bounded staleness, seen from the workers: who has been given values while another one that takes steps was too far
-behind (docs/internals/ledger.md, rule C3)."""
+"""Checks bounded staleness: which workers got values while another active worker was too far behind
+(docs/internals/ledger.md, rule C3).
+"""
 
 from __future__ import annotations
 

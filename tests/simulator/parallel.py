@@ -1,4 +1,4 @@
-"""Many seeds, in as many processes as there are cores. Invariant: none is left, however this ends."""
+"""Runs many seeds, in as many processes as there are cores. Invariant: no process is left, however this ends."""
 
 from __future__ import annotations
 

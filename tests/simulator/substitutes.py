@@ -1,11 +1,12 @@
 """What the shipped modules see instead of time, threading, concurrent.futures, queue, os, random and the like.
 
-The shipped code waits in threads, by the standard library's primitives. Rather than give it a seam for each, and its
-hot paths another call for each, the simulator puts its own primitives into the shipped modules' namespaces: whatever
-attribute of a module *is* the standard module (or class, or function) is replaced, in all modules of all packages, so
-code that is written tomorrow is simulated too. `installed` puts everything back.
+The shipped code waits in threads, with the standard library's primitives. A seam for each primitive would cost the hot
+paths extra calls, so the simulator replaces the primitives in the modules' namespaces: any attribute of a module that
+*is* the standard module (or class, or function) is replaced, in all modules of all packages. Code that is written later
+is simulated too. `installed` puts everything back.
 
-Invariants: the primitives mean what the standard ones mean; every wait is the world's. Must not know: networks, disks.
+Invariants: the primitives mean what the standard ones mean. The world handles every wait. Must not know: networks,
+disks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A yard inside the test's own process: what tests of one share. The fixtures `alone` and `connect` go with it."""
+"""A yard inside the test's own process, shared by several tests. The fixtures `alone` and `connect` go with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads a job beside those that train it: a yard inside the test's own process, and the course of who trains.
+"""A yard inside the test's own process, with readers of a job beside the workers that train it.
 
 The fixture `alone` goes with it.
 """

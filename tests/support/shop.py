@@ -1,6 +1,6 @@
 """A server's shop, as a generated client would stock it: one asynchronous job of two partitions on this server.
 
-Messages alone; who sends them, and how, is the caller's.
+This module only makes the messages; the caller sends them.
 """
 
 from __future__ import annotations

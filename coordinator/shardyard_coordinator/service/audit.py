@@ -1,7 +1,7 @@
-"""Who did what in a yard: which records of the journal make its audit, and how much of each.
+"""The audit of a yard: which records of the journal it shows, and how much of each.
 
 Owns: the choice. Invariant: the audit has every lease and its end, every verdict, and everything that was revoked. It
-leaves out what is large and says nothing of these (layouts, maps, a checkpoint's copy of the ledgers). Must not know:
+leaves out large values that say nothing about these (layouts, maps, a checkpoint's copy of the ledgers). Must not know:
 where the audit is kept.
 """
 
@@ -38,7 +38,7 @@ _SAID_OF_A_JOB: Final = ("name", "seed", "workers_expected", "consistency", "dat
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """An entry of the audit. `job`: 0 of what is about the yard; `term`, `time`: as of a record. `body` has no job."""
+    """An entry of the audit. `job`: 0 if it is about the yard. `term`, `time`: as in a record. `body` has no job."""
 
     number: int
     term: int
@@ -50,8 +50,8 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of the audit, in order. `reached`: the number up to which all was looked at; `more`: whether there is more
-    beyond; `lost`: entries up to this number were given up for newer ones."""
+    """A part of the audit, in order. `reached`: the number up to which entries were examined. `more`: whether more
+    follow. `lost`: entries up to this number were dropped for newer ones."""
 
     entries: tuple[Audited, ...]
     reached: int
@@ -60,7 +60,7 @@ class Page:
 
 
 def audited(kind: str, body: Mapping[str, object]) -> tuple[int, Entry] | None:
-    """What the audit keeps of a record, and the job that it is about. None: nothing."""
+    """The job that a record is about, and what the audit keeps of the record. None: nothing."""
     if kind in UNAUDITED:
         return None
     job = body.get("job", 0)

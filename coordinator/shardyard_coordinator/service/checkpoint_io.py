@@ -1,8 +1,8 @@
-"""Checkpoints of jobs, carried out: servers write and read partitions, this process writes the manifests.
+"""Writes and restores checkpoints of jobs: servers write and read partitions, this process writes the manifests.
 
-Owns: the order of things. Invariants: a manifest is written when all servers have said that their files are durable; a
-checkpoint is of one moment of a synchronous job (rule B7), and of an asynchronous one each partition with its own
-ledger (rule A9); what is restored was checked. Must not know: when, and why, a job is written down.
+Owns: the order of these actions. Invariants: a manifest is written when all servers have reported that their files are
+durable. A checkpoint of a synchronous job is of one moment (rule B7); in one of an asynchronous job each partition
+comes with its own ledger (rule A9). What is restored was checked. Must not know: when and why a checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What a partition was written as; `token`: the highest one that its ledger has."""
+    """The files of a partition. `token`: the highest one in its ledger."""
 
     version: Version
     file: PartitionFile
@@ -98,8 +98,8 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A checkpoint that was written, as number `number`: the draft's or the next one that was free. `step`: that it is
-    of; `created_s`: when, in seconds since 1970; `feedback`: what workers remembered."""
+    """A checkpoint that was written as number `number`: the draft's, or the next free one. `step`: the step that it
+    holds. `created_s`: seconds since 1970. `feedback`: the workers' residuals."""
 
     number: int
     step: int
@@ -108,8 +108,8 @@ class Taken:
 
 
 class CheckpointIO:
-    """Safe for several threads, for one job at a time each. `feedback`: how workers are asked what they remember;
-    `heartbeat_ms`: how often they can be."""
+    """Safe for several threads, one job at a time each. `feedback`: how workers are asked for residuals.
+    `heartbeat_ms`: how often they can be asked."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class CheckpointIO:
         created = self._now()
         ledger = {**draft.data_ledger, "token": token}
         decided = verdicts(step) if subject.mode is UpdateMode.SYNC else ()
-        if decided:  # the ledger was copied when fewer steps were
+        if decided:  # fewer steps were decided when the ledger was copied
             entries_then = ledger["entries"]
             assert isinstance(entries_then, list)
             ledger["entries"] = [*entries_then, *([kind, body] for kind, body in decided)]
@@ -204,9 +204,9 @@ class CheckpointIO:
         )
         failpoint("checkpoint.after_manifest")
         try:
-            # the job's newest until it has heard of this one, whatever others of its name are there
+            # this stays the job's newest until the job knows the new one, whatever others of its name are there
             library.prune(subject.name, keep, also=[former.number] if former is not None else [])
-        except ShardyardError as error:  # the checkpoint counts all the same
+        except ShardyardError as error:  # the checkpoint counts anyway
             log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
         return Taken(draft.number, step, max(0, int(created.timestamp())), remembered)
 
@@ -223,10 +223,10 @@ class CheckpointIO:
         begun: Sequence[tuple[DataShardSource, int]] = (),
         step: int = 0,
     ) -> None:
-        """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint, and the logs
-        after it, have them, in that life. Where the first of `bases` is damaged the next one is tried, which says the
-        same. The same again does nothing. `working`, `begun`, `step`: as in effects.RestorePartitions. Raises NotReady,
-        CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable."""
+        """Gives servers their partitions under a new map. Those in `partitions` are restored from the checkpoint and
+        the logs after it, in that life. If the first of `bases` is damaged, the next one, which leads to the same
+        state, is tried. Repeating the call does nothing. `working`, `begun`, `step`: as in effects.RestorePartitions.
+        Raises NotReady, CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable."""
         for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
             try:
                 self._restore(
@@ -300,9 +300,9 @@ class CheckpointIO:
         self._everywhere(map_, give)
 
     def find(self, url: str, name: str, number: int) -> tuple[RestorePoint, tuple[int, ...]]:
-        """A checkpoint to begin with, every byte of it checked; number 0: the newest that is whole, and the newer ones
-        that are not. Raises CheckpointNotFound, CheckpointDamaged, StorageUnavailable, ConfigurationError where its
-        settings are not this release's."""
+        """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged. Number 0: the
+        newest that is whole. Raises CheckpointNotFound, CheckpointDamaged, StorageUnavailable, ConfigurationError if
+        its settings are not this release's."""
         library = CheckpointLibrary(open_storage(url))
         wanted = [number] if number else list(reversed(library.numbers(name)))
         if not wanted:
@@ -373,7 +373,7 @@ class CheckpointIO:
         return found
 
     def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
-        """Asks all servers of a map at once. Raises the first refusal when all have answered."""
+        """Asks all servers of a map at once. Raises the first refusal after all have answered."""
         asked = [
             partial(ask, Server(server, owned[0].address), [owner.partition for owner in owned])
             for server, owned in map_.by_server().items()
@@ -407,7 +407,7 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
     feeds = StepLedger(logical_ranks=ranks, backup_workers=backup_workers) if sync else new_data_ledger()
     try:
         feeds.begin_with(manifest.data_ledger)
-        # as the journal will give it back
+        # as the journal will return it
         of_record(Body(json.loads(json.dumps(origin.entry[1]))))
     except DamagedRecord as error:
         raise CheckpointDamaged(f"checkpoint {manifest.number} of job {manifest.job_name!r}: {error}") from error
@@ -415,8 +415,8 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
 
 
 def _found(library: CheckpointLibrary, subject: Subject, collecting: ResidualCollection) -> tuple[ResidualFile, ...]:
-    """The files that workers have written, as far as they are on the storage: a worker on another machine may have
-    written to a folder of its own. Raises StorageUnavailable."""
+    """The workers' files that are on the storage. A worker on another machine may have written to a folder of its own.
+    Raises StorageUnavailable."""
     number, found = collecting.wanted.number, []
     for worker in sorted(collecting.workers):
         written, name = collecting.files.get(worker), worker_name(worker)

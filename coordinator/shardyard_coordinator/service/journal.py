@@ -73,7 +73,7 @@ _REFUSED_TODO: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What stands in the lock file beside the holder's process id: the last record's number, and the term."""
+    """What is in the lock file beside the holder's process id: the last record's number, and the term."""
 
     record: int = 0
     term: int = 0
@@ -102,7 +102,7 @@ class Journal:
         if folder is None:
             self.name = "in memory"
             self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-            # nothing remembers former lives; the time of day keeps their incarnations apart from ours
+            # nothing remembers earlier runs; the time of day keeps their incarnations apart from this run's
             term = 1 if secluded else int(wall_clock())
         else:
             self.name = str(folder / FILE)
@@ -136,7 +136,7 @@ class Journal:
         self._note(latest, self.term)
 
     def replace(self, entries: Sequence[Entry]) -> None:
-        """Puts records in the place of all that are there: all of them, or nothing has changed."""
+        """Replaces all records by these. Either all are replaced, or nothing changes."""
         with self._transaction():
             first = self._latest() + 1
             self._database.execute("DELETE FROM records")
@@ -147,7 +147,7 @@ class Journal:
         self._note(latest, self.term)
 
     def records(self) -> tuple[Record, ...]:
-        """All that are kept, the oldest first. Raises ConfigurationError where one is damaged or missing."""
+        """All records, the oldest first. Raises ConfigurationError if one is damaged or missing."""
         try:
             rows = self._database.execute(_SELECT).fetchall()
             (wanted,) = self._database.execute("SELECT first FROM kept").fetchone()
@@ -165,8 +165,8 @@ class Journal:
         return tuple(found)
 
     def read_audit(self, job: int, after: int) -> Page:
-        """Of a job, and of the yard while it ran, from the entry after number `after` on. Raises ConfigurationError
-        where an entry is damaged."""
+        """The audit of a job, and of the yard during the job, from the entry after number `after` on. Raises
+        ConfigurationError if an entry is damaged."""
         return _read_audit(self._database, self.name, job, after)
 
     def find_job(self, job: str) -> int:
@@ -209,7 +209,7 @@ class Journal:
         return Term(term)
 
     def _require_format(self) -> bool:
-        """Whether the file is new; its tables are made then."""
+        """Whether the file is new. Its tables are created then."""
         (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise self._refused(" ".join(str(found).split()))
@@ -224,7 +224,7 @@ class Journal:
         return False
 
     def _insert(self, entries: Sequence[Entry], first: int) -> int:
-        """The number of the last one."""
+        """Returns the number of the last record."""
         now = float(self._wall_clock())
         rows = []
         for number, (kind, body) in enumerate(entries, first):
@@ -265,7 +265,7 @@ class Journal:
             _write_note(self._lock, Note(record, term))
 
     def _latest(self, table: str = "records") -> int:
-        """The highest number that a record, or an entry of the audit, ever had."""
+        """The highest number that a record, or an audit entry, ever had."""
         row = self._database.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row is not None else 0
 
@@ -296,13 +296,14 @@ class Journal:
 
 
 def find_audited_job(folder: Path, job: str) -> int:
-    """As `Journal.find_job`, of a folder whose coordinator need not run. Raises NotFound, ConfigurationError."""
+    """The same as `Journal.find_job`, for a folder whose coordinator need not run. Raises NotFound,
+    ConfigurationError."""
     with _reading(folder) as database:
         return _find_job(database, str(folder / FILE), job)
 
 
 def read_audit(folder: Path, job: int, after: int) -> Page:
-    """As `Journal.read_audit`, of a folder whose coordinator need not run. Raises ConfigurationError."""
+    """The same as `Journal.read_audit`, for a folder whose coordinator need not run. Raises ConfigurationError."""
     with _reading(folder) as database:
         return _read_audit(database, str(folder / FILE), job, after)
 
@@ -407,7 +408,7 @@ def _lock(folder: Path) -> tuple[int, Note]:
 
 
 def _read_lines(descriptor: int) -> list[str]:
-    """Process id, number of the last record, term; empty where they are not there."""
+    """Process id, number of the last record, term; empty if they are missing."""
     text = os.pread(descriptor, NOTE_BYTES, 0).decode("ascii", "replace")
     return [*(line.strip() for line in text.splitlines()), "", "", ""][:3]
 

@@ -56,7 +56,7 @@ class ResidualReport:
 
 @dataclass
 class ResidualCollection:
-    """For one checkpoint. `stages`: how far each worker is; `copies`: those that are ready shall copy."""
+    """For one checkpoint. `stages`: how far each worker is. `copies`: ready workers must copy now."""
 
     wanted: ResidualRequest
     workers: frozenset[Incarnation]
@@ -67,7 +67,7 @@ class ResidualCollection:
 
 
 class ResidualCollections:
-    """`living`: the workers that a job has now; `wait_registry`: says what is waited for."""
+    """`living`: returns a job's living workers. `wait_registry`: shows what is waited for."""
 
     def __init__(self, living: Callable[[JobId], Collection[Incarnation]], wait_registry: WaitRegistry) -> None:
         self._living = living
@@ -80,8 +80,8 @@ class ResidualCollections:
     def open(
         self, job: JobId, wanted: ResidualRequest, workers: Collection[Incarnation]
     ) -> Iterator[ResidualCollection]:
-        """Within it, these workers are told to save what they remember for this checkpoint. It lasts until the
-        checkpoint is committed, or given up."""
+        """Within the block, these workers are told to save their residuals for this checkpoint. The block ends when the
+        checkpoint is committed or given up."""
         begun, key = ResidualCollection(wanted, frozenset(workers)), (job, wanted.number)
         with self._changed:
             assert key not in self._open, f"checkpoint {wanted.number} of job {job} is taken twice"
@@ -99,7 +99,7 @@ class ResidualCollections:
             return max(found, key=lambda each: each.number, default=None)
 
     def report(self, job: JobId, worker: Incarnation, number: int, said: ResidualReport) -> bool:
-        """Whether a worker that is ready shall copy now. Raises NotFound if the checkpoint does not wait for it."""
+        """Whether a ready worker must copy now. Raises NotFound if the checkpoint does not wait for it."""
         with self._changed:
             found = self._open.get((job, number))
             if found is None or worker not in found.workers:
@@ -118,15 +118,15 @@ class ResidualCollections:
             return found.copies
 
     def await_copies(self, job: JobId, begun: ResidualCollection, *, ready_ms: int, copied_ms: int) -> None:
-        """Until each of the workers that live has copied what it remembers, all at one time: at most for so long until
-        they are ready, and then until they have."""
+        """Waits until all living workers have copied their residuals, all at the same time: at most `ready_ms` until
+        they are ready, then at most `copied_ms` until they have copied."""
         self._await(job, begun, Stage.READY, "to hear that they shall copy what they have not sent yet", ready_ms)
         with self._changed:
             begun.copies = True
         self._await(job, begun, Stage.COPIED, "to copy what they have not sent yet", copied_ms)
 
     def await_files(self, job: JobId, begun: ResidualCollection, timeout_ms: int) -> None:
-        """Until each of the workers that live has written its file, or cannot, at most for so long."""
+        """Waits until each living worker has written its file, or has failed to, at most `timeout_ms`."""
         self._await(job, begun, Stage.ENDED, "to write what they have not sent yet", timeout_ms)
 
     def close(self) -> None:

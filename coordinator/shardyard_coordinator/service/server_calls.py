@@ -1,6 +1,6 @@
-"""Effects carried out on threads of a pool, and what became of them told to the machine.
+"""Carries out effects on threads of a pool, and reports the results to the machine.
 
-Owns: the pool. Invariants: no call to a server is made under the mailbox's lock; every call that the machine waits for
+Owns: the pool. Invariants: no call to a server is made under the mailbox's lock. Every call that the machine waits for
 ends with an event, whether the call succeeds or fails. Must not know: what is decided.
 """
 
@@ -77,11 +77,11 @@ class ServerCalls:
             self._later(self.open, of_job)
 
     def close(self) -> None:
-        """Waits for the calls under way; those that have not begun are dropped."""
+        """Waits for the calls under way. Those that have not begun are dropped."""
         with self._wait_registry.over(lambda: "calls to servers to end, before the coordinator does"):
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    # ---- calls that somebody waits for
+    # ---- calls that a request or the ticker waits for
 
     def create(self, wanted: Sequence[effects.CreatePartitions]) -> None:
         created = False

@@ -97,7 +97,8 @@ class ServerClient:
         begun: Sequence[tuple[DataShardSource, int]] = (),
         step: int = 0,
     ) -> None:
-        """Partitions under a map, some of them with what a checkpoint in `folder`, and logs, have of them."""
+        """Gives a server its partitions under a map, some of them restored from a checkpoint in `folder` and from
+        logs."""
         request = wire.CreatePartitionsRequest(
             caller=self._caller(job),
             generation=generation,
@@ -145,7 +146,7 @@ class ServerClient:
         logs: Iterable[Incarnation],
         attempt: int,
     ) -> wire.SaveCheckpointReply:
-        """A server's partitions into a checkpoint."""
+        """Saves a server's partitions into a checkpoint."""
         request = wire.SaveCheckpointRequest(
             caller=self._caller(job),
             server=server.incarnation,
@@ -172,13 +173,12 @@ class ServerClient:
         self._call(effect.server, methods.DROP_JOB, request, DROP_MS, f"to drop job {effect.job}")
 
     def lowest_next(self, effect: effects.ReadLedger) -> int:
-        """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
-        answer."""
+        """The lowest next sequence of the sources over all partitions (rule A6). Raises if a server does not answer."""
         return min(self._read_everywhere(effect, ledger_replies.lowest_next))
 
     def highest_next(self, effect: effects.ReadSteps) -> int:
         """The highest next sequence of the sources over all partitions (rule B9), or the highest version of any. Raises
-        where a server does not answer."""
+        if a server does not answer."""
         return max(
             self._read_everywhere(
                 effect, ledger_replies.highest_version if effect.versions else ledger_replies.highest_next
@@ -186,7 +186,7 @@ class ServerClient:
         )
 
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
-        """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
+        """The next sequence of a worker's own source in each partition. Raises if a server does not answer."""
         found: list[tuple[PartitionId, int]] = []
         for server, owned in map_.by_server().items():
             request = wire.ReadLedgerRequest(
@@ -201,7 +201,7 @@ class ServerClient:
         return tuple(sorted(found))
 
     def pass_over(self, effect: effects.SkipLostPushes) -> None:
-        """On all servers of the map. Raises where one does not answer; the same again does no harm."""
+        """Skips the pushes on all servers of the map. Raises if one does not answer. Repeating the call is harmless."""
         for server, owned in effect.map.by_server().items():
             request = wire.PassOverRequest(
                 caller=self._caller(effect.job),
@@ -214,7 +214,7 @@ class ServerClient:
             self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS, what)
 
     def pace(self, effect: effects.PaceServers) -> None:
-        """All servers of the map. Raises where one does not answer; the same again does no harm."""
+        """Calls all servers of the map. Raises if one does not answer. Repeating the call is harmless."""
         for server, owned in effect.map.by_server().items():
             request = wire.SetStalenessRequest(
                 caller=self._caller(effect.job),
@@ -304,6 +304,6 @@ class ServerClient:
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """The first of them, for messages."""
+    """The first of the numbers, for messages."""
     found = sorted(numbers)
     return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

@@ -147,7 +147,7 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
 
 
 def _switch(job: JobState) -> wire.SwitchStatus | None:
-    """What the job was switched to last. None: it never was."""
+    """The job's last switch; None if there was none."""
     mode, drain = job.mode, job.drain
     if drain.wanted is not None and not job.phase.ended:
         return wire.SwitchStatus(

@@ -228,8 +228,8 @@ def _follow(
     progress_to: TextIO,
     began: int | None = None,
 ) -> int:
-    """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
-    and go on."""
+    """Runs a script and shows it. Returns its exit status. Errors of the yard are printed here, so that the caller can
+    clean up and continue."""
     from shardyard.domain import errors
     from shardyard_launcher.scripts.progress import FirstStep, display_for
     from shardyard_launcher.scripts.script import ScriptRun

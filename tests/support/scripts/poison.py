@@ -1,7 +1,7 @@
-"""A training script for tests, over a data set with a sample that kills whoever reads it.
+"""A training script for tests, over a data set with a sample that kills the process that reads it.
 
-One coordinate for each sample, whose gradient adds 1 to it; of a synchronous job, which takes the mean over samples,
-its part of 1 in a step. So lost and doubled samples show.
+Each sample has one coordinate, and its gradient adds 1 to it; in a synchronous job, which takes the mean over samples,
+it adds the sample's part of 1 in a step. So lost and doubled samples show.
 """
 
 import argparse
