@@ -1,7 +1,7 @@
 """Reads of table rows from the servers, beside the exchanges.
 
 Owns: the three reads: rows by id, the number of rows, all rows of a partition. Invariant: a read changes nothing, so it
-is repeated if no answer came. Must not know: who needs the rows, caches.
+is repeated if no answer came. Must not know: what the rows are for, caches.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class StepBarrier:
         return True if halt is None or (halt.settled and step < halt.step) else None
 
     def may_begin(self, step: int) -> bool | None:
-        """As `permits`, for a worker that contributes to the step at once if it is."""
+        """As `permits`, for a worker that contributes at once if the answer is True."""
         # note the step before looking: a worker that sees no stop is then included in what it reports once there is one
         self._reached = max(self._reached, step + 1)
         return self.permits(step)

@@ -128,7 +128,7 @@ def _first_here(gradients: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtyp
 
 
 def _first_away(gradients: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
-    """The indices of those that are not finite, on other devices: checks all there at once, and waits once."""
+    """At most one index: the first that is not finite, on other devices. Checks all there at once, and waits once."""
     filled = [(index, each) for index, each in gradients if each.numel()]  # the largest of no elements is not defined
     if not filled:
         return []
