@@ -1,12 +1,12 @@
-"""The network: encoded messages that take their time, get lost, come twice or late, through the shipped handlers.
+"""The network: encoded messages that take time, get lost, or come twice or late, through the shipped handlers.
 
-What a connection of gRPC's does is kept: messages of one call come in order; a call that was answered was served;
-whoever waits for an answer that does not come has a deadline. All else is the seed's: how long a message takes, so
-which of two calls comes first; connections that break, before or after a call was served; links that are dead in one
-direction for a while, silently, and bring later what they were given; calls that come a second time, long after.
+It keeps what a gRPC connection guarantees: messages of one call come in order, a call that was answered was served, and
+each wait for an answer has a deadline. The seed decides all else: how long a message takes, and so which of two calls
+comes first; connections that break, before or after a call was served; links that are silently dead in one direction
+for a while, and deliver later what they were given; calls that come a second time, long after.
 
-Owns: who listens where, calls under way, the state of links. Invariants: what travels is bytes, encoded and decoded by
-the methods' own codecs; a process that has ended sends nothing more. Must not know: what the messages mean.
+Owns: which process listens where, calls under way, the state of links. Invariants: what travels is bytes, encoded and
+decoded by the methods' own codecs. A process that has ended sends nothing more. Must not know: what the messages mean.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Virtual time, and threads of which exactly one runs at a time.
 
 Each thread of the shipped code is a greenlet (`Task`) of a simulated process. It runs until it waits: for a lock, an
-answer, a moment. Then the world goes on with whatever is due next in virtual time; nothing else ever decides who runs,
-so a seed has one trace. Owns: the clock, the queue of what is due, the seed's random numbers, processes and their ends.
+answer, a moment. Then the world continues with whatever is due next in virtual time. Nothing else decides which task
+runs, so a seed has one trace. Owns: the clock, the queue of what is due, the seed's random numbers, processes and their
+ends.
 
-Invariants: a process that was killed never runs again, not even its `finally` (its tasks are disposed of when the run
-is over, and can reach nothing then); one that is frozen runs when it is thawed, with all that came meanwhile. Must not
-know: what the tasks do.
+Invariants: a process that was killed never runs again, not even its `finally` (its tasks are disposed of after the run,
+and can reach nothing then). A frozen process runs again when it is thawed, with all that came meanwhile. Must not know:
+what the tasks do.
 """
 
 from __future__ import annotations

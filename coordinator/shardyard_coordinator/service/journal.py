@@ -1,12 +1,12 @@
-"""The coordinator's journal: its term, its records, and the audit that is made of them, on disk or in memory.
+"""The coordinator's journal: its term, its records, and the audit made from them, on disk or in memory.
 
-Owns: a state folder with a SQLite file and a lock file, which also notes the term and the number of the last record:
-SQLite takes a damaged tail of its log for one that was never written, and a file that was moved away takes its terms
-along. Invariants: one process at a time has a folder's journal; each opening has a higher term than all before;
-`append` returns when all its records, or none, are on the disk, in order; `replace` leaves the old records or the new
-ones; `records` gives all of them as they were written, or refuses: a file of another format, a record that is missing,
-a wrong checksum. The audit has an entry for each audited record that was ever appended, written with it, until there
-are too many: then the oldest go. Must not know: what records mean.
+Owns: a state folder with a SQLite file and a lock file. The lock file also has the term and the number of the last
+record: SQLite takes a damaged tail of its log for one that was never written, and a file that is moved away takes its
+terms along. Invariants: one process at a time has a folder's journal. Each opening has a higher term than all before.
+`append` returns when all its records, or none, are on the disk, in order. `replace` leaves the old records or the new
+ones. `records` returns all of them as they were written, or refuses: a file of another format, a missing record, a
+wrong checksum. The audit has an entry for each audited record that was ever appended, written with it; when there are
+too many, the oldest are dropped. Must not know: what records mean.
 """
 
 from __future__ import annotations
