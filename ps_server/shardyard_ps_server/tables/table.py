@@ -133,7 +133,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that is in use: rows that were ever taken, with their state, and the index."""
+        """Bytes of memory in use: rows that were ever taken, with their state, and the index."""
         rows = int(self._memory.shared[NEXT_ROW]) * int(self._memory.slab.shape[1]) * 4
         return rows + self._stripes.nbytes + (0 if self._estimates is None else self._estimates.nbytes)
 
@@ -144,12 +144,12 @@ class Table:
 
     @property
     def disk_bytes(self) -> int:
-        """That the file for colder rows takes of the disk."""
+        """Bytes of the disk that the file for colder rows takes."""
         return 0 if self._tier is None else self._tier.disk_bytes
 
     @property
     def disk_refused(self) -> str:
-        """What the disk said, where rows stay in memory for it; empty otherwise."""
+        """The disk's error, if rows stay in memory because of it; otherwise empty."""
         return "" if self._tier is None else self._tier.refused
 
     @property
@@ -164,7 +164,7 @@ class Table:
 
     @property
     def generation(self) -> int:
-        """Of the last cut for a checkpoint."""
+        """The generation of the last cut for a checkpoint."""
         return self._chain.generation
 
     @property
@@ -319,7 +319,7 @@ class Table:
         return sweep.expiring(expiry.time(step, self._now_ms) // self._age_unit, self.entries, _distinct(besides), step)
 
     def having_row(self, ids: Ids) -> Ids:
-        """Those that have one; for a caller beside whom nobody pushes."""
+        """Returns those of the ids that have a row. Nothing may be pushed meanwhile."""
         check_ids(self.settings.name, ids)
         with self._gate.together():
             return ids[~self._without_row(ids)]

@@ -19,7 +19,7 @@ class SharedExclusiveLock:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """With any number of others."""
+        """Enters beside any number of other threads."""
         with self._changed:
             while self._alone:
                 self._changed.wait()
@@ -34,7 +34,7 @@ class SharedExclusiveLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """With nobody."""
+        """Enters when no other thread is inside, and keeps others out."""
         with self._changed:
             while self._alone:
                 self._changed.wait()
