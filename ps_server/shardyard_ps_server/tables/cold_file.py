@@ -26,7 +26,7 @@ log = logging.getLogger("shardyard.server")
 PIECE_BYTES_LEAST: Final = 1 << 20
 PIECE_BYTES_MAX: Final = 64 << 20
 _GROWS_BY: Final = 4
-"""A file grows by such a part of itself."""
+"""The file grows by this share of its size."""
 REFUSED_TURNS_MAX: Final = 256
 """So often at most rows just stay in memory after a refusal, before the disk is asked again."""
 
@@ -45,11 +45,11 @@ class ColdFile:
 
     @property
     def nbytes(self) -> int:
-        """That it takes of the disk."""
+        """Bytes of the disk that the file takes."""
         return self._slots * self._record_bytes
 
     def take(self, n: int) -> Numbers:
-        """So many slots that hold nothing, ascending; fewer where the disk is full."""
+        """Returns n free slots, ascending; fewer if the disk is full."""
         shared = self._memory.shared
         missing = n - int(shared[SLOTS_FREE]) - (self._slots - int(shared[NEXT_SLOT]))
         if missing > 0 and self._turns_left:
@@ -66,7 +66,7 @@ class ColdFile:
         return slots
 
     def write(self, slots: Numbers, records: Floats) -> int:
-        """Writes records[k] to slots[k], both in one piece; how many were written."""
+        """Writes records[k] to slots[k]; both arrays are contiguous. Returns how many were written."""
         done = int(moves.write(self._memory, slots, records))
         while done < slots.size:  # a signal, or a disk that is full
             try:

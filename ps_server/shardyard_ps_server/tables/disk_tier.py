@@ -80,7 +80,7 @@ class DiskTier:
             return int(moves.bring(self._memory, writable(ids)))
 
     def make_room(self, ids: Ids) -> None:
-        """Before they are pushed, or loaded, and without the table's gate."""
+        """Makes room for these rows before they are pushed or loaded. The caller is not inside the table's gate."""
         if self._tend(self.bring(ids)):
             other = self._budget.next_to_tend(self)
             if other is not None:

@@ -1,6 +1,6 @@
 """How many rows a table may still get, while several pushes make rows at the same time.
 
-Invariant: rows that are here, and rows that pushes under way may make, are together never more than `rows_max`.
+Invariant: existing rows and rows that pushes under way may make are together never more than `rows_max`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def piece_range(task: Task) -> tuple[int, int, int]:
 
 @compiled
 def add_up(sources: Addresses, shares: Shares, begin: int, total: Array) -> None:
-    """Two sources at least, into `total`."""
+    """Adds up at least two sources into `total`."""
     n = total.size
     left, right = source_at(sources[0] + begin, n, total), source_at(sources[1] + begin, n, total)
     left_share, right_share = total.dtype.type(shares[0]), total.dtype.type(shares[1])

@@ -2,10 +2,12 @@
 
 A bucket is two words: the id, and a word that is 0 in an empty bucket:
 
-bits  0-29  number of the row, and one; 0: the id is counted, and has no row yet; from `TableMemory.cold` on: in a file
-bit     30  the mark: whether the cut that is being taken has this entry already (tables.cuts) bit     31  changed since
-the last cut bits 32-47  frequency: how often the id was pushed, at most 65,535 bits 48-63  when it was pushed last, in
-units of steps after the stripe's `BASE`
+    bits  0-29  number of the row, plus one; 0: the id is counted, and has no row yet; from `TableMemory.cold` on: in
+                a file
+    bit     30  the mark: whether the cut that is being taken has this entry already (tables.cuts)
+    bit     31  changed since the last cut
+    bits 32-47  frequency: how often the id was pushed, at most 65,535
+    bits 48-63  when it was pushed last, in units of steps after the stripe's `BASE`
 
 The hash of an id has 64 bits. Its upper 12 are the slot of the directory that names the stripe; in a stripe that has
 2**(12 - depth) slots the 32 bits after the upper `depth` ones are scaled to its number of homes. So buckets are in the
