@@ -67,7 +67,7 @@ class BloomFilter:
         return self._cells.nbytes
 
     def count(self, ids: Ids, counts: Numbers | None) -> Numbers:
-        """Counts them, in their order; how often each was there before, about."""
+        """Counts the ids in order. Returns about how often each had been counted before."""
         before = np.empty(ids.size, np.int64)
         given = np.ones(ids.size, np.int64) if counts is None else writable(counts)
         with self._changing:

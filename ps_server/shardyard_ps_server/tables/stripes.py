@@ -38,7 +38,7 @@ LOAD_SPREAD: Final = 0.05
 LOAD_AFTER: Final = 0.625
 SPLIT_SPREAD: Final = 0.25
 SOON: Final = 0.9
-"""A stripe that has so much of the entries at which it grows is about to."""
+"""A stripe is about to grow when it has this share of the entries at which it grows."""
 SOON_STRIPES: Final = 4
 """For the growth of so many of them there should be room: the others of a table that has more grow later."""
 HOMES_FIRST: Final = 64
@@ -164,12 +164,12 @@ def most_of(stripe: int) -> int:
 
 
 def _share(stripe: int) -> float:
-    """From 0 to below 1, of neighbours another one."""
+    """A number from 0 to below 1 that differs between neighbours."""
     return stripe * 7 % 16 / 16
 
 
 def length_of(homes: int) -> int:
-    """With a tail for what is displaced at the end."""
+    """The number of buckets: `homes` and a tail for entries that are displaced at the end."""
     return homes + homes // _TAIL_SHARE + _TAIL_LEAST
 
 

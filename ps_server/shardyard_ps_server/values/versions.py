@@ -47,7 +47,7 @@ def private_memory(nbytes: int) -> tuple[Bytes, ShmLocation | None]:
 
 @dataclass(eq=False)
 class VersionPin:
-    """A version that a reader wants, or has. `buffer`: held, once it is there; `lost`: it will not come."""
+    """A version that a reader has requested. `buffer`: held, once the version exists; `lost`: it will never exist."""
 
     number: int
     version: Version | None = None

@@ -21,7 +21,7 @@ class EpochReclaim:
         """Of the even and the odd epoch."""
         self._retired: list[tuple[int, Any]] = []
         self._gone: list[Any] = []
-        """What nobody reads any more."""
+        """Memory that no look-up reads any more."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -55,7 +55,7 @@ class EpochReclaim:
         return len(self._retired)
 
     def _pass(self) -> None:
-        """The next epoch begins when nobody of the one before it is left."""
+        """Begins the next epoch when no look-up of the one before is left."""
         for _ in range(2):
             if self._readers[(self._epoch + 1) & 1] == 0:
                 self._epoch += 1
