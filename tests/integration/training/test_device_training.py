@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -17,10 +18,12 @@ from tests.support.alone import SYNC, SYNC_2, Connect
 
 
 class LateLane:
-    """Does its work when the host waits for it, or when what it leads would have to."""
+    """Does its work when the host waits for it, or when what it leads would have to. As with a stream of CUDA, a thread
+    that waits also waits for the work that another thread has begun."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
+        self.working = threading.Lock()
 
     def follow(self) -> None: ...
 
@@ -39,9 +42,10 @@ class LateLane:
         event.synchronize()
 
     def synchronize(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for work in waiting:
-            work()
+        with self.working:
+            waiting, self.waiting = self.waiting, []
+            for work in waiting:
+                work()
 
 
 class LateEngine:
