@@ -11,7 +11,7 @@ USER_STAMP := $(VENV)/.usable
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # what a yard and the example import: imported once here, so that five processes do not make its bytecode at a time
-IMPORTS := sklearn.datasets, torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_launcher.scripts.script, \
+IMPORTS := torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_launcher.scripts.script, \
 	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.commands.resume_notice, \
 	shardyard_worker.job.job, shardyard_worker.agent.process, shardyard_ps_server.service.process, \
 	shardyard_coordinator.service.process
@@ -35,8 +35,8 @@ setup: $(STAMP) ## create .venv and install everything, with what tests and docu
 
 $(USER_STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Shardyard, PyTorch and scikit-learn into $(VENV): a minute or two the first time"
-	@$(PIP) -e '.[worker,examples]'
+	@echo "installing Shardyard and PyTorch into $(VENV): a minute or two the first time"
+	@$(PIP) -e '.[worker]'
 	@$(BIN)/python -c 'import $(IMPORTS)'
 	@echo "installed $$(ls -d $(VENV)/lib/python3*/site-packages/*.dist-info | wc -l) packages, $$(du -sm $(VENV) | cut -f1) MB"
 	@touch $(USER_STAMP)
@@ -44,7 +44,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Shardyard, and what its tests and documentation need, into $(VENV): a minute or two the first time"
-	@$(PIP) -e '.[worker,tensorboard,tables,examples,docs,dev]'
+	@$(PIP) -e '.[worker,tensorboard,tables,docs,dev]'
 	@touch $(STAMP) $(USER_STAMP)
 
 node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)

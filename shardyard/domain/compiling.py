@@ -21,3 +21,9 @@ def compiled(function: _F) -> _F:
         return cast(_F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
     except RuntimeError:  # no directory is writable
         return cast(_F, numba.njit(nogil=True, cache=False, error_model="numpy")(function))
+
+
+def inlined(function: _F) -> _F:
+    """Becomes part of each compiled function that calls it: for helpers of a few lines, which take longer to compile as
+    functions of their own. The bits are the same."""
+    return cast(_F, numba.njit(nogil=True, error_model="numpy", inline="always")(function))

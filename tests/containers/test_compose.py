@@ -383,6 +383,7 @@ def test_own_script_is_mounted_and_trains(yard: Yard, tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     source = (ROOT / "examples" / "digits" / "train.py").read_text()
     script.write_text(source.replace("held-out accuracy", "mine: held-out accuracy").replace('"digits"', '"mine"'))
+    shutil.copy(ROOT / "examples" / "digits" / "digits.csv.gz", tmp_path)
     # readable for the container's user
     tmp_path.chmod(0o755)
     script.chmod(0o644)

@@ -7,7 +7,8 @@ Invariants: the compiler may neither reorder nor contract floating-point operati
 depends on element i of the arrays only, so arrays cut anywhere give the same bits; `lamb` alone needs a whole variable,
 whose norm is always summed in one order. Operations follow the single-tensor functions of `torch.optim`, and those of
 `shardyard_worker.optimizers.extra`, one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1
-or -1, which is exact; conditions in a loop never depend on the element.
+or -1, which is exact; a slot that the settings leave out is None, and numba compiles a loop of its own for that;
+conditions in a loop never depend on the element.
 
 Must not know: settings' names and ranges, counts, torch (shardyard_ps_server.values.optimizers).
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardyard.domain.compiling import compiled
+from shardyard.domain.compiling import compiled, inlined
 from shardyard_ps_server.values.pieces import (
     Array,
     Bytes,
@@ -101,7 +102,7 @@ def gather(task: Task, limit: float) -> None:
 # ---- rules
 
 
-@compiled
+@inlined
 def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
     """The gradient to descend. A decay of 0 does not touch w, which may be infinite."""
     x = sign * g
@@ -110,7 +111,7 @@ def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
     return x
 
 
-@compiled
+@inlined
 def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
     """torch.lerp; `rest` is 1 - weight, rounded after the subtraction in the arrays' dtype."""
     if weight < 0.5:
@@ -119,37 +120,30 @@ def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
 
 
 @compiled
-def sgd(task: Task, scalars: Array) -> None:
-    sign, lr, decay = unpacked(scalars, 3)
-    start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
-        w_in, g, w_out = window(task, begin, end)
-        for i in range(w_in.size):
-            w_out[i] = w_in[i] - lr * _slope(g[i], w_in[i], sign, decay)
-        put(task, begin, end)
-
-
-@compiled
-def sgd_momentum(task: Task, buffer: Bytes, scalars: Array, first: bool, nesterov: bool) -> None:
-    """`keep` is 1 - dampening; the first gradient enters the buffer whole."""
+def sgd(task: Task, buffer: Bytes | None, scalars: Array, first: bool, nesterov: bool) -> None:
+    """`buffer`: None without momentum. `keep` is 1 - dampening; the first gradient enters the buffer whole."""
     sign, lr, decay, momentum, keep = unpacked(scalars, 5)
     start, stop, step = piece_range(task)
     for begin in range(start, stop, step):
         end = min(begin + step, stop)
         w_in, g, w_out = window(task, begin, end)
-        velocity = part(buffer, begin, end, scalars)
-        for i in range(w_in.size):
-            x = _slope(g[i], w_in[i], sign, decay)
-            b = x if first else momentum * velocity[i] + keep * x
-            velocity[i] = b
-            w_out[i] = w_in[i] - lr * (x + momentum * b if nesterov else b)
+        if buffer is None:
+            for i in range(w_in.size):
+                w_out[i] = w_in[i] - lr * _slope(g[i], w_in[i], sign, decay)
+        else:
+            velocity = part(buffer, begin, end, scalars)
+            for i in range(w_in.size):
+                x = _slope(g[i], w_in[i], sign, decay)
+                b = x if first else momentum * velocity[i] + keep * x
+                velocity[i] = b
+                w_out[i] = w_in[i] - lr * (x + momentum * b if nesterov else b)
         put(task, begin, end)
 
 
 @compiled
-def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
-    """weight = 1 - beta; root2 = sqrt(1 - beta2^t); rate = lr / (1 - beta1^t).
+def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes | None, scalars: Array) -> None:
+    """weight = 1 - beta; root2 = sqrt(1 - beta2^t); rate = lr / (1 - beta1^t). `max_exp_avg_sq`: the largest second
+    moment so far, which is then in the denominator (amsgrad); None: the present one is.
 
     Adam adds `decay` times the parameter to the gradient (shrink is 1); AdamW multiplies it by `shrink` (decay is 0).
     """
@@ -161,38 +155,19 @@ def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
         w_in, g, w_out = window(task, begin, end)
         avg = part(exp_avg, begin, end, scalars)
         avg_sq = part(exp_avg_sq, begin, end, scalars)
+        if max_exp_avg_sq is not None:
+            max_sq = part(max_exp_avg_sq, begin, end, scalars)
         for i in range(w_in.size):
             x = _slope(g[i], w_in[i], sign, decay)
             m = _lerp(avg[i], x, weight1, rest1)
             v = beta2 * avg_sq[i] + weight2 * x * x
             avg[i] = m
             avg_sq[i] = v
+            if max_exp_avg_sq is not None:
+                # a NaN in v stays there, so it stays in the largest
+                v = max_sq[i] if max_sq[i] > v else v
+                max_sq[i] = v
             w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(v) / root2 + eps)
-        put(task, begin, end)
-
-
-@compiled
-def amsgrad(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes, scalars: Array) -> None:
-    """`adam` with the largest second moment so far in the denominator."""
-    sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = unpacked(scalars, 9)
-    rest1 = scalars.dtype.type(1) - weight1
-    start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
-        w_in, g, w_out = window(task, begin, end)
-        avg = part(exp_avg, begin, end, scalars)
-        avg_sq = part(exp_avg_sq, begin, end, scalars)
-        max_sq = part(max_exp_avg_sq, begin, end, scalars)
-        for i in range(w_in.size):
-            x = _slope(g[i], w_in[i], sign, decay)
-            m = _lerp(avg[i], x, weight1, rest1)
-            v = beta2 * avg_sq[i] + weight2 * x * x
-            # a NaN in v stays there, so it stays in largest
-            largest = max_sq[i] if max_sq[i] > v else v
-            avg[i] = m
-            avg_sq[i] = v
-            max_sq[i] = largest
-            w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(largest) / root2 + eps)
         put(task, begin, end)
 
 
@@ -213,64 +188,9 @@ def adagrad(task: Task, total: Bytes, scalars: Array) -> None:
 
 
 @compiled
-def rmsprop(task: Task, square_avg: Bytes, scalars: Array) -> None:
-    """`weight` is 1 - alpha."""
-    sign, lr, decay, alpha, weight, eps = unpacked(scalars, 6)
-    start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
-        w_in, g, w_out = window(task, begin, end)
-        squares = part(square_avg, begin, end, scalars)
-        for i in range(w_in.size):
-            x = _slope(g[i], w_in[i], sign, decay)
-            v = alpha * squares[i] + weight * x * x
-            squares[i] = v
-            w_out[i] = w_in[i] - lr * x / (np.sqrt(v) + eps)
-        put(task, begin, end)
-
-
-@compiled
-def rmsprop_momentum(task: Task, square_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
-    sign, lr, decay, alpha, weight, eps, momentum = unpacked(scalars, 7)
-    start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
-        w_in, g, w_out = window(task, begin, end)
-        squares = part(square_avg, begin, end, scalars)
-        velocity = part(buffer, begin, end, scalars)
-        for i in range(w_in.size):
-            x = _slope(g[i], w_in[i], sign, decay)
-            v = alpha * squares[i] + weight * x * x
-            b = momentum * velocity[i] + x / (np.sqrt(v) + eps)
-            squares[i] = v
-            velocity[i] = b
-            w_out[i] = w_in[i] - lr * b
-        put(task, begin, end)
-
-
-@compiled
-def rmsprop_centered(task: Task, square_avg: Bytes, grad_avg: Bytes, scalars: Array) -> None:
-    """Divides by the estimated deviation, not by the root of the second moment."""
-    sign, lr, decay, alpha, weight, eps = unpacked(scalars, 6)
-    rest = scalars.dtype.type(1) - weight
-    start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        end = min(begin + step, stop)
-        w_in, g, w_out = window(task, begin, end)
-        squares = part(square_avg, begin, end, scalars)
-        means = part(grad_avg, begin, end, scalars)
-        for i in range(w_in.size):
-            x = _slope(g[i], w_in[i], sign, decay)
-            v = alpha * squares[i] + weight * x * x
-            a = _lerp(means[i], x, weight, rest)
-            squares[i] = v
-            means[i] = a
-            w_out[i] = w_in[i] - lr * x / (np.sqrt(v - a * a) + eps)
-        put(task, begin, end)
-
-
-@compiled
-def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
+def rmsprop(task: Task, square_avg: Bytes, grad_avg: Bytes | None, buffer: Bytes | None, scalars: Array) -> None:
+    """`weight` is 1 - alpha. `grad_avg`: with it the gradient is divided by the estimated deviation (centered); None:
+    by the root of the second moment. `buffer`: None without momentum."""
     sign, lr, decay, alpha, weight, eps, momentum = unpacked(scalars, 7)
     rest = scalars.dtype.type(1) - weight
     start, stop, step = piece_range(task)
@@ -278,17 +198,24 @@ def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, bu
         end = min(begin + step, stop)
         w_in, g, w_out = window(task, begin, end)
         squares = part(square_avg, begin, end, scalars)
-        means = part(grad_avg, begin, end, scalars)
-        velocity = part(buffer, begin, end, scalars)
+        if grad_avg is not None:
+            means = part(grad_avg, begin, end, scalars)
+        if buffer is not None:
+            velocity = part(buffer, begin, end, scalars)
         for i in range(w_in.size):
             x = _slope(g[i], w_in[i], sign, decay)
             v = alpha * squares[i] + weight * x * x
-            a = _lerp(means[i], x, weight, rest)
-            b = momentum * velocity[i] + x / (np.sqrt(v - a * a) + eps)
             squares[i] = v
-            means[i] = a
-            velocity[i] = b
-            w_out[i] = w_in[i] - lr * b
+            if grad_avg is not None:
+                a = _lerp(means[i], x, weight, rest)
+                means[i] = a
+                v = v - a * a
+            if buffer is None:
+                w_out[i] = w_in[i] - lr * x / (np.sqrt(v) + eps)
+            else:
+                b = momentum * velocity[i] + x / (np.sqrt(v) + eps)
+                velocity[i] = b
+                w_out[i] = w_in[i] - lr * b
         put(task, begin, end)
 
 
@@ -473,20 +400,4 @@ def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: floa
         w_out[i] = w_in[i] - rate * w_out[i]
 
 
-ALL = (
-    sgd,
-    sgd_momentum,
-    adam,
-    amsgrad,
-    adagrad,
-    rmsprop,
-    rmsprop_momentum,
-    rmsprop_centered,
-    rmsprop_centered_momentum,
-    adamax,
-    nadam,
-    radam,
-    lamb,
-    lion,
-    ftrl,
-)
+ALL = (sgd, adam, adagrad, rmsprop, adamax, nadam, radam, lamb, lion, ftrl)

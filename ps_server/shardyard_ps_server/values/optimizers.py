@@ -79,12 +79,9 @@ class Sgd(Optimizer):
 
     def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
         lr, momentum, dampening, decay, nesterov, maximize = settings
-        if momentum == 0:
-            kernels.sgd(task, _scalars(task, _sign(maximize), lr, decay))
-            return
-        (buffer,) = state
+        buffer = state[0] if momentum != 0 else None
         scalars = _scalars(task, _sign(maximize), lr, decay, momentum, 1 - dampening)
-        kernels.sgd_momentum(task, buffer, scalars, count == 1, nesterov != 0)
+        kernels.sgd(task, buffer, scalars, count == 1, nesterov != 0)
 
 
 class Adam(Optimizer):
@@ -113,12 +110,7 @@ class Adam(Optimizer):
             eps,
             lr / (1 - beta1**count),
         )
-        if amsgrad:
-            exp_avg, exp_avg_sq, largest = state
-            kernels.amsgrad(task, exp_avg, exp_avg_sq, largest, scalars)
-        else:
-            exp_avg, exp_avg_sq = state
-            kernels.adam(task, exp_avg, exp_avg_sq, scalars)
+        kernels.adam(task, state[0], state[1], state[2] if amsgrad else None, scalars)
 
 
 class AdamW(Adam):
@@ -168,19 +160,11 @@ class RmsProp(Optimizer):
         state: Sequence[Bytes],
     ) -> None:
         lr, alpha, eps, weight_decay, momentum, centered, maximize = settings
-        common = (_sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps)
-        if centered and momentum != 0:
-            square, mean, buffer = state
-            kernels.rmsprop_centered_momentum(task, square, mean, buffer, _scalars(task, *common, momentum))
-        elif centered:
-            square, mean = state
-            kernels.rmsprop_centered(task, square, mean, _scalars(task, *common))
-        elif momentum != 0:
-            square, buffer = state
-            kernels.rmsprop_momentum(task, square, buffer, _scalars(task, *common, momentum))
-        else:
-            (square,) = state
-            kernels.rmsprop(task, square, _scalars(task, *common))
+        square, *more = state
+        mean = more.pop(0) if centered else None
+        buffer = more[0] if momentum != 0 else None
+        scalars = _scalars(task, _sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps, momentum)
+        kernels.rmsprop(task, square, mean, buffer, scalars)
 
 
 class Adamax(Optimizer):

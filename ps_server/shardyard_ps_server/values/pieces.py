@@ -8,17 +8,17 @@ sum is ever as long as the payload. Must not know: update rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numba.extending
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
-from numba.np.numpy_support import carray
+from numba.np.arrayobj import populate_array
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from shardyard.domain.compiling import compiled
+from shardyard.domain.compiling import compiled, inlined
 from shardyard.transport.stream_copy import copy_past_cache
 
 Array = npt.NDArray[np.floating[Any]]
@@ -37,16 +37,48 @@ Task = tuple[Bytes, Bytes, Addresses, Shares, Array, Array, int, int]
 """
 
 
-def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+def _floats(context: Any, builder: Any, signature: Any, pointer: Any, length: Any) -> Any:
+    """Makes an array of shape (length,) of the memory at a pointer."""
+    array: Any = context.make_array(signature.return_type)(context, builder)
+    item = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(signature.return_type.dtype)))
+    pointer = builder.bitcast(pointer, array.data.type)
+    populate_array(array, pointer, [length], [item], item, None)  # type: ignore[no-untyped-call]
+    return array._getvalue()
 
-    return types.voidptr(types.int64), generate
+
+def _make_address(_context: Any, values: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array: Any = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(array.data, ir.IntType(64))
+
+    return types.int64(values), generate
 
 
-# untyped, or typed as what they are before they are compiled
-_pointer: Any = numba.extending.intrinsic(_make_pointer)
-_array_at: Any = carray
+def _make_source(_context: Any, _address: Any, _length: Any, like: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _floats(context, builder, signature, builder.inttoptr(arguments[0], _BYTE.as_pointer()), arguments[1])
+
+    return types.Array(like.dtype, 1, "C")(types.int64, types.intp, like), generate
+
+
+def _make_part(_context: Any, values: Any, _begin: Any, _end: Any, like: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array: Any = context.make_array(signature.args[0])(context, builder, arguments[0])
+        item = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(like.dtype)))
+        length = builder.sdiv(builder.sub(arguments[2], arguments[1]), item)
+        first = builder.gep(builder.bitcast(array.data, _BYTE.as_pointer()), [arguments[1]])
+        return _floats(context, builder, signature, first, length)
+
+    return types.Array(like.dtype, 1, "C")(values, types.intp, types.intp, like), generate
+
+
+_BYTE: Final = ir.IntType(8)
+# Intrinsics take no time to compile; numba's own `view` and `carray` take a function each.
+_address: Any = numba.extending.intrinsic(_make_address)
+source_at: Any = numba.extending.intrinsic(_make_source)
+"""source_at(address, length, like): the array of `like`'s dtype at an address."""
+part: Any = numba.extending.intrinsic(_make_part)
+"""part(values, begin, end, like): bytes [begin, end) of `values`, as an array of `like`'s dtype."""
 unpacked: Any = to_fixed_tuple
 
 
@@ -55,30 +87,21 @@ def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
     """The address of a payload, 0 where an update may not read it: it must be as long as the values, all must begin at
     a multiple of `align_bytes`, and `new` may overlap neither of the others."""
     n = new.size
-    to, before, address = np.int64(new.ctypes.data), np.int64(old.ctypes.data), np.int64(payload.ctypes.data)
+    to, before, address = _address(new), _address(old), _address(payload)
     fits = old.size == n and payload.size == n and (to | before | address) % align_bytes == 0
     apart = abs(to - before) >= n and abs(to - address) >= n
-    return int(address) if fits and apart else 0
+    return address if fits and apart else 0
 
 
-@compiled
-def source_at(address: int, length: int, scratch: Array) -> Array:
-    values: Array = _array_at(_pointer(address), (length,), scratch.dtype)
-    return values
-
-
-@compiled
-def part(values: Bytes, begin: int, end: int, scratch: Array) -> Array:
-    return values[begin:end].view(scratch.dtype)
-
-
-@compiled
+@inlined
 def piece_range(task: Task) -> tuple[int, int, int]:
     """The range of where pieces begin: one piece where there is nothing to sum, or to stage."""
     _, _, _, shares, scratch, staged, start, stop = task
     if staged.size:
         return start, stop, staged.size * staged.itemsize
-    return start, stop, (max(stop - start, 1) if shares.size == 0 else scratch.size * scratch.itemsize)
+    if shares.size:
+        return start, stop, scratch.size * scratch.itemsize
+    return start, stop, stop - start if stop > start else 1
 
 
 @compiled
@@ -95,27 +118,25 @@ def add_up(sources: Addresses, shares: Shares, begin: int, total: Array) -> None
             total[i] += value[i] * share
 
 
-@compiled
+@inlined
 def scale_into(source: int, share: float, begin: int, total: Array) -> None:
     value, factor = source_at(source + begin, total.size, total), total.dtype.type(share)
     for i in range(total.size):
         total[i] = value[i] * factor
 
 
-@compiled
+@inlined
 def gradient_of(task: Task, begin: int, n: int) -> Array:
     _, _, sources, shares, scratch, _, _, _ = task
-    if shares.size == 0:
-        return source_at(sources[0] + begin, n, scratch)
-    total = scratch[:n]
+    total: Array = source_at(sources[0] + begin, n, scratch) if shares.size == 0 else scratch[:n]
     if shares.size == 1:
         scale_into(sources[0], shares[0], begin, total)
-    else:
+    elif shares.size:
         add_up(sources, shares, begin, total)
     return total
 
 
-@compiled
+@inlined
 def window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
     """Values before, gradient, and values after, of bytes [begin, end)."""
     old, new, _, _, scratch, staged, _, _ = task
@@ -124,9 +145,9 @@ def window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
     return part(old, begin, end, scratch), gradient_of(task, begin, n), after
 
 
-@compiled
+@inlined
 def put(task: Task, begin: int, end: int) -> None:
     """The next values of bytes [begin, end) are made; they go where they belong."""
     _, new, _, _, _, staged, _, _ = task
     if staged.size:
-        copy_past_cache(new[begin:end], staged.view(np.uint8)[: end - begin])
+        copy_past_cache(part(new, begin, end, new), part(staged, 0, end - begin, new))
