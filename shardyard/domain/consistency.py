@@ -51,7 +51,7 @@ class BufferMode(enum.Enum):
 
 
 class NonFinite(enum.Enum):
-    """What becomes of work whose gradient is not finite (docs/guides/training.md)."""
+    """What becomes of work whose gradient is not finite (docs/guides/gradients.md)."""
 
     ALLOW = "allow"
     SKIP = "skip"

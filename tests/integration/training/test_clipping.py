@@ -48,7 +48,7 @@ DEADLINE_S = 60.0
 
 
 def clip(parameters: Any, norm: float = NORM, value: float = VALUE) -> float:
-    """torch's, in the order of docs/guides/training.md; the norm."""
+    """torch's, in the order of docs/guides/gradients.md; the norm."""
     found = [parameter for parameter in parameters if parameter.grad is not None]
     if value:
         torch.nn.utils.clip_grad_value_(found, value)

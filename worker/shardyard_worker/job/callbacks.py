@@ -1,4 +1,4 @@
-"""Functions of the script that are called between two steps (docs/guides/training.md).
+"""Functions of the script that are called between two steps (docs/guides/stopping.md).
 
 Owns: the functions, and the events they have already been called for. Invariant: the thread that trains calls them
 between two steps, in the order in which they were registered; what one of them raises reaches the script. Must not
