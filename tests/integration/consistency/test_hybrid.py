@@ -189,7 +189,7 @@ def test_promise_5_rows_lack_no_push_of_the_steps_before() -> None:
     def train(job: sy.Job, _: int) -> int:
         model = torch.nn.ModuleDict({"counts": counter(table="t"), "beside": torch.nn.Linear(3, 2)})
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        place = job._session.ranks()[0].rank
+        place = job._session.ranks[0].rank
         data = TensorDataset(torch.arange(workers * steps))
         asked = lambda _: {model["counts"]: places}  # noqa: E731
         for step, _ in enumerate(job.batches(data, batch_size=1, look_ahead=asked)):

@@ -175,7 +175,7 @@ def test_nothing_is_kept_for_a_worker_that_is_gone(how: str) -> None:
             if how == "leaves":
                 job.close()
             else:
-                job._session._enrolment.stop()  # silent from now on
+                job._session._membership.stop()  # silent from now on
             until = time.monotonic() + DEADLINE_S
             while kept(yard) != there:
                 assert time.monotonic() < until, (kept(yard), there)

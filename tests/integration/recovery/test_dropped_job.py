@@ -37,7 +37,7 @@ def test_promise_7_worker_whose_servers_dropped_the_job_says_why_though_a_heartb
                 raise errors.CoordinatorUnavailable("the coordinator does not answer")
             job._session.fail(errors.ServerLost("server 1.3 was silent"))
 
-        monkeypatch.setattr(job._session._enrolment, "beat", beat)
+        monkeypatch.setattr(job._session._membership, "beat", beat)
         for server in yard._servers:
             orders.drop(server.store, job._session.caller.job)
         value.grad = torch.ones(3)
@@ -66,7 +66,7 @@ def test_version_that_has_passed_waits_for_no_coordinator(monkeypatch: pytest.Mo
                 raise errors.CoordinatorUnavailable("the coordinator does not answer")
 
             with monkeypatch.context() as patch:
-                patch.setattr(job._session._enrolment, "beat", beat)
+                patch.setattr(job._session._membership, "beat", beat)
                 assert job._loop.trainer is not None
                 job._loop.trainer.router._fan_out._refresh_and_check(
                     errors.NotFound("version 3", facts={"newest": "5"})

@@ -289,7 +289,7 @@ def test_rule_b3_a_rank_is_computed_again_from_rows_as_they_were(monkeypatch: py
     left = threading.Event()
 
     def work(job: sy.Job, _: int) -> dict[str, bytes] | None:
-        if job._session.ranks()[0].rank == 0:
+        if job._session.ranks[0].rank == 0:
             return learn(job)
         reach_one_server(job, at=5)
         try:

@@ -48,7 +48,7 @@ def test_a_worker_whose_ranks_are_exchanged_at_once_goes_on_with_the_new_ones() 
     with yard_of(**given) as (yard, inside), ThreadPoolExecutor(1) as pool:
         first = worker.connect(inside, network=yard.network)
         second = worker.connect(inside, network=yard.network)
-        assert [[lease.rank for lease in job._session.ranks()] for job in (first, second)] == [[0, 1], [1]]
+        assert [[lease.rank for lease in job._session.ranks] for job in (first, second)] == [[0, 1], [1]]
         first._session.refresh()
         prepared = pool.submit(Counted, first, 4)
         two = Counted(second, 4)
@@ -59,7 +59,7 @@ def test_a_worker_whose_ranks_are_exchanged_at_once_goes_on_with_the_new_ones() 
         first.close()
         third = worker.connect(inside, network=yard.network)
         second._session.refresh()
-        assert [[lease.rank for lease in job._session.ranks()] for job in (second, third)] == [[0], [1]]
+        assert [[lease.rank for lease in job._session.ranks] for job in (second, third)] == [[0], [1]]
         waiting.result(10)  # rank 0 of step 0 is the second worker's to compute
         late = pool.submit(lambda: Counted(third, 4).step(torch.tensor([3])))
         two.step(torch.tensor([0]))

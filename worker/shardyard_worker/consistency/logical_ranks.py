@@ -57,7 +57,7 @@ class LogicalRanks:
 
     def announce_until(self, rank: Rank) -> int:
         """Steps of the rank before this one are announced (rule A13)."""
-        return max((lease.careful_below for lease in self._session.ranks() if lease.rank == rank), default=0)
+        return max((lease.careful_below for lease in self._session.ranks if lease.rank == rank), default=0)
 
     def highest(self, rank: Rank) -> int:
         """The highest next step of the rank over all partitions."""
@@ -68,12 +68,12 @@ class LogicalRanks:
 
     def is_offered(self) -> bool:
         """Whether the coordinator has given this worker a rank that it has not yet tried to open."""
-        return any(self._refused.get(lease.rank) != lease.token for lease in self._session.ranks())
+        return any(self._refused.get(lease.rank) != lease.token for lease in self._session.ranks)
 
     def drop_taken(self) -> list[RankLease]:
         """Gives up the ranks that the coordinator has taken away. Returns newly given ranks, to be opened,
         ascending."""
-        leases = {lease.rank: lease for lease in self._session.ranks()}
+        leases = {lease.rank: lease for lease in self._session.ranks}
         for rank in sorted(self.held):
             lease = leases.get(rank)
             if lease is None or lease.token != self.held[rank].token:

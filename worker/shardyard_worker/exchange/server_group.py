@@ -31,7 +31,7 @@ from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.exchange.server_stream import ServerStream, StreamSettings
 from shardyard_worker.rows.row_codec import EncodedRows
 from shardyard_worker.rows.row_prefetch import RowPrefetch
-from shardyard_worker.session.session import Session
+from shardyard_worker.session.session import Listener, Session
 
 R = TypeVar("R")
 
@@ -89,8 +89,8 @@ class ServerGroup:
         sums_norms = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
         self._norms = NormSums(len(map_.owners)) if sums_norms else None
         self._members: StepVerdict | None = None
-        session.on_failure(self.close)
-        session.on_newer_map(self._cancel_if_behind)
+        self._listener = Listener(on_failure=self.close, on_newer_map=self._cancel_if_behind)
+        session.listen(self._listener)
 
     def detach(self) -> None:
         """Tells the servers that this worker no longer reads their memory."""
@@ -102,8 +102,7 @@ class ServerGroup:
 
     def close(self) -> None:
         """Ends every call in flight. Safe from any thread."""
-        self._session.not_on_failure(self.close)
-        self._session.not_on_newer_map(self._cancel_if_behind)
+        self._session.stop_listening(self._listener)
         self._fan_out.close()
         if self._overlap is not None:
             self._overlap.close()

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 
 from shardyard.config.settings import Settings
-from shardyard.domain.ids import Incarnation
+from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard.transport.malloc import tune_malloc
+from shardyard.transport.membership_client import Membership
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job.job import Job
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import MetricLog
-from shardyard_worker.session.session import ProcessPlace, Session
+from shardyard_worker.session.session import Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter
 
 
@@ -30,13 +31,13 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
     tune_malloc()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
-    place = _place(os.environ)
+    membership = _membership(os.environ)
     metrics = MetricLog()
-    session = Session(network or GrpcNetwork(), settings.coordinator, settings, place, metrics.take)
+    session = Session(network or GrpcNetwork(), settings.coordinator, settings, membership, metrics.take)
     files: TensorBoardWriter | None = None
     try:
         with session.interrupts:
-            device = pick_device(settings.worker.device, place.local_index)
+            device = pick_device(settings.worker.device, membership.local_index)
             session.join()
             if settings.metrics.tensorboard:
                 who = f"worker-{session.caller.incarnation}"
@@ -52,6 +53,11 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
     return Job(session, device, metrics, files, on_close)
 
 
-def _place(environment: Mapping[str, str]) -> ProcessPlace:
+def _membership(environment: Mapping[str, str]) -> Membership:
+    """The agent that started this process, and the process's index on its machine, as the agent wrote them."""
     agent, index = environment.get("SHARDYARD_AGENT", ""), environment.get("SHARDYARD_LOCAL_INDEX", "0")
-    return ProcessPlace(Incarnation(int(agent)) if agent.isdigit() else None, int(index) if index.isdigit() else 0)
+    return Membership(
+        MemberRole.WORKER,
+        agent=Incarnation(int(agent)) if agent.isdigit() else None,
+        local_index=int(index) if index.isdigit() else 0,
+    )

@@ -34,6 +34,7 @@ from shardyard_worker.job.prepare import JobOptimizer, prepare
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.session.job_requests import stop_job, take_checkpoint
 from shardyard_worker.session.metrics import MetricLog, Metrics, checked_metric
 from shardyard_worker.session.session import CheckpointTaken, Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter
@@ -160,7 +161,7 @@ class Job:
             raise InvalidRequest(f"a reason of {len(reason)} characters; at most {TEXT_CHARACTERS_MAX}")
         self._session.check()
         with self._session.interrupts:
-            self._session.stop(reason)
+            stop_job(self._session, reason)
 
     # ---- what a script is told
 
@@ -417,7 +418,7 @@ class Job:
         self._loop.need_trainer()
         with self._session.interrupts:
             self._loop.drain()
-            number = self._session.take_checkpoint()
+            number = take_checkpoint(self._session)
         self._loop.between_steps()
         return number
 

@@ -8,9 +8,8 @@ so that a GPU is not waited for; a run's folder is never written twice. Must not
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from importlib import import_module
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,20 +59,15 @@ def _writer() -> Any:
 
 def _made(parent: Path, name: str) -> Path:
     """Makes the first folder of that name that does not exist yet."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for candidate in _candidates(parent, name):
-            try:
-                candidate.mkdir()
-                return candidate
-            except FileExistsError:
-                continue
-    except OSError as error:
-        raise ConfigurationError(
-            f"metrics.tensorboard: cannot make {parent / name}: {error}", why="", todo="give a folder that can be made"
-        ) from error
-    raise AssertionError("names do not end")
-
-
-def _candidates(parent: Path, name: str) -> Iterator[Path]:
-    return chain([parent / name], (parent / f"{name}-{number}" for number in count(2)))
+    for number in count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigurationError(
+                f"metrics.tensorboard: cannot make {folder}: {error}", why="", todo="give a folder that can be made"
+            ) from error
+        return folder
+    raise AssertionError("numbers do not end")

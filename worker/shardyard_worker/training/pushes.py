@@ -30,6 +30,7 @@ from shardyard_worker.exchange.tensor_types import check_tensor, widened
 from shardyard_worker.rows.dedup import Int64s
 from shardyard_worker.rows.row_codec import EncodedRows, Rounding
 from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.session.session import Listener
 from shardyard_worker.training.clipping import Clipper
 from shardyard_worker.training.loading import ValueLoader
 from shardyard_worker.training.nonfinite import NonFiniteCheck
@@ -65,12 +66,13 @@ class PushBuilder:
         self.clipper = self._make_clipper()
         if self.feedback is not None and rules.keep_feedback(link.layout.variables):
             self._checkpointer = ResidualCheckpointer(session, self.feedback, link.layout)
-            session.on_heard = self._checkpointer.on_heartbeat
+            self._listener = Listener(on_heartbeat=self._checkpointer.on_heartbeat)
+            session.listen(self._listener)
         self._nonfinite = NonFiniteCheck(session, link.layout, lambda pause_ms: link.router.pause(pause_ms))
 
     def close(self) -> None:
         if self._checkpointer is not None:
-            self._session.on_heard = None
+            self._session.stop_listening(self._listener)
             self._checkpointer.close()
 
     def _make_clipper(self) -> Clipper | None:
