@@ -25,10 +25,10 @@ import torch
 from claims import Found
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel
+from shardyard.domain.tables import row_rules
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_optimizers import make_group
 from shardyard.domain.tables.table_settings import SWEEPS_PER_AGE, ExpirySettings, TableSettings
-from shardyard_ps_server.tables.loops import row_rules
 from shardyard_ps_server.tables.table import Table, warm
 
 FIGURE = "tables"

@@ -17,7 +17,7 @@ import torch
 
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import partition_of
-from shardyard_worker.embedding import row_rules
+from shardyard_worker.embedding import row_optimizers
 from shardyard_worker.embedding.config import AdmitAfter, Expiry
 from shardyard_worker.embedding.table import RowsNeeded, Table
 from shardyard_worker.training.table_binding import TableBinding
@@ -34,12 +34,12 @@ SHARED_COUNTED = 12
 """The same where these rows count."""
 CELLS = 1 << 16
 """Of a filter, so many for so few ids that none is taken for another."""
-OPTIMIZERS: Mapping[str, row_rules.RowOptimizer] = {
-    "sgd": row_rules.SGD(lr=1.0),
-    "adagrad": row_rules.Adagrad(lr=0.1),
-    "adam": row_rules.Adam(lr=0.1),
+OPTIMIZERS: Mapping[str, row_optimizers.RowOptimizer] = {
+    "sgd": row_optimizers.SGD(lr=1.0),
+    "adagrad": row_optimizers.Adagrad(lr=0.1),
+    "adam": row_optimizers.Adam(lr=0.1),
     # each step adds 1 where a sample counts, whatever its share of the mean
-    "signs": row_rules.Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0),
+    "signs": row_optimizers.Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0),
 }
 
 

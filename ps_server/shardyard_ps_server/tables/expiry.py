@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from shardyard.domain.limits import FREQUENCY_MAX
+from shardyard.domain.tables.row_expiry import frequency_kept
 from shardyard.domain.tables.splitmix import mixed
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard_ps_server.tables.loops import moves, walks
@@ -85,11 +86,7 @@ class Expiry:
     def _choose(self, rows: int) -> None:
         """So many of the least frequent go as are too many."""
         assert self._histogram is not None
-        too_many = max(rows - self.settings.rows_kept, 0)
-        below = np.cumsum(self._histogram)
-        fewest = int(np.searchsorted(below, too_many)) if too_many else 0
-        self._fewest = min(fewest, FREQUENCY_MAX)
-        self._ties[0] = too_many - (int(below[self._fewest - 1]) if self._fewest else 0)
+        self._fewest, self._ties[0] = frequency_kept(self._histogram, rows - self.settings.rows_kept)
         self._histogram = None
         self._cursor = np.uint64(0)
 
@@ -124,9 +121,9 @@ class Sweep:
         settings = self.settings
         kept, too_many, fewest = settings.rows_kept, 0, 0
         if 0 < kept < entries:
-            below = np.cumsum(self._histogram())
-            too_many = max(int(below[-1]) - kept, 0)
-            fewest = int(np.searchsorted(below, too_many)) if too_many else 0
+            histogram = self._histogram()
+            too_many = max(int(histogram.sum()) - kept, 0)
+            fewest, _ = frequency_kept(histogram, too_many)
         no_ties = np.zeros(1, np.int64)
         reasons = walks.Reasons(
             unit=unit,

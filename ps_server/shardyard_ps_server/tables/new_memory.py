@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardyard.domain.tables import row_rules
 from shardyard.domain.tables.row_optimizers import Slot
 from shardyard.domain.tables.table_settings import TableSettings
-from shardyard_ps_server.tables.loops import row_rules
 from shardyard_ps_server.tables.memory.address_space import reserve
 from shardyard_ps_server.tables.memory.layout import FIELDS, LIMIT, SHARED_WORDS, SLOTS, Floats, TableMemory
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardyard.domain.errors import NotReady, TableError
 from shardyard.domain.limits import FREQUENCY_MAX
-from shardyard.domain.tables import row_optimizers
+from shardyard.domain.tables import row_optimizers, row_rules
 from shardyard.domain.tables.row_admission import draws_key, share_of
 from shardyard.domain.tables.row_ids import Ids, writable
 from shardyard.domain.tables.row_values import row_key
@@ -33,7 +33,7 @@ from shardyard_ps_server.tables.cut_chain import ChainState, CutChain
 from shardyard_ps_server.tables.cuts import Chunk, CutEnd, CutMoment, TableCut
 from shardyard_ps_server.tables.disk_tier import DiskTier
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry, Sweep
-from shardyard_ps_server.tables.loops import push_loops, row_rules
+from shardyard_ps_server.tables.loops import push_loops
 from shardyard_ps_server.tables.memory import heap
 from shardyard_ps_server.tables.memory.address_space import Pages
 from shardyard_ps_server.tables.memory.budget import Budget

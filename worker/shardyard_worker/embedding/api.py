@@ -6,7 +6,7 @@ Owns: the names that users import.
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard_worker.embedding.config import AdmitAfter, AdmitAll, AdmitByChance, Expiry
 from shardyard_worker.embedding.local_optimizer import Optimizer
-from shardyard_worker.embedding.row_rules import (
+from shardyard_worker.embedding.row_optimizers import (
     FTRL,
     SGD,
     Adagrad,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch
 from shardyard.domain.errors import InvalidRequest, ShapeMismatch
 from shardyard.domain.limits import FREQUENCY_MAX
 from shardyard.runtime.clock import Clock, SystemClock
-from shardyard_worker.embedding.local_entries import SavedEntries
-from shardyard_worker.embedding.row_rules import check, state_widths, update
+from shardyard_worker.embedding.local_rows import SavedEntries
+from shardyard_worker.embedding.row_optimizers import group_of
 from shardyard_worker.embedding.table import Table, tables_of
 from shardyard_worker.rows.dedup import Int64s
 
@@ -72,21 +71,17 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check(group["kind"], _settings(group))
-        for group in self.param_groups:
-            name, kind, settings = group["table"], group["kind"], _settings(group)
+        numbers = [_numbers(group) for group in self.param_groups]  # checks all before any table changes
+        for group, settings in zip(self.param_groups, numbers, strict=True):
+            name = group["table"]
             table = self._tables[name]
             taken = table.gradients.take()
             if taken is None:
                 continue
             self._steps[name] += 1
             found, sums = taken
-            change = partial(_change, kind, settings, self._steps[name])
-            table.rows.update(
-                found.ids, sums, state_widths(kind, settings, table.dim), change, self._steps[name], self._now_ms
-            )
-            table.rows.tend()
+            table.rows.update(found.ids, sums, group["kind"], settings, self._steps[name], self._now_ms)
+            table.rows.remove_expired()
         return loss
 
     @property
@@ -136,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         self._begun_ms = self._clock.now_ms() - now_ms
         for name, (ids, state) in taken.items():
             self._steps[name], kept = int(rows[name]["step"]), self._tables[name].rows
-            kept.keep(ids, state, kept.lives.expiry.time(self._steps[name], now_ms), entries.get(name))
+            kept.keep(ids, state, kept.lifetime.expiry.time(self._steps[name], now_ms), entries.get(name))
 
     def _checked(self, table: Table, given: Mapping[str, torch.Tensor]) -> tuple[Int64s, dict[str, Any]]:
         ids = given["ids"].cpu().numpy()
@@ -170,9 +165,7 @@ def _checked_entries(name: str, given: Mapping[str, torch.Tensor]) -> SavedEntri
     return found
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "table", "kind", "initial_lr")}
-
-
-def _change(kind: str, settings: Mapping[str, Any], step: int, *args: Any) -> None:
-    update(kind, settings, step, *args)
+def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """The settings of a parameter group. Raises InvalidRequest."""
+    others = ("params", "table", "kind", "initial_lr")
+    return group_of(group["kind"], {name: value for name, value in group.items() if name not in others})

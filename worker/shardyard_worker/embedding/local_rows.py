@@ -1,28 +1,43 @@
 """The rows of a table in this process, for tables that belong to no job.
 
-Owns: rows by id, the optimizer state of each, their growth, and when a walk for expired rows is due. Invariants: a
-look-up changes nothing; an id without a row reads as its initial value, a function of seed, table and id, or as zeros;
-the first update that the table admits makes the row, or a `put`; a call that raises has changed nothing. Must not know:
+Which ids get a row, how rows begin, how they are updated and which expire is decided by the rules that servers use
+(shardyard.domain.tables). The same updates give the same bits as a server's table; a property test compares the two.
+Where there are too many rows, the choice among equally frequent ids may differ.
+
+A server's own table (shardyard_ps_server.tables) is not used here: its loops for look-ups and pushes take half a minute
+to compile, where these arrays need only the loop of one optimizer.
+
+Owns: for each id with a row, or counted until it gets one, how often and when it was pushed; the rows with their
+optimizer state; when rows are examined for expiry. Invariants: a look-up changes nothing; an id without a row reads as
+its initial value, or as zeros; the first update that the table admits makes the row, or a `put`. Must not know:
 modules, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from shardyard.domain.limits import FREQUENCY_MAX
+from shardyard.domain.tables import row_rules
 from shardyard.domain.tables.initial_values import InitialValues
+from shardyard.domain.tables.row_admission import count_cells, drawn_of, draws_key, share_of
+from shardyard.domain.tables.row_expiry import expires, frequency_kept
+from shardyard.domain.tables.row_ids import writable
+from shardyard.domain.tables.row_optimizers import slots_of
 from shardyard.domain.tables.row_values import initial_rows
-from shardyard_worker.embedding.local_entries import LifetimeRules, LocalEntries, SavedEntries
-from shardyard_worker.rows.dedup import Float32s, IdNumbering, Int64s
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings
+from shardyard_worker.rows.dedup import Float32s, Int64s
+from shardyard_worker.rows.id_columns import IdColumns, grown
 
-Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
-"""Updates rows in place: (rows, gradients, state, which rows are new)."""
+Cells = npt.NDArray[np.uint8]
+_NO_CELLS: Cells = np.empty(0, np.uint8)
+_ENTRY = np.dtype([("frequency", np.int64), ("unit", np.int64), ("row", np.int64), ("updated", np.bool_)])
+"""`unit`: when the id was last pushed, in units of ages. `row`: its row's number plus one; 0: none. `updated`: whether
+the row has optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,136 +48,164 @@ class RowSet:
     rows: Float32s
 
 
-ALL_LIVE = LifetimeRules()
+@dataclass(frozen=True, slots=True)
+class LifetimeRules:
+    """Which ids of a table get a row, and which lose it."""
+
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    expiry: ExpirySettings = field(default_factory=ExpirySettings)
+
+    @property
+    def need_entries(self) -> bool:
+        """Whether the frequencies and times of pushes have a use."""
+        return self.admission.kind is not Admission.ALL or self.expires
+
+    @property
+    def expires(self) -> bool:
+        return self.expiry != ExpirySettings()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedEntries:
+    """`ids`, shape (n,), ascending. `frequencies`, `times`, shape (n,): how often each was pushed, and when last, in
+    steps or milliseconds, as the table counts ages. `cells`: the filter of ids that have no row yet; empty if there is
+    none. `pushed`, shape (1,): how many ids were pushed since rows were last examined for expiry."""
+
+    ids: Int64s
+    frequencies: Int64s
+    times: Int64s
+    cells: Cells
+    pushed: Int64s
 
 
 class LocalRows:
-    """A store that grows, on the CPU. One thread at a time."""
+    """On the CPU. One thread at a time. `key`: the table's (shardyard.domain.tables.row_values.row_key)."""
 
-    partitions = 1
-
-    def __init__(self, dim: int, initial: InitialValues, key: int, lives: LifetimeRules = ALL_LIVE) -> None:
-        self.dim, self.initial, self.key, self.lives = dim, initial, key, lives
-        self._entries = LocalEntries(lives, key) if lives.are_kept else None
+    def __init__(self, dim: int, initial: InitialValues, key: int, lifetime: LifetimeRules = LifetimeRules()) -> None:
+        self.dim, self.initial, self.key, self.lifetime = dim, initial, key, lifetime
         self._time = 0
         """The time of the last update: a step, or milliseconds, as the table counts ages."""
         self._pushed = 0
-        """Ids pushed since the last walk for expired rows."""
-        self._numbers = IdNumbering()
-        self._rows = np.empty((0, dim), np.float32)
-        self._fresh: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        self._state: dict[str, Float32s] = {}
+        self._entries = IdColumns(_ENTRY)
+        self._count = 0
+        """How many rows there are: the first of `_records`."""
+        self._widths: dict[str, int] = {}
+        """The optimizer state in a record: torch's names, and how many numbers each has."""
+        self._records: Float32s = np.empty((0, dim), np.float32)
+        """Shape (rows, dim + state): a row's values, then its state."""
+        estimates = lifetime.admission.kind is Admission.ESTIMATE
+        self._cells = np.zeros(lifetime.admission.cells, np.uint8) if estimates else _NO_CELLS
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self._count
 
     def look_up(self, ids: Int64s) -> Float32s:
         """Shape (n, dim): the rows of `ids`, shape (n,), which may repeat."""
-        numbers = self._numbers.find(ids)
-        absent = numbers < 0
+        rows = self._row_of(ids)
+        absent = rows < 0
         if not absent.any():
-            return self._rows[numbers]
+            return np.ascontiguousarray(self._records[rows, : self.dim])
         found = np.empty((ids.size, self.dim), np.float32)
-        found[~absent] = self._rows[numbers[~absent]]
-        found[absent] = 0 if self.lives.admission.zeros else self._initial(ids[absent])
+        found[~absent] = self._records[rows[~absent], : self.dim]
+        found[absent] = 0 if self.lifetime.admission.zeros else self._initial(ids[absent])
         return found
 
     def update(
-        self,
-        ids: Int64s,
-        gradients: Float32s,
-        widths: Mapping[str, int],
-        change: Update,
-        step: int,
-        now_ms: int = 0,
+        self, ids: Int64s, gradients: Float32s, kind: str, group: tuple[float, ...], step: int, now_ms: int = 0
     ) -> None:
-        """Takes update number `step` of the table, at `now_ms` of its clock: changes the rows of `ids`, each once, by
-        their gradients, shape (n, dim), except rows that are not admitted. `widths`: the state of a row."""
-        self._keep(widths)
-        self._time = max(self._time, self.lives.expiry.time(step, now_ms))
-        if self._entries is None:
-            self._change(ids, gradients, widths, change)
-            return
-        admitted = self._entries.push(ids, step, self._time)
-        self._change(ids[admitted], gradients[admitted], widths, change)
+        """Applies update number `step` of the table, at `now_ms` of its clock, with an optimizer's kind and settings:
+        changes the rows of `ids`, each once, by their gradients, shape (n, dim), except ids that are not admitted."""
+        rule, slots = row_rules.rule_of(kind, group, step), slots_of(kind, group)
+        self._lay_out({slot.name: slot.width(self.dim) for slot in slots})
+        self._time = max(self._time, self.lifetime.expiry.time(step, now_ms))
+        admitted, numbers = self._count_push(ids, step)
+        rows = self._make_rows(numbers)
+        new = rows[~self._entries["updated"][numbers]]
+        records = self._records[new]
+        row_rules.begin_rows(rule, slots, records, self.dim)
+        self._records[new] = records
+        places = np.flatnonzero(admitted).astype(np.int32)
+        row_rules.update_rows(rule, self._records, rows, places, gradients, self.dim)
+        self._entries["updated"][numbers] = True
         self._pushed += ids.size
 
-    def tend(self) -> None:
-        """Removes what has expired by the last update, if a walk is due."""
-        # so a walk costs the same for each pushed id, whatever the number of rows
-        if self._entries is not None and self.lives.expires and self._pushed >= len(self._entries):
+    def remove_expired(self) -> None:
+        """Removes what has expired by the last update, if enough ids were pushed since the last time."""
+        # so the cost for each pushed id is the same, whatever the number of rows
+        if self.lifetime.expires and self._pushed >= len(self._entries):
             self._pushed = 0
             self.drop(self.expired())
 
     def expired(self) -> Int64s:
-        """The ids that have expired by the last update, those that are only counted too."""
-        if self._entries is None:
-            return np.empty(0, np.int64)
-        return self._entries.expired(self._time, self._square_norms)
+        """The ids that have expired by the last update, with or without a row."""
+        expiry, entries = self.lifetime.expiry, self._entries
+        frequencies, has_row = entries["frequency"], entries["row"] > 0
+        ages = self._time // expiry.age_unit - entries["unit"]
+        too_many = self._count - expiry.rows_kept if expiry.rows_kept else 0
+        lowest, ties = frequency_kept(np.bincount(frequencies[has_row], minlength=1), too_many)
+        gone = expires(ages, frequencies, has_row, expiry.age_units, expiry.grace_units, expiry.frequency_min, lowest)
+        left = ties - int((gone & has_row & (frequencies == lowest)).sum())
+        gone[np.flatnonzero(has_row & (frequencies == lowest) & ~gone)[: max(left, 0)]] = True
+        if expiry.norm_min:
+            asked = np.flatnonzero((ages >= expiry.grace_units) & has_row & ~gone)
+            gone[asked[self._square_norms(entries["row"][asked] - 1) < float(expiry.norm_min) ** 2]] = True
+        found: Int64s = entries.ids[gone]
+        return found
 
     def drop(self, ids: Int64s) -> None:
-        """Removes the rows of `ids`, if there are any."""
-        if not ids.size:
-            return
-        if self._entries is not None:
-            self._entries.drop(ids)
-        found = self._numbers.find(ids)
-        count = len(self._numbers)
-        stays = np.ones(count, np.bool_)
+        """Removes the rows and counts of `ids`, if there are any."""
+        found = self._entries.find(ids)
+        stays = np.ones(len(self._entries), np.bool_)
         stays[found[found >= 0]] = False
-        kept = self._numbers.ids[stays]
-        self._numbers = IdNumbering(kept.size)
-        self._numbers.add(kept)
-        self._rows, self._fresh = self._rows[:count][stays], self._fresh[:count][stays]
-        self._state = {name: values[:count][stays] for name, values in self._state.items()}
-
-    def _change(self, ids: Int64s, gradients: Float32s, widths: Mapping[str, int], change: Update) -> None:
-        numbers = self._add(ids)
-        rows, fresh = torch.from_numpy(self._rows[numbers]), torch.from_numpy(self._fresh[numbers])
-        state = {name: torch.from_numpy(self._state[name][numbers]) for name in widths}
-        change(rows, torch.from_numpy(gradients), state, fresh)
-        self._rows[numbers] = rows.numpy()
-        self._fresh[numbers] = False
-        for name, values in state.items():
-            self._state[name][numbers] = values.numpy()
+        if stays.all():
+            return
+        self._entries.keep(stays)
+        rows = self._entries["row"]
+        having = np.flatnonzero(rows)
+        self._records = self._records[rows[having] - 1]
+        self._count = having.size
+        rows[having] = np.arange(1, self._count + 1)
 
     def put(self, ids: Int64s, rows: Float32s) -> None:
-        """Sets the rows of `ids`, each once. Optimizer state of rows that were here stays."""
-        numbers = self._add(ids)
-        self._rows[numbers] = rows
-        if self._entries is not None:
-            self._entries.put(ids, self._time)
+        """Sets the rows of `ids`, each once. Ids without an entry count as pushed once, now. Optimizer state stays."""
+        places = self._make_rows(self._enter(ids, self._time))
+        self._records[places, : self.dim] = rows
 
     def with_rows(self, ids: Int64s, rows: Float32s, key: int) -> LocalRows:
-        """Another store, with another key and these rows. Rows that are here take their optimizer state along."""
-        made = LocalRows(self.dim, self.initial, key, self.lives)
+        """Another store, with another key and these rows. Rows that are here take their state and counts along."""
+        made = LocalRows(self.dim, self.initial, key, self.lifetime)
         made.put(ids, rows)
         kept, state = self.kept()
-        there = made._numbers.find(kept) >= 0
+        there = np.isin(kept, ids)
         made.keep(kept[there], {name: values[there] for name, values in state.items()}, self._time)
-        if made._entries is not None and self._entries is not None:
-            made._entries.adopt(self._entries)
+        numbers, others = made._entries.find(self._entries.ids), self._entries
+        both = (numbers >= 0) & (others["row"] > 0)
+        for column in ("frequency", "unit"):
+            made._entries[column][numbers[both]] = others[column][both]
         return made
 
     def everything(self) -> RowSet:
-        ids = self._numbers.ids
-        order = np.argsort(ids)
-        return RowSet(ids[order], self._rows[order])
+        numbers = self._in_order(self._entries["row"] > 0)
+        return RowSet(self._entries.ids[numbers], self._records[self._entries["row"][numbers] - 1, : self.dim])
 
     def kept(self) -> tuple[Int64s, dict[str, Float32s]]:
-        """The ids of the rows that were updated, ascending, and their optimizer state."""
-        ids = self._numbers.ids
-        order = np.argsort(ids)
-        order = order[~self._fresh[order]]
-        return ids[order], {name: values[order] for name, values in self._state.items()}
+        """The ids of the rows that were updated, ascending, and their optimizer state: shape (n, dim) or (n, 1)."""
+        numbers = self._in_order(self._entries["updated"])
+        records = self._records[self._entries["row"][numbers] - 1]
+        return self._entries.ids[numbers], {name: records[:, at].copy() for name, at in self._columns().items()}
 
     def missing(self, ids: Int64s) -> Int64s:
         """Those that have no row."""
-        return ids[self._numbers.find(ids) < 0]
+        return ids[self._row_of(ids) < 0]
 
     def entries(self) -> SavedEntries | None:
-        """How often and when ids were pushed; None if that is not needed."""
-        return None if self._entries is None else self._entries.save(self._pushed)
+        """How often and when ids were pushed; None if no rule needs it."""
+        if not self.lifetime.need_entries:
+            return None
+        numbers, entries = self._in_order(np.ones(len(self._entries), np.bool_)), self._entries
+        times = entries["unit"][numbers] * self.lifetime.expiry.age_unit
+        pushed = np.array([self._pushed], np.int64)
+        return SavedEntries(entries.ids[numbers], entries["frequency"][numbers], times, self._cells.copy(), pushed)
 
     def keep(
         self, ids: Int64s, state: Mapping[str, Float32s], time: int = 0, entries: SavedEntries | None = None
@@ -170,53 +213,105 @@ class LocalRows:
         """Replaces the optimizer state: that of `ids`, whose rows are here, is given; all others have none. `time`: a
         step or milliseconds, as the table counts ages. Without `entries` all rows count as pushed once, at that
         time."""
-        self._time, self._pushed = time, 0
-        if self._entries is not None:
-            self._entries = LocalEntries(self.lives, self.key)
-            told = np.empty(0, np.int64) if entries is None else entries.ids
-            if entries is not None:
-                self._entries.load(entries, self._numbers.find(told) >= 0)
-                self._pushed = int(entries.pushed[0])
-            self._entries.put(np.setdiff1d(self._numbers.ids, told), time)
-        self._state = {}
-        self._keep({name: values.shape[1] for name, values in state.items()})
-        self._fresh[:] = True
-        numbers = self._numbers.find(ids)
-        self._fresh[numbers] = False
-        for name, values in state.items():
-            self._state[name][numbers] = values
+        every = self.everything()
+        widths = {name: values.shape[1] for name, values in state.items()}
+        self._time, self._entries, self._count, self._widths = time, IdColumns(_ENTRY), 0, widths
+        self._records = np.empty((0, self.dim + sum(widths.values())), np.float32)
+        self._pushed, self._cells = 0, np.zeros_like(self._cells)
+        if entries is not None and self.lifetime.need_entries:
+            numbers, self._pushed = self._entries.add(entries.ids), int(entries.pushed[0])
+            self._entries["frequency"][numbers] = entries.frequencies
+            self._entries["unit"][numbers] = entries.times // self.lifetime.expiry.age_unit
+            if entries.cells.size == self._cells.size:
+                self._cells = entries.cells.copy()
+        new = every.ids[self._entries.find(every.ids) < 0]
+        self._enter(new, time)
+        rows = self._make_rows(self._entries.find(every.ids))
+        self._records[rows, : self.dim] = every.rows
+        numbers = self._entries.find(ids)
+        self._entries["updated"][numbers] = True
+        for name, at in self._columns().items():
+            self._records[self._entries["row"][numbers] - 1, at] = state[name]
 
-    def _keep(self, widths: Mapping[str, int]) -> None:
-        for name, width in widths.items():
-            if name not in self._state or self._state[name].shape[1] != width:
-                self._state[name] = np.zeros((self._rows.shape[0], width), np.float32)
+    # ---- inside
 
-    def _add(self, ids: Int64s) -> Int64s:
-        before = len(self._numbers)
-        numbers = self._numbers.add(ids)
-        after = len(self._numbers)
-        if after > before:
-            if after > self._rows.shape[0]:
-                self._grow(max(after, 2 * self._rows.shape[0]))
-            new = self._numbers.ids[before:]
-            self._rows[before:after] = self._initial(new)
-            self._fresh[before:after] = True
+    def _count_push(self, ids: Int64s, step: int) -> tuple[npt.NDArray[np.bool_], Int64s]:
+        """Counts `ids`, each once. Returns which of them are admitted, and the numbers of these entries."""
+        admission, entries = self.lifetime.admission, self._entries
+        numbers = entries.find(ids)
+        enters, before = numbers < 0, np.zeros(ids.size, np.int64)
+        if admission.kind is Admission.ESTIMATE:
+            once = np.ones(ids.size, np.int64)
+            count_cells(self._cells, np.uint64(self.key), writable(ids), once, before, _NO_CELLS, _NO_CELLS)
+            enters &= before + 1 >= admission.threshold
+        elif admission.kind is Admission.CHANCE:
+            enters &= drawn_of(ids, draws_key(self.key, step), share_of(admission.chance))
+        numbers[enters] = entries.add(ids[enters])
+        entries["frequency"][numbers[enters]] = before[enters]
+        counted = numbers >= 0
+        found = numbers[counted]
+        frequencies = np.minimum(entries["frequency"][found] + 1, FREQUENCY_MAX)
+        entries["frequency"][found] = frequencies
+        self._touch(found, self._time)
+        if admission.kind is Admission.COUNT:
+            counted[counted] = (frequencies >= admission.threshold) | (entries["row"][found] > 0)
+        return counted, numbers[counted]
+
+    def _enter(self, ids: Int64s, time: int) -> Int64s:
+        """The numbers of these ids, which were pushed at `time`; new ones for the first time."""
+        before = len(self._entries)
+        numbers = self._entries.add(ids)
+        self._entries["frequency"][before:] = 1
+        self._touch(numbers, time)
         return numbers
+
+    def _touch(self, numbers: Int64s, time: int) -> None:
+        units = self._entries["unit"]
+        units[numbers] = np.maximum(units[numbers], time // self.lifetime.expiry.age_unit)
+
+    def _make_rows(self, numbers: Int64s) -> Int64s:
+        """The rows of these entries. New ones begin with initial values, without state."""
+        rows, first = self._entries["row"], self._count
+        new = numbers[rows[numbers] == 0]
+        self._count += new.size
+        self._records = grown(self._records, self._count)
+        rows[new] = np.arange(first + 1, self._count + 1)
+        self._records[first : self._count, : self.dim] = self._initial(self._entries.ids[new])
+        return rows[numbers] - 1
+
+    def _row_of(self, ids: Int64s) -> Int64s:
+        """-1: an id has none."""
+        rows = self._entries.find(ids)
+        rows[rows >= 0] = self._entries["row"][rows[rows >= 0]] - 1
+        return rows
+
+    def _in_order(self, chosen: npt.NDArray[np.bool_]) -> Int64s:
+        """The numbers of the chosen entries, by ascending id."""
+        numbers = np.flatnonzero(chosen)
+        return numbers[np.argsort(self._entries.ids[numbers])]
+
+    def _columns(self) -> dict[str, slice]:
+        """Where each part of the state lies in a record."""
+        ends = np.cumsum([self.dim, *self._widths.values()]).tolist()
+        return {name: slice(ends[at], ends[at + 1]) for at, name in enumerate(self._widths)}
+
+    def _lay_out(self, widths: dict[str, int]) -> None:
+        """Makes room for this state. What the records have of it stays."""
+        if list(widths.items()) == list(self._widths.items()):
+            return
+        before, records, known = self._columns(), self._records, self._widths
+        self._widths = widths
+        self._records = np.zeros((len(records), self.dim + sum(widths.values())), np.float32)
+        self._records[:, : self.dim] = records[:, : self.dim]
+        for name, at in self._columns().items():
+            if known.get(name) == widths[name]:
+                self._records[:, at] = records[:, before[name]]
 
     def _initial(self, ids: Int64s) -> Float32s:
         return initial_rows(ids, self.dim, self.initial, self.key)
 
-    def _square_norms(self, ids: Int64s) -> npt.NDArray[np.float64]:
+    def _square_norms(self, rows: Int64s) -> npt.NDArray[np.float64]:
         """Summed in the order of the values, as servers do."""
-        values = np.ascontiguousarray(self._rows[self._numbers.find(ids)].T, np.float64)
+        values = np.ascontiguousarray(self._records[rows, : self.dim].T, np.float64)
         total: npt.NDArray[np.float64] = np.square(values).sum(axis=0)
         return total
-
-    def _grow(self, rows: int) -> None:
-        def grown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            made = np.zeros((rows, *values.shape[1:]), values.dtype)
-            made[: values.shape[0]] = values
-            return made
-
-        self._rows, self._fresh = grown(self._rows), grown(self._fresh)
-        self._state = {name: grown(values) for name, values in self._state.items()}

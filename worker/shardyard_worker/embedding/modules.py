@@ -20,7 +20,7 @@ from shardyard.domain.limits import LOOK_UP_IDS_MAX
 from shardyard.domain.tables.initial_values import InitialValues
 from shardyard_worker.embedding.config import Admission, Expiry
 from shardyard_worker.embedding.pooling import Mode, gather, pool
-from shardyard_worker.embedding.row_rules import RowOptimizer
+from shardyard_worker.embedding.row_optimizers import RowOptimizer
 from shardyard_worker.embedding.table import ID_DTYPES, Table, fetch
 from shardyard_worker.rows.dedup import Int64s
 

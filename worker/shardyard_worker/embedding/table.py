@@ -23,9 +23,8 @@ from shardyard.domain.tables.row_values import row_key
 from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings
 from shardyard_worker.embedding import table_io
 from shardyard_worker.embedding.config import Admission, Expiry
-from shardyard_worker.embedding.local_entries import LifetimeRules
-from shardyard_worker.embedding.local_rows import LocalRows, RowSet
-from shardyard_worker.embedding.row_rules import Adagrad, RowOptimizer
+from shardyard_worker.embedding.local_rows import LifetimeRules, LocalRows, RowSet
+from shardyard_worker.embedding.row_optimizers import Adagrad, RowOptimizer
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, sum_rows, unique_ids
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -162,7 +161,7 @@ class Table(torch.nn.Module):
         self.dim, self.name = dim, name
         self.initial = InitialValues(scale=dim**-0.5) if initial is None else initial
         self.optimizer = Adagrad() if optimizer is None else optimizer
-        self.lives = _lives(admission, expiry)
+        self.lifetime = _lifetime(admission, expiry)
         self.seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         self.weight = torch.nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
         self.source: RowSource = LocalRowSource()
@@ -172,7 +171,7 @@ class Table(torch.nn.Module):
 
     def no_rows(self) -> LocalRows:
         """What this process has before the first is made."""
-        return LocalRows(self.dim, self.initial, row_key(self.seed, self.name), self.lives)
+        return LocalRows(self.dim, self.initial, row_key(self.seed, self.name), self.lifetime)
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -181,7 +180,7 @@ class Table(torch.nn.Module):
     def extra_repr(self) -> str:
         where = f"{len(self)} rows" if isinstance(self.source, LocalRowSource) else "rows on servers"
         return f"{self.dim}, {where}, name={self.name!r}, {self.initial}, {self.optimizer}" + (
-            f", {self.lives.admission}, {self.lives.expiry}" if self.lives != LifetimeRules() else ""
+            f", {self.lifetime.admission}, {self.lifetime.expiry}" if self.lifetime != LifetimeRules() else ""
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -385,7 +384,7 @@ def _joined(parts: Sequence[Int64s]) -> Int64s:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _lives(admission: Admission | None, expiry: Expiry | None) -> LifetimeRules:
+def _lifetime(admission: Admission | None, expiry: Expiry | None) -> LifetimeRules:
     for name, given, expected in ("admission", admission, Admission), ("expiry", expiry, Expiry):
         if given is not None and not isinstance(given, expected):
             raise InvalidRequest(

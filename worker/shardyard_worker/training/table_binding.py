@@ -7,7 +7,6 @@ follows that of the parameter group that has its weight. Must not know: names of
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,20 +252,17 @@ class _Rate:
 def _settings(name: str, table: Table) -> TableSettings:
     if not -TABLE_SEED_MAX <= table.seed <= TABLE_SEED_MAX:
         raise InvalidRequest(f"table {name!r} with the seed {table.seed}; expected one of 64 bits")
-    given = {key: value for key, value in dataclasses.asdict(table.optimizer).items() if key != "betas"}
-    given |= dict(zip(("beta1", "beta2"), getattr(table.optimizer, "betas", ()), strict=False))
-    group = row_optimizers.make_group(table.optimizer.kind, {key: float(value) for key, value in given.items()})
     initial = InitialValues(table.initial.kind, float(table.initial.scale))
     return TableSettings(
         name,
         table.dim,
         table.optimizer.kind,
-        group,
+        table.optimizer.group,
         table.seed,
         initial,
         TABLE_ROWS_MAX,
-        table.lives.admission,
-        table.lives.expiry,
+        table.lifetime.admission,
+        table.lifetime.expiry,
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from shardyard.domain.compiling import compiled
-from shardyard_ps_server.tables.memory.intrinsics import give_way, pointer, prefetch, try_lock, unlock
+from shardyard.domain.tables.prefetch import prefetch
+from shardyard_ps_server.tables.memory.intrinsics import give_way, pointer, try_lock, unlock
 from shardyard_ps_server.tables.memory.layout import (
     ADDRESS,
     AGE_SHIFT,

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from shardyard.domain.compiling import compiled
+from shardyard.domain.tables.prefetch import prefetch
 from shardyard_ps_server.tables.loops.index import array_at, buckets_of, find, hashed, home_of, let_go, lock_of
 from shardyard_ps_server.tables.loops.walks import leave
 from shardyard_ps_server.tables.memory.heap import free_row, lower_row, take_low
-from shardyard_ps_server.tables.memory.intrinsics import fence, load, pointer, prefetch, will_need, write_at
+from shardyard_ps_server.tables.memory.intrinsics import fence, load, pointer, will_need, write_at
 from shardyard_ps_server.tables.memory.layout import (
     ADDRESS,
     AGE_SHIFT,

@@ -15,9 +15,10 @@ import numpy as np
 
 from shardyard.domain.compiling import compiled
 from shardyard.domain.limits import FREQUENCY_MAX
+from shardyard.domain.tables import row_rules
+from shardyard.domain.tables.prefetch import prefetch
 from shardyard.domain.tables.row_admission import is_drawn
 from shardyard.domain.tables.row_values import fill_row
-from shardyard_ps_server.tables.loops import row_rules
 from shardyard_ps_server.tables.loops.index import (
     arrange,
     array_at,
@@ -33,7 +34,7 @@ from shardyard_ps_server.tables.loops.index import (
     units_in,
 )
 from shardyard_ps_server.tables.memory.heap import free_row, raise_row, take_row
-from shardyard_ps_server.tables.memory.intrinsics import add, fence, load, pointer, prefetch, will_need
+from shardyard_ps_server.tables.memory.intrinsics import add, fence, load, pointer, will_need
 from shardyard_ps_server.tables.memory.layout import (
     ADDRESS,
     ADMITTED,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardyard.domain.compiling import compiled
+from shardyard.domain.tables import row_expiry
 from shardyard_ps_server.tables.loops.index import buckets_of, first_hash, hashed, home_of, let_go, lock_of
 from shardyard_ps_server.tables.memory.layout import (
     AGE_SHIFT,
@@ -37,6 +38,8 @@ from shardyard_ps_server.tables.memory.layout import (
     Words,
     signed,
 )
+
+_by_age_or_frequency = compiled(row_expiry.expires)
 
 
 @compiled
@@ -156,16 +159,12 @@ def _expires(
 ) -> bool:
     """Numbers one by one: of a tuple with arrays each call would count references, which takes longer than the rest."""
     age = unit - (base + signed(word >> AGE_SHIFT))
-    if age_units > 0 and age > age_units:
-        return True
     frequency, row = signed((word >> FREQUENCY_SHIFT) & FREQUENCY), signed(word & ROW) - 1
-    if row >= 0 and (frequency < fewest or (frequency == fewest and ties > 0)):
+    if _by_age_or_frequency(age, frequency, row >= 0, age_units, grace_units, frequency_min, fewest):
         return True
-    if age < grace_units:
-        return False
-    if frequency < frequency_min:
+    if row >= 0 and frequency == fewest and ties > 0:
         return True
-    if row >= 0 and square_norm_min > 0:
+    if row >= 0 and square_norm_min > 0 and age >= grace_units:
         total = 0.0
         for d in range(dim):
             total += np.float64(slab[row, d]) ** 2

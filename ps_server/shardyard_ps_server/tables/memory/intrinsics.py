@@ -14,38 +14,17 @@ from typing import Any, Final
 
 import numba.extending
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
+
+from shardyard.domain.tables.prefetch import BYTES, INT, address_of, declared
 
 _WORD: Final = ir.IntType(64)
-_INT: Final = ir.IntType(32)
-_BYTES: Final = ir.IntType(8).as_pointer()
 _WILL_NEED: Final = 3
-
-
-def _place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """The address of element `arguments[1]` of the array `arguments[0]`, which is contiguous."""
-    proxy: Any = cgutils.create_struct_proxy(signature.args[0])  # type: ignore[no-untyped-call]
-    return builder.gep(proxy(context, builder, arguments[0]).data, [arguments[1]])
-
-
-def _function(builder: Any, kind: Any, name: str) -> Any:
-    return cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
-
-
-def _make_prefetch(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.bitcast(_place(context, builder, signature, arguments), _BYTES)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
-        function = _function(builder, kind, "llvm.prefetch.p0")
-        builder.call(function, [place, _INT(0), _INT(3), _INT(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
 
 
 def _make_try_lock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _place(context, builder, signature, arguments)
+        place = address_of(context, builder, signature, arguments)
         # a word that is odd is not found
         free = builder.and_(builder.load_atomic(place, "monotonic", 8), _WORD(~1 & (1 << 64) - 1))
         found = builder.cmpxchg(place, free, builder.add(free, _WORD(1)), "acquire", "monotonic")
@@ -58,7 +37,7 @@ def _make_try_lock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[.
 
 def _make_unlock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _place(context, builder, signature, arguments)
+        place = address_of(context, builder, signature, arguments)
         builder.store_atomic(builder.add(builder.load(place), _WORD(1)), place, "release", 8)
         return context.get_dummy_value()
 
@@ -67,14 +46,14 @@ def _make_unlock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[...
 
 def _make_add(_context: Any, array: Any, _at: Any, _more: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _place(context, builder, signature, arguments), arguments[2], "monotonic")
+        return builder.atomic_rmw("add", address_of(context, builder, signature, arguments), arguments[2], "monotonic")
 
     return types.int64(array, types.intp, types.int64), generate
 
 
 def _make_load(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_place(context, builder, signature, arguments), "acquire", 8)
+        return builder.load_atomic(address_of(context, builder, signature, arguments), "acquire", 8)
 
     return types.int64(array, types.intp), generate
 
@@ -89,8 +68,8 @@ def _make_fence(_context: Any) -> tuple[Any, Callable[..., Any]]:
 
 def _make_give_way(_context: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        kind = ir.FunctionType(_INT, [])
-        builder.call(_function(builder, kind, "sched_yield"), [])
+        kind = ir.FunctionType(INT, [])
+        builder.call(declared(builder, kind, "sched_yield"), [])
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -99,9 +78,9 @@ def _make_give_way(_context: Any) -> tuple[Any, Callable[..., Any]]:
 def _make_write(_context: Any, _file: Any, _address: Any, _nbytes: Any, _offset: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         file, address, nbytes, offset = arguments
-        kind = ir.FunctionType(_WORD, [_INT, _BYTES, _WORD, _WORD])
-        place = builder.inttoptr(address, _BYTES)
-        return builder.call(_function(builder, kind, "pwrite"), [builder.trunc(file, _INT), place, nbytes, offset])
+        kind = ir.FunctionType(_WORD, [INT, BYTES, _WORD, _WORD])
+        place = builder.inttoptr(address, BYTES)
+        return builder.call(declared(builder, kind, "pwrite"), [builder.trunc(file, INT), place, nbytes, offset])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
@@ -109,9 +88,9 @@ def _make_write(_context: Any, _file: Any, _address: Any, _nbytes: Any, _offset:
 def _make_will_need(_context: Any, _file: Any, _offset: Any, _nbytes: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         file, offset, nbytes = arguments
-        kind = ir.FunctionType(_INT, [_INT, _WORD, _WORD, _INT])
-        function = _function(builder, kind, "posix_fadvise")
-        builder.call(function, [builder.trunc(file, _INT), offset, nbytes, _INT(_WILL_NEED)])
+        kind = ir.FunctionType(INT, [INT, _WORD, _WORD, INT])
+        function = declared(builder, kind, "posix_fadvise")
+        builder.call(function, [builder.trunc(file, INT), offset, nbytes, INT(_WILL_NEED)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -119,13 +98,11 @@ def _make_will_need(_context: Any, _file: Any, _offset: Any, _nbytes: Any) -> tu
 
 def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], _BYTES)
+        return builder.inttoptr(arguments[0], BYTES)
 
     return types.voidptr(types.int64), generate
 
 
-prefetch: Any = numba.extending.intrinsic(_make_prefetch)
-"""(array, index): the line of that element is asked for."""
 try_lock: Any = numba.extending.intrinsic(_make_try_lock)
 """(int64 array, index): whether the word was even, and is one more now."""
 unlock: Any = numba.extending.intrinsic(_make_unlock)

@@ -14,7 +14,7 @@ from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_values import initial_rows, row_key
 from shardyard_worker.embedding.local_optimizer import Optimizer
 from shardyard_worker.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
-from shardyard_worker.embedding.row_rules import SGD
+from shardyard_worker.embedding.row_optimizers import SGD
 from shardyard_worker.embedding.table import Table
 
 IDS = np.unique(np.random.default_rng(0).integers(-(1 << 63), (1 << 63) - 1, 30))

@@ -3,10 +3,7 @@ same steps, the same ids have the same rows, bit by bit, and are counted as ofte
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +12,9 @@ from shardyard.domain.tables.row_optimizers import make_group
 from shardyard.domain.tables.row_values import row_key
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
-from shardyard_worker.embedding.local_entries import LifetimeRules
-from shardyard_worker.embedding.local_rows import LocalRows
-from shardyard_worker.embedding.row_rules import update
+from shardyard_worker.embedding.local_rows import LifetimeRules, LocalRows
 
 DIM = 3
-LR = 0.25
 ALL_OF_IT = 1 << 40
 IDS = st.lists(st.one_of(st.integers(-40, 40), st.sampled_from([2**63 - 1, -(2**63)])), max_size=60, unique=True)
 ADMISSIONS = st.one_of(
@@ -45,15 +39,30 @@ EXPIRIES = st.one_of(
     ),
     st.builds(ExpirySettings, rows_kept=st.integers(1, 40)),
 )
+Optimizer = tuple[str, tuple[float, ...]]
+OPTIMIZERS: list[Optimizer] = [
+    (kind, make_group(kind, given))
+    for kind, given in (
+        ("sgd", {"lr": 0.3, "weight_decay": 0.01}),
+        ("sgd", {"lr": 0.3, "momentum": 0.9, "nesterov": 1.0}),
+        ("adagrad", {"lr": 0.3, "initial_accumulator_value": 0.2, "lr_decay": 0.1}),
+        ("rowwise_adagrad", {"lr": 0.3, "weight_decay": 0.01}),
+        ("adam", {"lr": 0.1, "weight_decay": 0.01}),
+        ("adamw", {"lr": 0.1}),
+        ("sparse_adam", {"lr": 0.1}),
+        ("ftrl", {"lr": 0.3, "l1": 0.01, "l2": 0.1}),
+    )
+]
 Contents = dict[int, tuple[bytes | None, int, int]]
 
 
 class Pair:
-    def __init__(self, admission: AdmissionSettings, expiry: ExpirySettings, kind: InitialKind) -> None:
+    def __init__(
+        self, admission: AdmissionSettings, expiry: ExpirySettings, kind: InitialKind, optimizer: Optimizer
+    ) -> None:
         initial = InitialValues(kind, 0.5)
-        group = make_group("sgd", {"lr": LR})
-        self.expiry = expiry
-        self.theirs = Table(TableSettings("t", DIM, "sgd", group, 3, initial, 1 << 12, admission, expiry))
+        self.expiry, self.optimizer = expiry, optimizer
+        self.theirs = Table(TableSettings("t", DIM, *optimizer, 3, initial, 1 << 12, admission, expiry))
         self.own = LocalRows(DIM, initial, row_key(3, "t"), LifetimeRules(admission, expiry))
         self.step = self.now_ms = 0
 
@@ -62,12 +71,12 @@ class Pair:
         ids = np.array(sorted(given_ids), np.int64)
         if what == "push":
             self.step += int(rng.integers(1, 20 * self.expiry.age_unit))
-            # products with the rate are exact, so that how they are added does not show
-            gradients = rng.integers(-3, 4, (ids.size, DIM)).astype(np.float32)
+            gradients = rng.standard_normal((ids.size, DIM)).astype(np.float32)
             self.now_ms += int(rng.integers(0, 20 * self.expiry.age_unit))
             self.theirs.push(ids, gradients, self.step, now_ms=self.now_ms)
-            change = partial(update, "sgd", {"lr": LR, "momentum": 0.0, "nesterov": False}, self.step)
-            self.own.update(ids, gradients, {}, change, self.step, self.now_ms)
+            self.own.update(
+                ids, gradients, self.theirs.settings.optimizer, self.theirs.settings.group, self.step, self.now_ms
+            )
         elif what == "put":
             known = contents(self.theirs)
             ids = np.array([number for number in ids.tolist() if number not in known], np.int64)
@@ -133,35 +142,30 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(ADMISSIONS, EXPIRIES, st.sampled_from(InitialKind), OPERATIONS)
+@given(ADMISSIONS, EXPIRIES, st.sampled_from(InitialKind), st.sampled_from(OPTIMIZERS), OPERATIONS)
 def test_rows_of_a_process_are_those_of_a_server(
     admission: AdmissionSettings,
     expiry: ExpirySettings,
     kind: InitialKind,
+    optimizer: Optimizer,
     operations: list[tuple[str, int, list[int]]],
 ) -> None:
-    pair = Pair(admission, expiry, kind)
+    pair = Pair(admission, expiry, kind, optimizer)
     for what, seed, ids in operations:
         pair.do(what, seed, ids)
     pair.check()
 
 
 def test_what_is_kept_with_rows_goes_and_moves_with_them() -> None:
-    lives = LifetimeRules(expiry=ExpirySettings(age_steps=2))
-    own = LocalRows(1, InitialValues(InitialKind.ZEROS), 0, lives)
-
-    def change(
-        rows: torch.Tensor, gradients: torch.Tensor, state: dict[str, torch.Tensor], fresh: torch.Tensor
-    ) -> None:
-        state["sum"].add_(gradients)
-        rows.sub_(gradients)
-
-    own.update(np.arange(4), np.arange(4, dtype=np.float32)[:, None], {"sum": 1}, change, 1)
-    own.update(np.array([1, 3]), np.ones((2, 1), np.float32), {"sum": 1}, change, 3)
-    own.update(np.empty(0, np.int64), np.empty((0, 1), np.float32), {"sum": 1}, change, 4)
+    lifetime = LifetimeRules(expiry=ExpirySettings(age_steps=2))
+    own = LocalRows(1, InitialValues(InitialKind.ZEROS), 0, lifetime)
+    adagrad = "adagrad", make_group("adagrad", {})
+    own.update(np.arange(4), np.arange(4, dtype=np.float32)[:, None], *adagrad, 1)
+    own.update(np.array([1, 3]), np.ones((2, 1), np.float32), *adagrad, 3)
+    own.update(np.empty(0, np.int64), np.empty((0, 1), np.float32), *adagrad, 4)
     own.drop(own.expired())
     ids, state = own.kept()
-    assert (ids.tolist(), state["sum"].tolist()) == ([1, 3], [[2.0], [4.0]])
-    own.update(np.array([0]), np.ones((1, 1), np.float32), {"sum": 1}, change, 4)
+    assert (ids.tolist(), state["sum"].tolist()) == ([1, 3], [[2.0], [10.0]])
+    own.update(np.array([0]), np.ones((1, 1), np.float32), *adagrad, 4)
     ids, state = own.kept()
-    assert (ids.tolist(), state["sum"].tolist()) == ([0, 1, 3], [[1.0], [2.0], [4.0]])
+    assert (ids.tolist(), state["sum"].tolist()) == ([0, 1, 3], [[1.0], [2.0], [10.0]])

@@ -1,14 +1,16 @@
 """Optimizer arithmetic on rows: one pass over a row's values and state for each update rule.
 
-Owns: the loops, and how settings become a rule and its scalars. Invariants: operations are those of
-shardyard_ps_server.values.kernels, one by one, in float32, so a row that is pushed at every step has the bits of a
-dense variable; a row that is not pushed stays as it is (lazy: no decay, no momentum goes on). Scalars are computed in
-double precision and rounded last. Must not know: ids, buckets, locks.
+Servers and processes without one update rows with these loops, so both give the same bits.
+
+Owns: the loops, and how settings become a rule and its scalars. Invariants: the operations are those of the servers'
+dense kernels, one by one, in float32, so a row that is pushed at every step has the bits of a dense variable. A row
+that is not pushed stays as it is (lazy: no decay, and momentum does not continue). Scalars are computed in double
+precision and rounded last. Must not know: ids, buckets, locks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +19,12 @@ import numpy.typing as npt
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from shardyard.domain.compiling import compiled
-from shardyard_ps_server.tables.memory.intrinsics import prefetch
-from shardyard_ps_server.tables.memory.layout import Floats
+from shardyard.domain.tables.prefetch import prefetch
+from shardyard.domain.tables.row_optimizers import Slot
+
+Floats = npt.NDArray[np.float32]
+Places = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int64]
 
 SGD: Final = 1
 MOMENTUM: Final = 2
@@ -28,13 +34,10 @@ ADAM: Final = 5
 AMSGRAD: Final = 6
 FTRL: Final = 7
 
-# rows are asked for so many updates ahead; of a long row its beginning, as the processor goes on by itself
+# a row is prefetched this many updates ahead; of a long row only the beginning, since the processor prefetches the rest
 _AHEAD: Final = 8
-_ASKED_VALUES: Final = 512
+_PREFETCHED_VALUES: Final = 512
 _LINE: Final = 16
-
-Places = npt.NDArray[np.int32]
-Rows = npt.NDArray[np.int64]
 
 _unpacked: Any = to_fixed_tuple
 
@@ -44,14 +47,14 @@ _unpacked: Any = to_fixed_tuple
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """What loops are given: a code, and scalars in the order in which the rule unpacks them."""
+    """What loops get: a code, and scalars in the order in which the rule unpacks them."""
 
     code: int
     scalars: Floats
 
 
 def rule_of(kind: str, settings: Sequence[float], step: int) -> RowRule:
-    """The rule of update number `step` (1 is the table's first)."""
+    """The rule of update number `step`, counted from 1."""
     if kind == "sgd":
         lr, momentum, dampening, decay, nesterov, maximize = settings
         if momentum == 0:
@@ -69,7 +72,7 @@ def rule_of(kind: str, settings: Sequence[float], step: int) -> RowRule:
     lr, beta1, beta2, eps, decay, amsgrad, maximize = settings
     root2 = (1 - beta2**step) ** 0.5
     added, shrink = (0.0, 1 - lr * decay) if kind == "adamw" else (decay, 1.0)
-    # torch.optim.SparseAdam adds eps to the root before it is corrected
+    # torch.optim.SparseAdam adds eps to the root before the bias is corrected
     after = eps / root2 if kind == "sparse_adam" else eps
     scalars = (_sign(maximize), added, shrink, 1 - beta1, beta2, 1 - beta2, root2, after, lr / (1 - beta1**step))
     return _rule(AMSGRAD if amsgrad else ADAM, *scalars)
@@ -81,6 +84,22 @@ def _rule(code: int, *scalars: float) -> RowRule:
 
 def _sign(maximize: float) -> float:
     return -1.0 if maximize else 1.0
+
+
+def begin_rows(rule: RowRule, slots: Sequence[Slot], records: Floats, dim: int) -> None:
+    """Sets the state of new rows. `records`: shape (n, dim + state), where the values are set already."""
+    at = dim
+    for slot in slots:
+        records[:, at : at + slot.width(dim)] = slot.initial
+        at += slot.width(dim)
+    if rule.code == FTRL:  # as in `begin`
+        _, lr, beta, _, _ = rule.scalars
+        records[:, dim : 2 * dim] = -(beta / lr) * records[:, :dim]
+
+
+def update_rows(rule: RowRule, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
+    """As `apply`, but only the loop of this rule is compiled."""
+    _LOOPS[rule.code](rule.scalars, slab, rows, places, gradients, dim)
 
 
 # ---- arithmetic
@@ -104,7 +123,7 @@ def _lerp(start: np.float32, end: np.float32, weight: np.float32, rest: np.float
 
 @compiled
 def begin(code: int, scalars: Floats, row: Floats, dim: int) -> None:
-    """State that begins with the row's values; the rest has its constants already."""
+    """Sets the state of a new row that depends on its values. The rest has its constants already."""
     if code == FTRL:
         _, lr, beta, _, _ = _unpacked(scalars, 5)
         for d in range(dim):
@@ -113,7 +132,7 @@ def begin(code: int, scalars: Floats, row: Floats, dim: int) -> None:
 
 @compiled
 def apply(code: int, scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
-    """Updates rows[k] by gradients[places[k]], one after the other; a row below 0 is none."""
+    """Updates slab[rows[k]] by gradients[places[k]], for one k after the other. A negative row is skipped."""
     if code == SGD:
         _sgd(scalars, slab, rows, places, gradients, dim)
     elif code == MOMENTUM:
@@ -131,12 +150,12 @@ def apply(code: int, scalars: Floats, slab: Floats, rows: Rows, places: Places, 
 
 
 @compiled
-def _ask_for_later(slab: Floats, rows: Rows, k: int) -> None:
-    """Has the row of a later update than number k brought from memory."""
+def _prefetch_later(slab: Floats, rows: Rows, k: int) -> None:
+    """Prefetches the row of a later update than number k."""
     stride = slab.shape[1]
-    later = k + max(1, min(_AHEAD, _ASKED_VALUES // stride))
+    later = k + max(1, min(_AHEAD, _PREFETCHED_VALUES // stride))
     if later < rows.size and rows[later] >= 0:
-        for d in range(0, min(stride, _ASKED_VALUES), _LINE):
+        for d in range(0, min(stride, _PREFETCHED_VALUES), _LINE):
             prefetch(slab, rows[later] * stride + d)
 
 
@@ -144,7 +163,7 @@ def _ask_for_later(slab: Floats, rows: Rows, k: int) -> None:
 def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay = _unpacked(scalars, 3)
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -155,7 +174,7 @@ def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: F
 def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, momentum, keep, nesterov = _unpacked(scalars, 6)
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -170,7 +189,7 @@ def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradien
 def _adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, eps = _unpacked(scalars, 4)
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -183,12 +202,12 @@ def _adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradient
 
 @compiled
 def _rowwise_adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
-    """One sum a row, of the mean of its gradient's squares: FBGEMM's exact row-wise Adagrad (Khudia et al.,
+    """One sum for each row, that of its mean squared gradients: FBGEMM's exact row-wise Adagrad (Khudia et al.,
     arXiv:2101.05615; Mudigere et al., arXiv:2104.05158). The squares are summed in eight lanes."""
     sign, lr, decay, eps = _unpacked(scalars, 4)
     lanes = np.zeros(8, np.float32)
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             lanes[:] = 0
@@ -209,7 +228,7 @@ def _adam(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -227,7 +246,7 @@ def _amsgrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradient
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -249,7 +268,7 @@ def _ftrl(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, lr, beta, l1, l2 = _unpacked(scalars, 5)
     zero = np.float32(0)
     for k in range(rows.size):
-        _ask_for_later(slab, rows, k)
+        _prefetch_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -262,3 +281,14 @@ def _ftrl(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
                 slab[r, 2 * dim + d] = total
                 solution = ((l1 if pull > 0 else -l1) - pull) / ((beta + root) / lr + l2)
                 slab[r, d] = zero if abs(pull) <= l1 else solution
+
+
+_LOOPS: Final[dict[int, Callable[..., None]]] = {
+    SGD: _sgd,
+    MOMENTUM: _momentum,
+    ADAGRAD: _adagrad,
+    ROWWISE_ADAGRAD: _rowwise_adagrad,
+    ADAM: _adam,
+    AMSGRAD: _amsgrad,
+    FTRL: _ftrl,
+}
