@@ -181,14 +181,15 @@ def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
     """
     digits, mask = 6, np.uint64(2047)
     counts = np.zeros((digits, 2048), np.int64)
-    keys = np.empty(ids.size, np.uint64)
+    # the arrays change roles after each digit: assigning slices would make the compiler format errors, for 2 seconds
+    keys, moved_keys = np.empty(ids.size, np.uint64), np.empty(ids.size, np.uint64)
+    sorted_, moved = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for i in range(ids.size):
         # flipping the sign bit makes unsigned keys ascend as signed ids do
         keys[i] = np.uint64(ids[i]) ^ (np.uint64(1) << np.uint64(63))
-        order[i] = i
+        sorted_[i] = i
         for d in range(digits):
             counts[d, (keys[i] >> np.uint64(11 * d)) & mask] += 1
-    moved_keys, moved = np.empty_like(keys), np.empty_like(order)
     for d in range(digits):
         shift = np.uint64(11 * d)
         if ids.size == 0 or counts[d, (keys[0] >> shift) & mask] == ids.size:
@@ -200,18 +201,18 @@ def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
             here = (keys[i] >> shift) & mask
             to = counts[d, here]
             counts[d, here] = to + 1
-            moved_keys[to], moved[to] = keys[i], order[i]
-        keys[:], order[:] = moved_keys, moved
+            moved_keys[to], moved[to] = keys[i], sorted_[i]
+        keys, moved_keys = moved_keys, keys
+        sorted_, moved = moved, sorted_
     for i in range(ids.size):
         starts[owners[i] + 1] += 1
     for p in range(1, starts.size):
         starts[p] += starts[p - 1]
     ends = starts.copy()
     for i in range(ids.size):
-        owner = owners[order[i]]
-        moved[ends[owner]] = order[i]
+        owner = owners[sorted_[i]]
+        order[ends[owner]] = sorted_[i]
         ends[owner] += 1
-    order[:] = moved
 
 
 @compiled
