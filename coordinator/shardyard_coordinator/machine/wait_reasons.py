@@ -23,6 +23,7 @@ NAMED_MAX = 8
 
 @dataclass(slots=True)
 class _CurrentWait:
+    job: str
     text: str
     since_ms: int
     told_ms: int
@@ -41,14 +42,14 @@ class WaitReasons:
         found: dict[tuple[JobId, str], _CurrentWait] = {}
         for job in jobs:
             for kind, text in _waits(job):
-                wait = found[job.id, kind] = self._waits.pop((job.id, kind), _CurrentWait(text, now_ms, now_ms))
-                wait.text = text
+                wait = self._waits.pop((job.id, kind), None) or _CurrentWait(job.title, text, now_ms, now_ms)
+                found[job.id, kind], wait.text = wait, text
                 if now_ms - wait.told_ms >= limits.EXPLAIN_WAIT_MS:
                     wait.told_ms = now_ms
-                    told.append(LogMessage(f"{job.title} waits for {_lasting(wait, now_ms)} so far", warning=True))
+                    told.append(LogMessage(f"{wait.job} waits for {_lasting(wait, now_ms)} so far", warning=True))
         ended = [
-            LogMessage(f"job {job} has waited for {_lasting(wait, now_ms)}: the wait is over")
-            for (job, _), wait in self._waits.items()
+            LogMessage(f"{wait.job} has waited for {_lasting(wait, now_ms)}: the wait is over")
+            for wait in self._waits.values()
             if wait.told_ms > wait.since_ms
         ]
         self._waits = found
