@@ -29,8 +29,8 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Roster._over_at_ms": "whether it is set is recorded; the time for late workers begins anew",
     "LastCheckpoint.ticket": "the last checkpoint is begun anew",
     "LastCheckpoint.told": "told by the tries of this life",
-    "JobState.progress": "workers report it again with the next heartbeat; it is recorded when a job ends",
-    "JobState.step_seen": "as `progress`",
+    "JobState.progress": "workers report it again with the next heartbeat; when a job is finishing its step is"
+    " recorded, because it has no workers, and when it ends all of it",
     "JobState.rows_seen": "servers say it again with the next heartbeat",
     "JobState.reads_steps": "servers are asked again",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",

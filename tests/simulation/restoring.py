@@ -87,7 +87,9 @@ def renew(machine: Machine, now_ms: int) -> None:
         job.deployment._retry_at_ms = 0
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
         if not job.phase.ended:
+            step = job.progress.step if job.phase is effects.JobPhase.FINISHING else 0
             job.progress = Progress(now_ms)
+            job.progress.reach(step)
         job.step_times = StepTimes()
         job.readers = Readers()
         job.readers.forget(now_ms)

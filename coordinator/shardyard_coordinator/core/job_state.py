@@ -57,7 +57,7 @@ class LastCheckpoint:
 class JobState:
     """`restored`: what the latest recovery brought back. `origin`: the checkpoint with which the job is to begin; None
     once it has begun, or if it begins with first values. A job with logs has begun once it has a checkpoint of its own;
-    until then it can only begin again. `step_seen`: the highest step that the servers' ledgers have shown.
+    until then it can only begin again.
     `reads_steps`: a read of the ledgers is under way. `rows_seen`: by server, the rows of each table."""
 
     id: JobId
@@ -88,7 +88,6 @@ class JobState:
     readers: Readers = field(default_factory=Readers)
     evaluations: Evaluations = field(default_factory=Evaluations)
     last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)
-    step_seen: int = 0
     reads_steps: bool = False
     rows_seen: dict[Incarnation, tuple[int, ...]] = field(default_factory=dict)
 
@@ -101,11 +100,6 @@ class JobState:
     def workers(self) -> list[Incarnation]:
         """The living workers."""
         return self.roster.living
-
-    @property
-    def step(self) -> int:
-        """The job's current step, as far as the coordinator knows."""
-        return max(self.progress.step, self.step_seen)
 
     @property
     def updates(self) -> UpdateMode:
@@ -181,10 +175,6 @@ class JobState:
     def records(self, entries: Iterable[Entry]) -> list[Effect]:
         return [*records_of(self.id, entries)]
 
-    def reach(self, step: int) -> None:
-        """Notes that the job has reached that step."""
-        self.step_seen = max(self.step_seen, step)
-
     def apply_mode(self) -> None:
         """Sets the settings by the latest mode switch."""
         self.settings = settings_of(self.settings, self.mode.latest)
@@ -195,7 +185,7 @@ class JobState:
         self.suspects = Suspects(self.settings.data.poison_deaths)
         self.stopping = Stopping(by_steps=ranks is not None)
         self.departed = _departed(self.settings)
-        self.reach(step)
+        self.progress.reach(step)
 
 
 def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str | None = None) -> JobState:

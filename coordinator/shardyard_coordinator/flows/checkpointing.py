@@ -56,7 +56,7 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     deployed, book, logs = job.deployment, job.book, job.log_owners
     if not job.may_acknowledge:
         book.want()
-    if deployed.stage is not Stage.OPEN or not book.is_due(now_ms, job.step):
+    if deployed.stage is not Stage.OPEN or not book.is_due(now_ms, job.progress.step):
         return []
     assert deployed.map is not None
     assert book.url is not None
@@ -65,7 +65,12 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     ledger = {"entries": entries, "closed": job.feeds.closed, "token": job.tokens.latest}
     # lower tokens belong to ended leases, and future tokens are higher
     floor = Token(min(job.feeds.tokens, default=job.tokens.latest + 1)) if _forgets(job) else Token(0)
-    draft, record = book.begin(now_ms, job.step, ledger, floor, job.roster.gone)
+    step = job.progress.step
+    if book.committed is not None and job.ranks is None:
+        # after a restart of the coordinator no worker may have reported yet; the partitions of a synchronous job know
+        # their step themselves
+        step = max(step, book.committed.step)
+    draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone)
     return [
         *job.records([record]),
         TakeCheckpoint(
@@ -206,7 +211,7 @@ def has_steps_before(job: JobState, end: int) -> bool:
 
 
 def _is_of_now(job: JobState, taken: Draft | Committed) -> bool:
-    return taken.step == job.step and _has_closed(job, taken)
+    return taken.step == job.progress.step and _has_closed(job, taken)
 
 
 def _has_closed(job: JobState, taken: Draft | Committed) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation
+from shardyard.domain.limits import SEQUENCE_MAX
 from shardyard_coordinator.core.effects import DropJob, Effect, JobPhase, LogMessage
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import checkpointing
@@ -93,7 +94,7 @@ def _end(job: JobState, phase: JobPhase, gone: Incarnation | None = None) -> lis
 
 
 def finishing(job: JobState) -> Entry:
-    return "job_finishing", {"failure": _failure_body(job.last_checkpoint.failure)}
+    return "job_finishing", {"failure": _failure_body(job.last_checkpoint.failure), "step": job.progress.step}
 
 
 def ended(job: JobState) -> Entry:
@@ -114,6 +115,8 @@ def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
         job.phase = JobPhase.FINISHING
         job.roster.rest(now_ms)
         job.last_checkpoint.failure = _failure_of(body)
+        if body.has("step"):  # records of earlier releases have none
+            job.progress.reach(body.number("step", most=SEQUENCE_MAX))
         return
     ends = {state.value: state for state in JobPhase if state.ended}
     state = body.text("state")

@@ -97,7 +97,7 @@ def close_lease(job: JobState, returned: LeaseReturned, next_sequence: int, gene
     if isinstance(job.feeds, StepLedger):
         known = job.feeds.is_closed(returned.feed)
         done = job.feeds.close(returned.feed, next_sequence=next_sequence)
-        job.reach(next_sequence)
+        job.progress.reach(next_sequence)
         closed = []
         if done and not known:
             closed.append(step_ledger.feed_closed(returned.feed, job.feeds.end(returned.feed)))

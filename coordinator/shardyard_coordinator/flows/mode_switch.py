@@ -84,8 +84,8 @@ def fix_step(job: JobState, step: int) -> list[Effect]:
     """All workers have halted. `step`: the first to which no partition has any contribution; if the job has no steps
     yet, the highest version of any partition."""
     if job.drain.drains:
-        halted = job.drain.fix_step(max(step, job.step), job.book.ask())
-        job.reach(job.drain.step or 0)
+        halted = job.drain.fix_step(max(step, job.progress.step), job.book.ask())
+        job.progress.reach(job.drain.step or 0)
         told = f"{job.title} goes over to {job.drain.wanted}: all data shards that were begun are done"
         return [*job.records(halted), LogMessage(told)]
     halted = job.drain.fix_step(step)
@@ -194,7 +194,7 @@ def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
     if step is None or wanted is None or _has_switched(job) or not _may_switch(job):
         return []
     if committed is None or not _has_all(job, committed, step):
-        if job.step >= step:
+        if job.progress.step >= step:
             job.book.want()
         return []
     assert job.deployment.map is not None

@@ -37,7 +37,8 @@ from shardyard_coordinator.work.step_ledger import StepLedger
 
 def begin_with(job: JobState, origin: RestorePoint) -> list[Effect]:
     """Begins a run from a checkpoint of another run, before any worker joins. Raises DamagedRecord."""
-    job.origin, job.step_seen = origin, origin.step
+    job.origin = origin
+    job.progress.reach(origin.step)
     if isinstance(job.feeds, StepLedger):
         job.feeds.begin_with(origin.data_ledger, origin.step)
     else:

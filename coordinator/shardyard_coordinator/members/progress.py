@@ -1,4 +1,4 @@
-"""How far a job is, from its workers' reports.
+"""How far a job is: from its workers' reports, and from the servers' ledgers.
 
 Owns: each worker's last report, and the job's step, samples and rate. Invariants: step and samples never fall, even
 when workers leave. Memory is bounded. Must not know: what a step is worth, the clock.
@@ -48,6 +48,10 @@ class Progress:
     def samples(self) -> int:
         return self._samples_of_departed + sum(report.samples for report in self._reports.values())
 
+    def reach(self, step: int) -> None:
+        """The job has reached that step, as servers or records show."""
+        self.step = max(self.step, step)
+
     def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
         before = self.of(worker)
         self._reports[worker] = Report(
@@ -58,7 +62,7 @@ class Progress:
             report.residual_norm,
             max(report.pushed, before.pushed),
         )
-        self.step = max(self.step, report.step)
+        self.reach(report.step)
         self.metrics = report.metrics or self.metrics
         if self.samples == 0:
             # the time before the first sample is not part of the rate
