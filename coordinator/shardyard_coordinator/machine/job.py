@@ -45,7 +45,9 @@ def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
     """A worker says goodbye and sends nothing more. The last one ends the job, at once if the expected number of
     workers have said goodbye."""
     worker, error = left.incarnation, left.error
-    residual = job.progress.of(worker).residual_norm if error else left.residual_lost
+    residual = job.progress.of(worker).residual_norm
+    if not error:
+        residual = 0.0 if _has_no_more_steps(job) else left.residual_lost
     how = f"left ({error})" if error else "left"
     record = _remove(job, worker, how, now_ms, goodbye=not error, residual=residual, pushed=left.pushed)
     effects = job.records([record])
@@ -70,6 +72,12 @@ def lose(job: JobState, worker: Incarnation, how: str, now_ms: int, *, died: boo
         return effects
     told = _tell_residual(job, worker, last.residual_norm)
     return [*effects, *told, *(fence(job, worker) or free(job, (worker,), now_ms))]
+
+
+def _has_no_more_steps(job: JobState) -> bool:
+    """Whether the job is synchronous and takes no more steps. What compression has not sent by then belongs to no step,
+    so it is not lost with a worker that leaves."""
+    return job.ranks is not None and (job.feeds.finished or job.stopping.is_over(job.progress.step))
 
 
 def _tell_residual(job: JobState, worker: Incarnation, norm: float) -> list[Effect]:

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from shardyard.config.settings import JobSettings
+from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain.errors import MalformedPayload
-from shardyard.domain.ids import Incarnation, MemberRole, Term
+from shardyard.domain.ids import Incarnation, MemberRole, Term, Token
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import events
 from shardyard_coordinator.machine.machine import Machine
@@ -20,6 +20,7 @@ from shardyard_coordinator.service.rpcs import members
 from shardyard_coordinator.work.losses import LostResiduals
 from tests.simulation.restoring import numbered, renew, state_of
 from tests.support.machine_yards import MachineYard
+from tests.support.transcript_commands import FEED, SGD, VARIABLES
 
 SETTINGS = JobSettings(workers_expected=3)
 
@@ -55,6 +56,31 @@ def test_residual_that_a_worker_says_to_be_lost_when_it_leaves_is_counted() -> N
     assert [each.body["residual"] for each in yard.persisted if each.kind == "worker_gone"] == [3.0]
     assert yard.lost() == (1, 3.0)
     assert any("is lost, of 2-norm 3" in told for told in yard.told)
+
+
+SYNC = JobSettings(consistency=ConsistencySettings(mode="sync"), workers_expected=1, partitions=2, idle_ms=5_000)
+
+
+@pytest.mark.parametrize("end", ["data", "stop", "neither"])
+def test_residual_is_not_lost_where_a_synchronous_job_takes_no_more_steps(end: str) -> None:
+    yard = Yard()
+    yard.register(MemberRole.SERVER, "s:0")
+    caller = yard.join_as(yard.register(MemberRole.WORKER), SYNC)
+    yard.open_job(caller, VARIABLES, SGD)
+    yard.handle(events.FeedOpened(caller, 0, FEED))
+    generation = yard.machine.jobs[-1].deployment.generation
+    assert generation is not None
+    if end == "data":
+        returned = events.LeaseReturned(caller, 0, None, Token(0))
+        yard.handle(events.LedgerRead(returned, 10, generation))
+    elif end == "stop":
+        yard.handle(events.StopRequested(caller, "", "loss is low"))
+        yard.beat(caller.incarnation, Report(step=4, reached=4))
+        yard.handle(events.StepsRead(caller.job, generation, 4))
+    yard.handle(events.MemberLeft(caller.incarnation, "", residual_lost=3.0))
+    is_lost = end == "neither"
+    assert [each.body["residual"] for each in yard.persisted if each.kind == "worker_gone"] == [3.0 * is_lost]
+    assert yard.lost() == ((1, 3.0) if is_lost else (0, 0.0))
 
 
 def test_records_bring_back_what_is_lost() -> None:
