@@ -472,16 +472,16 @@ class Beginning:
         """What servers were asked is done, or was not."""
         done = self.random.random() < 0.8
         match call:
-            case effects.CreatePartitions(job, _, generation):
+            case effects.CreatePartitions(spec, _, generation):
                 created = events.PartitionsCreated if done else events.PartitionsRefused
-                self.handle(created(job, generation))
+                self.handle(created(spec.job, generation))
             case effects.OpenPartitions(job, _, generation):
                 opened = events.PartitionsOpened if done else events.OpeningFailed
                 self.handle(opened(job, generation))
-            case effects.RestorePartitions(subject, map_):
-                self.handle(events.PartitionsRestored(subject.job, map_.generation))
-            case effects.TakeCheckpoint(subject, _, draft):
-                self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, draft.step))
+            case effects.RestorePartitions(spec, map_):
+                self.handle(events.PartitionsRestored(spec.job, map_.generation))
+            case effects.TakeCheckpoint(spec, _, draft):
+                self.handle(events.CheckpointTaken(spec.job, draft.number, draft.number + 20, draft.step))
             case effects.PaceServers(job, map_, consistency):
                 self.handle(events.ServersPaced(job, map_.generation, consistency.number))
 
@@ -611,8 +611,8 @@ class Crossing(Beginning):
             case effects.ReadSteps(job, map_):
                 lost = self.random.random() < 0.2
                 self.handle(events.StepsUnread(job) if lost else events.StepsRead(job, map_.generation, self.stands))
-            case effects.TakeCheckpoint(subject, _, draft) if self.is_synchronous:
-                self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, self.stands))
+            case effects.TakeCheckpoint(spec, _, draft) if self.is_synchronous:
+                self.handle(events.CheckpointTaken(spec.job, draft.number, draft.number + 20, self.stands))
             case effects.RestorePartitions() if self.is_synchronous:
                 super().end(call)
                 committed = self.machines.machine.jobs[-1].book.committed

@@ -214,7 +214,7 @@ class Yard(orders.Yard):
         if self.taking is None:
             return
         taking, self.taking = self.taking, None
-        job, number = taking.effect.subject.job, taking.effect.draft.number
+        job, number = taking.effect.spec.job, taking.effect.draft.number
         if self.random.random() < 0.2:
             self.handle(events.CheckpointFailed(job, number, NotReady("a server")))
             return

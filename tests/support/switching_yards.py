@@ -77,4 +77,4 @@ class SwitchingYard(MachineYard):
         return restore
 
     def restored(self, restore: effects.RestorePartitions) -> None:
-        self.handle(events.PartitionsRestored(restore.subject.job, restore.map.generation))
+        self.handle(events.PartitionsRestored(restore.spec.job, restore.map.generation))

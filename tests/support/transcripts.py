@@ -26,6 +26,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from shardyard.config.settings import JobSettings
+from shardyard.domain.consistency import NO_CLIPPING
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Rank, Token
 from shardyard.domain.push_names import DataLease, DataShardSource, RankSource, WorkerSource
@@ -149,6 +150,8 @@ class Stage:
             if isinstance(value, effects.VariablesPlaced | effects.RestorePartitions):
                 owners = " ".join(self.name_of(each.server) for each in value.map.owners)
                 with_values = f" map={value.map.generation}({owners})"
+            if isinstance(value, effects.JobSpec):
+                shown += self._told(value)
             return type(value).__name__ + self.fields(shown) + with_values
         if isinstance(value, enum.Enum):
             return str(value.value)
@@ -162,6 +165,18 @@ class Stage:
             return self.name_of(value)
         text = self.named(str(value))
         return f'"{text}"' if " " in text or not text else text
+
+    @staticmethod
+    def _told(spec: effects.JobSpec) -> list[tuple[str, object]]:
+        """The settings that servers are told; optional ones only if they are set."""
+        settings, consistency = spec.settings, spec.settings.consistency
+        always = [("name", settings.name), ("seed", settings.seed), ("mode", spec.mode)]
+        always += [("logical_ranks", settings.logical_rank_count), ("durability", settings.durability)]
+        optional = [("staleness", consistency.bound), ("stale", consistency.stale)]
+        optional += [("backup_workers", consistency.backup_workers), ("rows_at_once", consistency.rows_at_once)]
+        if settings.server_clipping != NO_CLIPPING:
+            optional.append(("clipping", settings.server_clipping))
+        return [*always, *(each for each in optional if each[1])]
 
     def fields(self, given: Iterable[tuple[Any, Any]]) -> str:
         found = []

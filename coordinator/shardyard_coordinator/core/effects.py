@@ -13,23 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardyard.config.settings import JobSettings
-from shardyard.domain.consistency import (
-    NO_CLIPPING,
-    Clipping,
-    Consistency,
-    Durability,
-    StaleRule,
-    Stop,
-    SwitchPoint,
-    UpdateMode,
-)
+from shardyard.domain.consistency import Consistency, Stop, SwitchPoint, UpdateMode
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId, Rank, Token
 from shardyard.domain.layout.layouts import JobLayout, PartitionMap
 from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShards, LeasedSource, RankLease, SourceKey
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
-from shardyard_coordinator.storage.checkpoint_book import Committed, Draft, Subject
+from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
 from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
 from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.work.losses import LostRange
@@ -75,23 +66,31 @@ class LogMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What servers and checkpoints are told about a job. `switches`: the number of the job's latest mode switch."""
+
+    job: JobId
+    settings: JobSettings
+    layout: JobLayout
+    switches: int = 0
+
+    @property
+    def mode(self) -> UpdateMode:
+        return self.settings.consistency.mode.updates
+
+    def folder(self, url: str) -> str:
+        """The folder of the job's checkpoints below `url`."""
+        return f"{url.rstrip('/')}/{self.settings.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class CreatePartitions:
     """Followed by PartitionsCreated once all servers of the job have answered, or by PartitionsRefused."""
 
-    job: JobId
+    spec: JobSpec
     server: Server
     generation: Generation
-    layout: JobLayout
     partitions: tuple[PartitionId, ...]
-    mode: UpdateMode
-    logical_ranks: int
-    durability: Durability
-    staleness: int | None
-    stale: StaleRule | None
-    clipping: Clipping = NO_CLIPPING
-    backup_workers: int = 0
-    switches: int = 0
-    rows_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class TakeCheckpoint:
     there is none. With logs, `oldest` is the oldest checkpoint that may be restored, and `logs` are the servers whose
     logs it needs. `keepers`: the workers with error feedback."""
 
-    subject: Subject
+    spec: JobSpec
     map: PartitionMap
     draft: Draft
     url: str
@@ -217,7 +216,7 @@ class RestorePartitions:
     steps while the job was synchronous, each with the number of the first batch that is not counted in all partitions.
     `step`: of a job that was asynchronous at that checkpoint, the step that all logical ranks compute next; else 0."""
 
-    subject: Subject
+    spec: JobSpec
     map: PartitionMap
     url: str
     bases: tuple[Base, ...]

@@ -15,6 +15,7 @@ from shardyard_coordinator.core.effects import (
     CheckpointProgress,
     Effect,
     ForgetSources,
+    JobSpec,
     LogMessage,
     Reply,
     TakeCheckpoint,
@@ -23,7 +24,7 @@ from shardyard_coordinator.core.events import CheckpointTaken
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import lost_pushes
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.storage.checkpoint_book import Committed, Draft, Subject
+from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
 from shardyard_coordinator.work import data_ledger
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -74,7 +75,7 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     return [
         *job.records([record]),
         TakeCheckpoint(
-            subject_of(job),
+            spec_of(job),
             deployed.map,
             draft,
             book.url,
@@ -124,25 +125,9 @@ def note_log_bytes(job: JobState, nbytes: int) -> None:
         job.book.want()
 
 
-def subject_of(job: JobState) -> Subject:
-    settings = job.settings
+def spec_of(job: JobState) -> JobSpec:
     assert job.deployment.layout is not None
-    return Subject(
-        job=job.id,
-        name=settings.name,
-        seed=settings.seed,
-        settings=settings.model_dump(mode="json"),
-        mode=settings.consistency.mode.updates,
-        logical_ranks=settings.logical_rank_count,
-        durability=settings.durability,
-        layout=job.deployment.layout,
-        staleness=settings.consistency.bound,
-        stale=settings.consistency.stale,
-        clipping=settings.server_clipping,
-        backup_workers=settings.consistency.backup_workers,
-        switches=job.mode.latest.number,
-        rows_at_once=settings.consistency.rows_at_once,
-    )
+    return JobSpec(job.id, job.settings, job.deployment.layout, job.mode.latest.number)
 
 
 def _forget_sources(job: JobState) -> list[Effect]:

@@ -24,10 +24,11 @@ from shardyard_coordinator.core.effects import (
 from shardyard_coordinator.core.events import VariablesRegistered
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import recovery, residuals
+from shardyard_coordinator.flows.checkpointing import spec_of
 from shardyard_coordinator.placement import deployment as stages
 from shardyard_coordinator.placement import table_specs
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.placement.placement import Server, servers_of
 from shardyard_coordinator.placement.registration import check_registration
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.log_owners import LogOwner
@@ -137,28 +138,9 @@ def _place(job: JobState, registered: VariablesRegistered, servers: Sequence[Ser
 def _create(job: JobState) -> list[Effect]:
     if not job.deployment.begin_creation():
         return []
-    layout, map_, settings = job.deployment.layout, job.deployment.map, job.settings
-    assert layout is not None
+    map_ = job.deployment.map
     assert map_ is not None
-    return [
-        CreatePartitions(
-            job=job.id,
-            server=Server(server, owned[0].address),
-            generation=map_.generation,
-            layout=layout,
-            partitions=tuple(owner.partition for owner in owned),
-            mode=settings.consistency.mode.updates,
-            logical_ranks=settings.logical_rank_count,
-            durability=settings.durability,
-            staleness=settings.consistency.bound,
-            stale=settings.consistency.stale,
-            clipping=settings.server_clipping,
-            backup_workers=settings.consistency.backup_workers,
-            switches=job.mode.latest.number,
-            rows_at_once=settings.consistency.rows_at_once,
-        )
-        for server, owned in map_.by_server().items()
-    ]
+    return [CreatePartitions(spec_of(job), server, map_.generation, owned) for server, owned in servers_of(map_)]
 
 
 def _open(job: JobState) -> list[Effect]:

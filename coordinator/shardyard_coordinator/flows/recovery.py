@@ -19,7 +19,7 @@ from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import VariableSpec
 from shardyard_coordinator.core.effects import Base, Effect, JobPhase, LogMessage, RestorePartitions
 from shardyard_coordinator.core.job_state import JobState
-from shardyard_coordinator.flows.checkpointing import committed, subject_of
+from shardyard_coordinator.flows.checkpointing import committed, spec_of
 from shardyard_coordinator.placement.deployment import RESTORED_LATER, Stage
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.placement.registration import check_registration
@@ -180,7 +180,7 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     # a worker that does not follow a staleness bound yet does not report that it has no more work
     workers = frozenset(filter(job.mode.follows_latest, job.workers))
     restore = RestorePartitions(
-        subject_of(job),
+        spec_of(job),
         attempt.map,
         url,
         bases(job, attempt.partitions),

@@ -68,9 +68,7 @@ class Deployment:
     @property
     def servers(self) -> tuple[Server, ...]:
         """The servers that have a partition of the job."""
-        if self.map is None:
-            return ()
-        return tuple(Server(server, owned[0].address) for server, owned in self.map.by_server().items())
+        return () if self.map is None else tuple(server for server, _ in placement.servers_of(self.map))
 
     @property
     def workers(self) -> tuple[Incarnation, ...]:

@@ -45,6 +45,14 @@ class Server:
     logs: str = ""
 
 
+def servers_of(map_: PartitionMap) -> list[tuple[Server, tuple[PartitionId, ...]]]:
+    """The servers of a map, each with its partitions."""
+    return [
+        (Server(server, owned[0].address), tuple(owner.partition for owner in owned))
+        for server, owned in map_.by_server().items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     variable: int

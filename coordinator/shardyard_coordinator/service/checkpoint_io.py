@@ -10,10 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from shardyard.checkpoints.convert import file_from_wire, tables_from_wire
@@ -22,9 +21,7 @@ from shardyard.checkpoints.manifest import (
     FileRef,
     Manifest,
     PartitionEntry,
-    PartitionFile,
     ResidualFile,
-    TableEntry,
     feedback_path,
     worker_name,
 )
@@ -32,14 +29,14 @@ from shardyard.config.configuration import parse_job_settings
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.failpoints import failpoint
-from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
+from shardyard.domain.ids import PartitionId, Token, Version
 from shardyard.domain.layout.layouts import PartitionMap
-from shardyard.domain.push_names import DataShardSource
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_coordinator.core.effects import Base
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.core.effects import Base, JobSpec, RestorePartitions, TakeCheckpoint
+from shardyard_coordinator.core.events import CheckpointTaken
+from shardyard_coordinator.placement.placement import Server, servers_of
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
 from shardyard_coordinator.service.residual_collection import (
     ResidualCollection,
@@ -48,7 +45,6 @@ from shardyard_coordinator.service.residual_collection import (
     Stage,
 )
 from shardyard_coordinator.service.server_client import ServerClient
-from shardyard_coordinator.storage.checkpoint_book import Draft, Subject
 from shardyard_coordinator.storage.restore_point import RestorePoint, of_record
 from shardyard_coordinator.work.data_ledger import new_data_ledger
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -73,38 +69,8 @@ FILES_PER_ENTRY_MAX: Final = 64
 """A partition whose state lies in more files than this is written whole."""
 
 
-@dataclass(frozen=True)
-class _Ask:
-    """What servers are asked to save. `base`: the checkpoint whose unchanged parts are not written again; 0: none."""
-
-    subject: Subject
-    map: PartitionMap
-    draft: Draft
-    folder: str
-    base: int
-    oldest: int
-    logs: Collection[Incarnation]
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The files of a partition. `token`: the highest one in its ledger."""
-
-    version: Version
-    file: PartitionFile
-    token: int
-    tables: tuple[TableEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A checkpoint that was written as number `number`: the draft's, or the next free one. `step`: the step that it
-    holds. `created_s`: seconds since 1970. `feedback`: the workers' residuals."""
-
-    number: int
-    step: int
-    created_s: int
-    feedback: tuple[ResidualFile, ...]
+Verdicts = Callable[[int], Sequence[Entry]]
+"""Returns the records of the verdicts on the steps before one that all partitions have reached."""
 
 
 class CheckpointIO:
@@ -124,180 +90,105 @@ class CheckpointIO:
         self._heartbeat_ms = heartbeat_ms
         self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
 
-    def take(
-        self,
-        subject: Subject,
-        map_: PartitionMap,
-        draft: Draft,
-        *,
-        url: str,
-        base: int,
-        keep: int,
-        oldest: int = 0,
-        logs: Collection[Incarnation] = (),
-        keepers: Collection[Incarnation] = (),
-        verdicts: Callable[[int], Sequence[Entry]] = lambda _: (),
-    ) -> Taken:
-        """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
-        any; `oldest`, `logs` and `keepers`: as in effects.TakeCheckpoint; `verdicts`: gives those on the steps
-        before one that all partitions have reached. Raises NotReady, StorageUnavailable, CheckpointDamaged."""
-        library = CheckpointLibrary(open_storage(url))
-        draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
-        former = library.load(subject.name, base) if base else None
-        folder = f"{url.rstrip('/')}/{subject.name}"
+    def take(self, wanted: TakeCheckpoint, verdicts: Verdicts = lambda _: ()) -> CheckpointTaken:
+        """Writes a checkpoint and deletes old ones. Its number is the draft's, or the next free one. Raises NotReady,
+        StorageUnavailable, CheckpointDamaged."""
+        library = CheckpointLibrary(open_storage(wanted.url))
+        spec, begun = wanted.spec, wanted.draft.number
+        former = library.load(spec.settings.name, wanted.base) if wanted.base else None
         whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
-        ask = _Ask(subject, map_, draft, folder, 0 if whole else base, oldest, logs)
-        if keepers:
-            wanted = ResidualRequest(draft.number, url)
-            with self._feedback.open(subject.job, wanted, keepers) as collecting:
+        number = max(begun, library.next_number(spec.settings.name))
+        wanted = replace(wanted, draft=replace(wanted.draft, number=number), base=0 if whole else wanted.base)
+        if wanted.keepers:
+            asked = ResidualRequest(number, wanted.url)
+            with self._feedback.open(spec.job, asked, wanted.keepers) as collecting:
                 ready_ms = HEARTBEATS_TO_HEAR * self._heartbeat_ms
-                self._feedback.await_copies(subject.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
-                saved = self._save(ask)
-                self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
-                residuals = _found(library, subject, collecting)
-                return self._commit(library, ask, former, saved, residuals, keep, verdicts)
-        return self._commit(library, ask, former, self._save(ask), (), keep, verdicts)
+                self._feedback.await_copies(spec.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
+                saved = self._save(wanted)
+                self._feedback.await_files(spec.job, collecting, FEEDBACK_WAIT_MS)
+                residuals = _found(library, spec.settings.name, collecting)
+                manifest = self._commit(library, wanted, former, saved, residuals, verdicts)
+        else:
+            manifest = self._commit(library, wanted, former, self._save(wanted), (), verdicts)
+        return CheckpointTaken(spec.job, begun, number, manifest.step, _created_s(manifest), manifest.feedback)
 
     def _commit(
         self,
         library: CheckpointLibrary,
-        ask: _Ask,
+        wanted: TakeCheckpoint,
         former: Manifest | None,
-        saved: Mapping[PartitionId, _Saved],
-        remembered: tuple[ResidualFile, ...],
-        keep: int,
-        verdicts: Callable[[int], Sequence[Entry]],
-    ) -> Taken:
-        subject, draft = ask.subject, ask.draft
-        entries = []
-        for partition in range(len(subject.layout.partitions)):
-            entries.append(_entry(subject, former, PartitionId(partition), saved[PartitionId(partition)]))
+        saved: Mapping[PartitionId, wire.SavedPartition],
+        residuals: tuple[ResidualFile, ...],
+        verdicts: Verdicts,
+    ) -> Manifest:
+        spec, draft = wanted.spec, wanted.draft
+        entries = tuple(_entry(spec, former, part.partition, saved[part.partition]) for part in spec.layout.partitions)
         # tokens were given since the ledger was copied, and those of another run must be higher
         before = draft.data_ledger.get("token", 0)
         assert isinstance(before, int)
-        token = max(before, *(each.token for each in saved.values()))
+        ledger = {**draft.data_ledger, "token": max(before, *(each.token for each in saved.values()))}
         failpoint("checkpoint.before_manifest")
-        step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
-        created = self._now()
-        ledger = {**draft.data_ledger, "token": token}
-        decided = verdicts(step) if subject.mode is UpdateMode.SYNC else ()
-        if decided:  # fewer steps were decided when the ledger was copied
-            entries_then = ledger["entries"]
-            assert isinstance(entries_then, list)
-            ledger["entries"] = [*entries_then, *([kind, body] for kind, body in decided)]
-        library.commit(
-            Manifest(
-                number=draft.number,
-                job_name=subject.name,
-                job=subject.job,
-                seed=subject.seed,
-                settings=subject.settings,
-                mode=subject.mode,
-                step=step,
-                created=created.isoformat(timespec="seconds"),
-                layout=subject.layout,
-                partitions=tuple(entries),
-                data_ledger=ledger,
-                token_floor=draft.floor,
-                feedback=remembered,
-            )
+        step = draft.step
+        if spec.mode is UpdateMode.SYNC:
+            step = min(entry.version.number for entry in entries)
+            decided = verdicts(step)
+            if decided:  # fewer steps were decided when the ledger was copied
+                entries_then = ledger["entries"]
+                assert isinstance(entries_then, list)
+                ledger["entries"] = [*entries_then, *([kind, body] for kind, body in decided)]
+        manifest = Manifest(
+            number=draft.number,
+            job_name=spec.settings.name,
+            job=spec.job,
+            seed=spec.settings.seed,
+            settings=spec.settings.model_dump(mode="json"),
+            mode=spec.mode,
+            step=step,
+            created=self._now().isoformat(timespec="seconds"),
+            layout=spec.layout,
+            partitions=entries,
+            data_ledger=ledger,
+            token_floor=draft.floor,
+            feedback=residuals,
         )
+        library.commit(manifest)
         failpoint("checkpoint.after_manifest")
         try:
             # this stays the job's newest until the job knows the new one, whatever others of its name are there
-            library.prune(subject.name, keep, also=[former.number] if former is not None else [])
+            library.prune(manifest.job_name, wanted.keep, also=[former.number] if former is not None else [])
         except ShardyardError as error:  # the checkpoint counts anyway
-            log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
-        return Taken(draft.number, step, max(0, int(created.timestamp())), remembered)
+            log.warning("old checkpoints of job %r were not deleted: %s", manifest.job_name, error.what)
+        return manifest
 
-    def restore(
-        self,
-        subject: Subject,
-        map_: PartitionMap,
-        *,
-        url: str,
-        bases: Sequence[Base],
-        life: int,
-        partitions: Collection[PartitionId],
-        working: Sequence[Incarnation] = (),
-        begun: Sequence[tuple[DataShardSource, int]] = (),
-        step: int = 0,
-    ) -> None:
-        """Gives servers their partitions under a new map. Those in `partitions` are restored from the checkpoint and
-        the logs after it, in that life. If the first of `bases` is damaged, the next one, which leads to the same
-        state, is tried. Repeating the call does nothing. `working`, `begun`, `step`: as in effects.RestorePartitions.
+    def restore(self, wanted: RestorePartitions) -> None:
+        """Gives servers their partitions under a new map, and restores those in `wanted.partitions`. If the first of
+        the bases is damaged, the next one, which leads to the same state, is used. Repeating the call does nothing.
         Raises NotReady, CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable."""
-        for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
+        for base in wanted.bases:
             try:
-                self._restore(
-                    subject,
-                    map_,
-                    base,
-                    url=url,
-                    life=life,
-                    partitions=partitions,
-                    working=working,
-                    begun=begun,
-                    step=step,
-                )
-            except (CheckpointDamaged, CheckpointNotFound) as error:
-                if not rest:
-                    raise
-                log.error("checkpoint %d cannot be restored (%s); the one before it is taken", base.number, error.what)
-            else:
+                self._restore(wanted, base)
                 return
+            except (CheckpointDamaged, CheckpointNotFound) as error:
+                if base is wanted.bases[-1]:
+                    raise
+                log.error("checkpoint %d cannot be restored (%s); the one before it is used", base.number, error.what)
 
-    def _restore(
-        self,
-        subject: Subject,
-        map_: PartitionMap,
-        base: Base,
-        *,
-        url: str,
-        life: int,
-        partitions: Collection[PartitionId],
-        working: Sequence[Incarnation],
-        begun: Sequence[tuple[DataShardSource, int]],
-        step: int,
-    ) -> None:
-        number = base.number
-        manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
-        if manifest.layout != subject.layout:
-            raise CheckpointDamaged(f"checkpoint {number} of job {subject.name!r} is of another layout")
+    def _restore(self, wanted: RestorePartitions, base: Base) -> None:
+        name = wanted.spec.settings.name
+        manifest = CheckpointLibrary(open_storage(wanted.url)).load(name, base.number)
+        if manifest.layout != wanted.spec.layout:
+            raise CheckpointDamaged(f"checkpoint {base.number} of job {name!r} is of another layout")
         found = {
-            entry.partition: replace(entry, version=Version(life, entry.version.number))
+            entry.partition: replace(entry, version=Version(wanted.life, entry.version.number))
             for entry in manifest.partitions
-            if entry.partition in partitions
+            if entry.partition in wanted.partitions
         }
-        folder = f"{url.rstrip('/')}/{subject.name}"
 
-        def give(server: Server, owned: Sequence[PartitionId]) -> None:
-            restored = [found[partition] for partition in owned if partition in found]
-            self._servers.give(
-                subject.job,
-                server,
-                generation=map_.generation,
-                layout=subject.layout,
-                partitions=owned,
-                mode=subject.mode,
-                logical_ranks=subject.logical_ranks,
-                durability=subject.durability,
-                staleness=subject.staleness,
-                stale=subject.stale,
-                clipping=subject.clipping,
-                backup_workers=subject.backup_workers,
-                switches=subject.switches,
-                rows_at_once=subject.rows_at_once,
-                working=working,
-                folder=folder,
-                base=base,
-                restored=restored,
-                wrote=manifest.job,
-                begun=begun,
-                step=step,
-            )
+        def restore(server: Server, owned: Sequence[PartitionId]) -> None:
+            entries = [found[partition] for partition in owned if partition in found]
+            self._servers.restore(wanted, server, owned, base=base, entries=entries, wrote=manifest.job)
 
-        self._everywhere(map_, give)
+        _everywhere(wanted.map, restore)
 
     def find(self, url: str, name: str, number: int) -> tuple[RestorePoint, tuple[int, ...]]:
         """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged. Number 0: the
@@ -320,67 +211,50 @@ class CheckpointIO:
 
     # ---- inside
 
-    def _save(self, ask: _Ask) -> dict[PartitionId, _Saved]:
+    def _save(self, wanted: TakeCheckpoint) -> dict[PartitionId, wire.SavedPartition]:
         """What each partition was written as."""
-        if ask.subject.mode is not UpdateMode.SYNC:
-            return self._save_at(ask, None, 0)
-        draft = ask.draft
-        step, ahead, told = draft.step, 0, False
+        if wanted.spec.mode is not UpdateMode.SYNC:
+            return self._save_at(wanted, None, 0)
+        step, ahead, is_known = wanted.draft.step, 0, False
         for attempt in range(TRIES):
             try:
-                return self._save_at(ask, step, attempt)
+                return self._save_at(wanted, step, attempt)
             except InvalidRequest as error:
                 if "newest" not in error.facts:
                     raise
-                # it has passed: the one that stands now, and if workers are taking steps, one ahead of them
-                step, told = int(error.facts["newest"]) + max(ahead, int("gathering" in error.facts)), True
+                # the step has passed: take the present one, or one ahead of it while workers take steps
+                step, is_known = int(error.facts["newest"]) + max(ahead, int("gathering" in error.facts)), True
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if told and ahead == 0:
+                if is_known and ahead == 0:
                     raise
-                # nobody takes steps any more, or the job went back since: it is told where it stands
+                # no worker takes steps any more, or the job went back since: a server will say the present step
                 step, ahead = 0, 0
-        raise NotReady(
-            f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
-        )
+        number, name = wanted.draft.number, wanted.spec.settings.name
+        raise NotReady(f"checkpoint {number} of job {name!r}: no step could be named ahead of the workers")
 
-    def _save_at(self, ask: _Ask, step: int | None, attempt: int) -> dict[PartitionId, _Saved]:
-        def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
-            reply = self._servers.save(
-                ask.subject.job,
-                server,
-                generation=ask.map.generation,
-                folder=ask.folder,
-                number=ask.draft.number,
-                step=step,
-                base=ask.base,
-                wait_ms=STEP_WAIT_MS,
-                oldest=ask.oldest,
-                logs=ask.logs,
-                attempt=attempt,
-            )
-            if sorted(each.partition for each in reply.partitions) != sorted(owned):
+    def _save_at(
+        self, wanted: TakeCheckpoint, step: int | None, attempt: int
+    ) -> dict[PartitionId, wire.SavedPartition]:
+        def save(server: Server, owned: Sequence[PartitionId]) -> Sequence[wire.SavedPartition]:
+            saved = self._servers.save(wanted, server, step=step, wait_ms=STEP_WAIT_MS, attempt=attempt).partitions
+            if sorted(each.partition for each in saved) != sorted(owned):
                 raise NotReady(f"server {server.incarnation} has saved other partitions than it was given")
-            return list(reply.partitions)
+            return saved
 
-        found = {}
-        for saved in self._everywhere(ask.map, save):
-            for each in saved:
-                version = common_messages.version_from_wire(each.version)
-                found[PartitionId(each.partition)] = _Saved(
-                    version, file_from_wire(each.file), each.token, tables_from_wire(each.tables)
-                )
-        return found
+        return {PartitionId(each.partition): each for saved in _everywhere(wanted.map, save) for each in saved}
 
-    def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
-        """Asks all servers of a map at once. Raises the first refusal after all have answered."""
-        asked = [
-            partial(ask, Server(server, owned[0].address), [owner.partition for owner in owned])
-            for server, owned in map_.by_server().items()
-        ]
-        with ThreadPoolExecutor(len(asked), "archive") as pool:
-            futures = [pool.submit(each) for each in asked]
-        return [future.result() for future in futures]
+
+def _everywhere(map_: PartitionMap, call: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
+    """Calls all servers of a map at once. Raises the first refusal after all have answered."""
+    servers = servers_of(map_)
+    with ThreadPoolExecutor(len(servers), "checkpoint-io") as pool:
+        futures = [pool.submit(call, server, owned) for server, owned in servers]
+    return [future.result() for future in futures]
+
+
+def _created_s(manifest: Manifest) -> int:
+    return max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp()))
 
 
 def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
@@ -399,7 +273,7 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
         manifest.data_ledger,
         Token(token if isinstance(token, int) else 0),
         manifest.token_floor,
-        max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp())),
+        _created_s(manifest),
         manifest.feedback,
     )
     ranks, backup_workers = settings.logical_rank_count, settings.consistency.backup_workers
@@ -414,7 +288,7 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
     return origin
 
 
-def _found(library: CheckpointLibrary, subject: Subject, collecting: ResidualCollection) -> tuple[ResidualFile, ...]:
+def _found(library: CheckpointLibrary, job: str, collecting: ResidualCollection) -> tuple[ResidualFile, ...]:
     """The workers' files that are on the storage. A worker on another machine may have written to a folder of its own.
     Raises StorageUnavailable."""
     number, found = collecting.wanted.number, []
@@ -422,23 +296,26 @@ def _found(library: CheckpointLibrary, subject: Subject, collecting: ResidualCol
         written, name = collecting.files.get(worker), worker_name(worker)
         if written is not None:
             file = FileRef(feedback_path(number, name), written)
-            if library.has_file(subject.name, file):
+            if library.has_file(job, file):
                 found.append(ResidualFile(name, file))
                 continue
-            why = f"{library.storage.locate(subject.name)}/{file.path} is not there, in its length"
+            why = f"{library.storage.locate(job)}/{file.path} is not there, in its length"
         elif collecting.stages.get(worker) is Stage.ENDED and worker not in collecting.failures:
             continue
         else:
             why = collecting.failures.get(worker, "it was not written in time")
-        what = f"checkpoint {number} of job {subject.name!r} lacks what worker {worker} has not sent yet"
+        what = f"checkpoint {number} of job {job!r} lacks what worker {worker} has not sent yet"
         log.warning("%s: %s", what, why)
     return tuple(found)
 
 
-def _entry(subject: Subject, former: Manifest | None, partition: PartitionId, saved: _Saved) -> PartitionEntry:
-    blocks, file = len(subject.layout.partitions[partition].blocks), saved.file
+def _entry(
+    spec: JobSpec, former: Manifest | None, partition: PartitionId, saved: wire.SavedPartition
+) -> PartitionEntry:
+    blocks, file = len(spec.layout.partitions[partition].blocks), file_from_wire(saved.file)
+    version, tables = common_messages.version_from_wire(saved.version), tables_from_wire(saved.tables)
     if len(file.blocks) == blocks:
-        return PartitionEntry(partition, saved.version, (file,), saved.tables)
+        return PartitionEntry(partition, version, (file,), tables)
     if former is None:
         raise NotReady(f"partition {partition} was written without {blocks - len(file.blocks)} of its blocks")
-    return former.partitions[partition].incremental(saved.version, file.file, file.blocks, saved.tables)
+    return former.partitions[partition].incremental(version, file.file, file.blocks, tables)

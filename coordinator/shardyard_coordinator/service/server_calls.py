@@ -7,8 +7,9 @@ ends with an event, whether the call succeeds or fails. Must not know: what is d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -19,7 +20,7 @@ from shardyard.domain.push_names import LeasedSource, SourceKey
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.flows.work_verdicts import verdicts_before
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.placement.placement import servers_of
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
 from shardyard_coordinator.service.mailbox import Mailbox
@@ -31,6 +32,8 @@ THREADS: Final = 8
 """Threads that call servers, for all jobs together."""
 LEASES_READ_MAX: Final = 64
 """When workers are lost, the watermarks of at most this many of their leases are read for the audit."""
+
+_UNEXPECTED: Final = Internal("the coordinator met an unexpected error; its log has the traceback")
 
 A = TypeVar("A")
 
@@ -84,24 +87,26 @@ class ServerCalls:
     # ---- calls that a request or the ticker waits for
 
     def create(self, wanted: Sequence[effects.CreatePartitions]) -> None:
-        created = False
-        try:
+        job, generation = wanted[0].spec.job, wanted[0].generation
+        with self._reported(events.PartitionsCreated(job, generation), events.PartitionsRefused(job, generation)):
             for effect in wanted:
                 self._servers.create(effect)
-            created = True
-        finally:
-            ended = events.PartitionsCreated if created else events.PartitionsRefused
-            self.handle(ended(wanted[0].job, wanted[0].generation))
 
     def open(self, wanted: Sequence[effects.OpenPartitions]) -> None:
-        opened = False
-        try:
+        job, generation = wanted[0].job, wanted[0].generation
+        with self._reported(events.PartitionsOpened(job, generation), events.OpeningFailed(job, generation)):
             for effect in wanted:
                 self._servers.open(effect)
-            opened = True
+
+    @contextmanager
+    def _reported(self, done: events.Event, failed: events.Event) -> Iterator[None]:
+        """Reports one of the events at the end of the block: `failed` if an error ends it."""
+        event = failed
+        try:
+            yield
+            event = done
         finally:
-            ended = events.PartitionsOpened if opened else events.OpeningFailed
-            self.handle(ended(wanted[0].job, wanted[0].generation))
+            self.handle(event)
 
     # ---- calls in the background
 
@@ -146,99 +151,76 @@ class ServerCalls:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
     def _take_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
-        job, draft = wanted.subject.job, wanted.draft
-        failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
+        job, name, number = wanted.spec.job, wanted.spec.settings.name, wanted.draft.number
+        event: events.Event = events.CheckpointFailed(job, number, _UNEXPECTED)
         try:
-            what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
-            with self._wait_registry.over(lambda: what):
-                taken = self._checkpoint_io.take(
-                    wanted.subject,
-                    wanted.map,
-                    draft,
-                    url=wanted.url,
-                    base=wanted.base,
-                    keep=wanted.keep,
-                    oldest=wanted.oldest,
-                    logs=wanted.logs,
-                    keepers=wanted.keepers,
-                    verdicts=partial(self._verdicts_before, job),
-                )
+            with self._wait_registry.over(lambda: f"checkpoint {number} of job {name!r} to be written to {wanted.url}"):
+                event = self._checkpoint_io.take(wanted, partial(self._verdicts_before, job))
         except ShardyardError as error:
-            failure = error
-        else:
-            self.handle(
-                events.CheckpointTaken(job, draft.number, taken.number, taken.step, taken.created_s, taken.feedback)
-            )
-            return
+            event = events.CheckpointFailed(job, number, error)
         finally:
-            # the machine ignores it for a draft that was taken
-            self.handle(events.CheckpointFailed(job, draft.number, failure))
+            self.handle(event)
 
     def _verdicts_before(self, job: JobId, step: int) -> list[Entry]:
         with self._mailbox.machine() as machine:
             return [entry for each in machine.jobs if each.id == job for entry in verdicts_before(each, step)]
 
     def _forget_sources(self, wanted: effects.ForgetSources) -> None:
-        for server, owned in wanted.map.by_server().items():
+        for server, _ in servers_of(wanted.map):
             try:
-                self._servers.forget_sources(wanted, Server(server, owned[0].address))
+                self._servers.forget_sources(wanted, server)
             except ShardyardError as error:
-                log.debug("server %s forgets no sources of job %s now: %s", server, wanted.job, error.what)
+                what = "server %s forgets no sources of job %s now: %s"
+                log.debug(what, server.incarnation, wanted.job, error.what)
 
     def _read_departed(self, wanted: effects.ReadDeparted) -> None:
         job, map_ = wanted.job, wanted.map
-        try:
+
+        def read() -> events.Event:
             found = tuple((worker, self._servers.watermarks(job, map_, worker)) for worker in wanted.workers)
-        except ShardyardError as error:
-            log.debug("job %s: the watermarks of departed workers will be read again: %s", job, error.what)
-            self.handle(events.DepartedUnread(job))
-        else:
-            self.handle(events.DepartedRead(job, map_.generation, found))
+            return events.DepartedRead(job, map_.generation, found)
+
+        self._try("read the watermarks of departed workers", read, events.DepartedUnread(job))
 
     def _read_steps(self, wanted: effects.ReadSteps) -> None:
-        try:
-            step = self._servers.highest_next(wanted)
-        except ShardyardError as error:
-            log.debug("job %s: its step will be read again: %s", wanted.job, error.what)
-            self.handle(events.StepsUnread(wanted.job))
-        else:
-            self.handle(events.StepsRead(wanted.job, wanted.map.generation, step))
+        def read() -> events.Event:
+            return events.StepsRead(wanted.job, wanted.map.generation, self._servers.highest_next(wanted))
+
+        self._try("read its step", read, events.StepsUnread(wanted.job))
 
     def _pace(self, wanted: effects.PaceServers) -> None:
-        try:
+        def pace() -> events.Event:
             self._servers.pace(wanted)
+            return events.ServersPaced(wanted.job, wanted.map.generation, wanted.consistency.number)
+
+        self._try("tell the servers its consistency mode", pace, events.ServersUnpaced(wanted.job))
+
+    def _try(
+        self,
+        what: str,
+        call: Callable[[], events.Event],
+        failed: events.DepartedUnread | events.StepsUnread | events.ServersUnpaced,
+    ) -> None:
+        """Reports the event that the calls to servers lead to, or `failed`, after which the machine asks again."""
+        event: events.Event = failed
+        try:
+            event = call()
         except ShardyardError as error:
-            log.debug("job %s: the servers will be told their consistency mode again: %s", wanted.job, error.what)
-            self.handle(events.ServersUnpaced(wanted.job))
-        else:
-            self.handle(events.ServersPaced(wanted.job, wanted.map.generation, wanted.consistency.number))
+            log.debug("job %s: could not %s, and will try again: %s", failed.job, what, error.what)
+        self.handle(event)
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
-        job, generation = wanted.subject.job, wanted.map.generation
-        failure: ShardyardError = Internal("partitions were not restored")
+        job, generation, name = wanted.spec.job, wanted.map.generation, wanted.spec.settings.name
+        event: events.Event = events.RestoreFailed(job, generation, _UNEXPECTED)
+        what = f"checkpoint {wanted.bases[0].number} of job {name!r} to be restored from {wanted.url}"
         try:
-            number = wanted.bases[0].number
-            what = f"checkpoint {number} of job {wanted.subject.name!r} to be restored from {wanted.url}"
             with self._wait_registry.over(lambda: what):
-                self._checkpoint_io.restore(
-                    wanted.subject,
-                    wanted.map,
-                    url=wanted.url,
-                    bases=wanted.bases,
-                    life=wanted.life,
-                    partitions=wanted.partitions,
-                    working=wanted.working,
-                    begun=wanted.begun,
-                    step=wanted.step,
-                )
+                self._checkpoint_io.restore(wanted)
+            event = events.PartitionsRestored(job, generation)
         except ShardyardError as error:
-            failure = error
-        else:
-            self.handle(events.PartitionsRestored(job, generation))
-            return
+            event = events.RestoreFailed(job, generation, error)
         finally:
-            # the machine ignores it for partitions that were restored
-            self.handle(events.RestoreFailed(job, generation, failure))
+            self.handle(event)
 
     def _later(self, work: Callable[[A], None], about: A) -> None:
         try:

@@ -8,16 +8,15 @@ Must not know: why a call is made.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from shardyard.checkpoints.convert import entry_to_wire
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.domain.consistency import Clipping, Durability, StaleRule, UpdateMode
 from shardyard.domain.errors import NotFound, NotReady, Refused, ServerUnavailable, Unavailable
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term, Token
-from shardyard.domain.layout.layouts import JobLayout, PartitionMap
-from shardyard.domain.push_names import DataShardSource, SourceKey, WorkerSource
+from shardyard.domain.layout.layouts import PartitionMap
+from shardyard.domain.push_names import SourceKey, WorkerSource
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network, Peer
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods
@@ -25,7 +24,7 @@ from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.core import effects
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.placement.placement import Server, servers_of
 from shardyard_coordinator.service import ledger_replies
 
 CALL_MS: Final = 10_000
@@ -48,120 +47,69 @@ class ServerClient:
         self._lock = threading.Lock()
         self._peers: dict[Incarnation, Peer] = {}
 
-    def create(self, effect: effects.CreatePartitions) -> None:
-        request = wire.CreatePartitionsRequest(
-            caller=self._caller(effect.job),
-            generation=effect.generation,
-            layout=layout_messages.layout_to_wire(effect.layout),
-            partitions=effect.partitions,
-            mode=common_messages.mode_to_wire(effect.mode),
-            logical_ranks=effect.logical_ranks,
-            server=effect.server.incarnation,
-            durability=common_messages.durability_to_wire(effect.durability),
-            staleness=effect.staleness,
-            stale=common_messages.stale_to_wire(effect.stale),
-            clipping=common_messages.clipping_to_wire(effect.clipping),
-            backup_workers=effect.backup_workers,
-            switches=effect.switches,
-            rows_at_once=effect.rows_at_once,
-        )
-        what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
-        self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
+    def create(self, wanted: effects.CreatePartitions) -> None:
+        request = self._creation(wanted.spec, wanted.server, wanted.generation, wanted.partitions)
+        what = f"to take partitions {_listed(wanted.partitions)} of job {wanted.spec.job}"
+        self._call(wanted.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
 
     def open(self, effect: effects.OpenPartitions) -> None:
         request = wire.OpenPartitionsRequest(caller=self._caller(effect.job), generation=effect.generation)
         self._call(effect.server, methods.OPEN_PARTITIONS, request, CALL_MS, f"to open job {effect.job}")
 
-    def give(
+    def restore(
         self,
-        job: JobId,
+        wanted: effects.RestorePartitions,
         server: Server,
-        *,
-        generation: Generation,
-        layout: JobLayout,
         partitions: Sequence[PartitionId],
-        mode: UpdateMode,
-        logical_ranks: int,
-        durability: Durability,
-        staleness: int | None,
-        stale: StaleRule | None,
-        clipping: Clipping,
-        backup_workers: int,
-        switches: int,
-        rows_at_once: bool,
-        working: Sequence[Incarnation],
-        folder: str,
+        *,
         base: effects.Base,
-        restored: Sequence[PartitionEntry],
+        entries: Sequence[PartitionEntry],
         wrote: JobId,
-        begun: Sequence[tuple[DataShardSource, int]] = (),
-        step: int = 0,
     ) -> None:
-        """Gives a server its partitions under a map, some of them restored from a checkpoint in `folder` and from
-        logs."""
-        request = wire.CreatePartitionsRequest(
-            caller=self._caller(job),
-            generation=generation,
-            layout=layout_messages.layout_to_wire(layout),
-            partitions=partitions,
-            mode=common_messages.mode_to_wire(mode),
-            logical_ranks=logical_ranks,
-            server=server.incarnation,
-            durability=common_messages.durability_to_wire(durability),
-            staleness=staleness,
-            stale=common_messages.stale_to_wire(stale),
-            clipping=common_messages.clipping_to_wire(clipping),
-            backup_workers=backup_workers,
-            switches=switches,
-            rows_at_once=rows_at_once,
-            working=working,
-            restore=wire.Restore(
+        """Gives a server its partitions under a new map. `entries`: those that it restores from checkpoint `base`,
+        which job `wrote` has written, and from logs."""
+        folder = wanted.spec.folder(wanted.url)
+        request = self._creation(wanted.spec, server, wanted.map.generation, partitions)
+        request.working.extend(wanted.working)
+        request.restore.CopyFrom(
+            wire.Restore(
                 url=folder,
                 job=wrote,
-                partitions=[entry_to_wire(entry, base.logs.get(entry.partition, ())) for entry in restored],
+                partitions=[entry_to_wire(entry, base.logs.get(entry.partition, ())) for entry in entries],
                 number=base.number,
                 begun=[
                     wire.BegunDataShard(data_shard=common_messages.source_to_wire(source).data_shard, next=batch)
-                    for source, batch in begun
+                    for source, batch in wanted.begun
                 ],
-                step=step,
-            ),
+                step=wanted.step,
+            )
         )
-        lost = _listed([entry.partition for entry in restored])
-        what = f"to take partitions {_listed(partitions)} of job {job}, and to restore {lost or 'none'} from {folder}"
+        lost = _listed([entry.partition for entry in entries])
+        what = f"to take partitions {_listed(partitions)} of job {wanted.spec.job}"
+        what += f", and to restore {lost or 'none'} from {folder}"
         self._call(server, methods.CREATE_PARTITIONS, request, SAVE_MS, what)
 
     def save(
-        self,
-        job: JobId,
-        server: Server,
-        *,
-        generation: Generation,
-        folder: str,
-        number: int,
-        step: int | None,
-        base: int,
-        wait_ms: int,
-        oldest: int,
-        logs: Iterable[Incarnation],
-        attempt: int,
+        self, wanted: effects.TakeCheckpoint, server: Server, *, step: int | None, wait_ms: int, attempt: int
     ) -> wire.SaveCheckpointReply:
-        """Saves a server's partitions into a checkpoint."""
+        """Saves a server's partitions into a checkpoint. `step`: the step to wait for, at most `wait_ms`; None: save
+        now."""
+        number = wanted.draft.number
         request = wire.SaveCheckpointRequest(
-            caller=self._caller(job),
+            caller=self._caller(wanted.spec.job),
             server=server.incarnation,
-            generation=generation,
-            url=folder,
+            generation=wanted.map.generation,
+            url=wanted.spec.folder(wanted.url),
             number=number,
             step=step,
-            base=base,
+            base=wanted.base,
             wait_ms=wait_ms,
-            oldest=oldest,
-            logs=sorted(logs),
+            oldest=wanted.oldest,
+            logs=sorted(wanted.logs),
             attempt=attempt,
         )
         at = "" if step is None else f" at step {step}"
-        what = f"to write its partitions of job {job} into checkpoint {number}{at}"
+        what = f"to write its partitions of job {wanted.spec.job} into checkpoint {number}{at}"
         return self._call(server, methods.SAVE_CHECKPOINT, request, SAVE_MS, what)
 
     def fence(self, job: JobId, server: Server, workers: Iterable[Incarnation]) -> None:
@@ -174,57 +122,45 @@ class ServerClient:
 
     def lowest_next(self, effect: effects.ReadLedger) -> int:
         """The lowest next sequence of the sources over all partitions (rule A6). Raises if a server does not answer."""
-        return min(self._read_everywhere(effect, ledger_replies.lowest_next))
+        read = self._read_ledgers(effect.job, effect.map, effect.sources)
+        return min(ledger_replies.lowest_next(*each) for each in read)
 
     def highest_next(self, effect: effects.ReadSteps) -> int:
         """The highest next sequence of the sources over all partitions (rule B9), or the highest version of any. Raises
         if a server does not answer."""
-        return max(
-            self._read_everywhere(
-                effect, ledger_replies.highest_version if effect.versions else ledger_replies.highest_next
-            )
-        )
+        look = ledger_replies.highest_version if effect.versions else ledger_replies.highest_next
+        return max(look(*each) for each in self._read_ledgers(effect.job, effect.map, effect.sources))
 
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises if a server does not answer."""
-        found: list[tuple[PartitionId, int]] = []
-        for server, owned in map_.by_server().items():
-            request = wire.ReadLedgerRequest(
-                caller=self._caller(job),
-                server=server,
-                generation=map_.generation,
-                sources=lease_messages.sources_to_wire([(SourceKey(WorkerSource(worker)), Token(0))]),
-            )
-            what = f"to say what it has of worker {worker}'s pushes in job {job}"
-            reply = self._call(Server(server, owned[0].address), methods.READ_LEDGER, request, CALL_MS, what)
-            found += ledger_replies.nexts(reply, [owner.partition for owner in owned])
-        return tuple(sorted(found))
+        read = self._read_ledgers(job, map_, (SourceKey(WorkerSource(worker)),))
+        return tuple(sorted(each for reply, _, owned in read for each in ledger_replies.nexts(reply, owned)))
 
     def pass_over(self, effect: effects.SkipLostPushes) -> None:
         """Skips the pushes on all servers of the map. Raises if one does not answer. Repeating the call is harmless."""
-        for server, owned in effect.map.by_server().items():
+        for server, _ in servers_of(effect.map):
             request = wire.PassOverRequest(
                 caller=self._caller(effect.job),
-                server=server,
+                server=server.incarnation,
                 generation=effect.map.generation,
                 worker=effect.worker,
                 next=effect.next,
             )
-            what = f"to pass over lost pushes of worker {effect.worker} in job {effect.job}"
-            self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS, what)
+            what = f"to skip lost pushes of worker {effect.worker} in job {effect.job}"
+            self._call(server, methods.PASS_OVER, request, CALL_MS, what)
 
     def pace(self, effect: effects.PaceServers) -> None:
         """Calls all servers of the map. Raises if one does not answer. Repeating the call is harmless."""
-        for server, owned in effect.map.by_server().items():
+        for server, _ in servers_of(effect.map):
             request = wire.SetStalenessRequest(
                 caller=self._caller(effect.job),
-                server=server,
+                server=server.incarnation,
                 generation=effect.map.generation,
                 staleness=effect.consistency.bound,
                 switches=effect.consistency.number,
             )
-            what = f"to go over to {effect.consistency} in job {effect.job}"
-            self._call(Server(server, owned[0].address), methods.SET_STALENESS, request, CALL_MS, what)
+            what = f"to change job {effect.job} to {effect.consistency}"
+            self._call(server, methods.SET_STALENESS, request, CALL_MS, what)
 
     def forget_sources(self, effect: effects.ForgetSources, server: Server) -> None:
         request = wire.ForgetSourcesRequest(
@@ -251,28 +187,40 @@ class ServerClient:
         for peer in peers:
             peer.close()
 
-    def _read_everywhere(
-        self,
-        effect: effects.ReadLedger | effects.ReadSteps,
-        look: Callable[[wire.ReadLedgerReply, Sequence[SourceKey], Sequence[PartitionId]], int],
-    ) -> list[int]:
-        """What each server's answer comes to."""
-        found = []
-        for incarnation, owned in effect.map.by_server().items():
-            partitions = [owner.partition for owner in owned]
+    def _creation(
+        self, spec: effects.JobSpec, server: Server, generation: Generation, partitions: Sequence[PartitionId]
+    ) -> wire.CreatePartitionsRequest:
+        settings, consistency = spec.settings, spec.settings.consistency
+        return wire.CreatePartitionsRequest(
+            caller=self._caller(spec.job),
+            generation=generation,
+            layout=layout_messages.layout_to_wire(spec.layout),
+            partitions=partitions,
+            mode=common_messages.mode_to_wire(spec.mode),
+            logical_ranks=settings.logical_rank_count,
+            server=server.incarnation,
+            durability=common_messages.durability_to_wire(settings.durability),
+            staleness=consistency.bound,
+            stale=common_messages.stale_to_wire(consistency.stale),
+            clipping=common_messages.clipping_to_wire(settings.server_clipping),
+            backup_workers=consistency.backup_workers,
+            switches=spec.switches,
+            rows_at_once=consistency.rows_at_once,
+        )
+
+    def _read_ledgers(
+        self, job: JobId, map_: PartitionMap, sources: Sequence[SourceKey]
+    ) -> Iterator[tuple[wire.ReadLedgerReply, Sequence[SourceKey], Sequence[PartitionId]]]:
+        """The answer of each server, with what was asked of it."""
+        for server, partitions in servers_of(map_):
             request = wire.ReadLedgerRequest(
-                caller=self._caller(effect.job),
-                server=incarnation,
-                generation=effect.map.generation,
-                sources=lease_messages.sources_to_wire((key, Token(0)) for key in effect.sources),
+                caller=self._caller(job),
+                server=server.incarnation,
+                generation=map_.generation,
+                sources=lease_messages.sources_to_wire((key, Token(0)) for key in sources),
             )
-            what = (
-                f"to say what partitions {_listed(partitions)} of job {effect.job} have of {effect.sources[0].source}"
-            )
-            server = Server(incarnation, owned[0].address)
-            reply = self._call(server, methods.READ_LEDGER, request, CALL_MS, what)
-            found.append(look(reply, effect.sources, partitions))
-        return found
+            what = f"to say what partitions {_listed(partitions)} of job {job} have of {sources[0].source}"
+            yield self._call(server, methods.READ_LEDGER, request, CALL_MS, what), sources, partitions
 
     def _call(
         self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int, what: str

@@ -14,10 +14,8 @@ from typing import Final
 
 from shardyard.checkpoints.manifest import FileRef, ResidualFile
 from shardyard.config.settings import AUTO, NEVER, CheckpointSettings
-from shardyard.domain.consistency import NO_CLIPPING, Clipping, Durability, StaleRule, UpdateMode
 from shardyard.domain.errors import NotReady, ShardyardError
-from shardyard.domain.ids import Incarnation, JobId, Token
-from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.ids import Incarnation, Token
 from shardyard.storage.storage import Written
 from shardyard_coordinator.records import (
     Body,
@@ -64,26 +62,6 @@ class Committed:
     """When its manifest was written, in seconds since 1970: for people."""
     feedback: tuple[ResidualFile, ...] = ()
     """What its workers' error feedback remembered."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is the same in all checkpoints of a job. `settings`: the job's, as JSON."""
-
-    job: JobId
-    name: str
-    seed: int
-    settings: Mapping[str, object]
-    mode: UpdateMode
-    logical_ranks: int
-    layout: JobLayout
-    durability: Durability = Durability.CHECKPOINT
-    staleness: int | None = None
-    stale: StaleRule | None = None
-    clipping: Clipping = NO_CLIPPING
-    backup_workers: int = 0
-    switches: int = 0
-    rows_at_once: bool = False
 
 
 class CheckpointBook:

@@ -64,7 +64,7 @@ def commit(yard: Yard, remembered: Sequence[ResidualFile]) -> effects.TakeCheckp
     """The checkpoint that is under way has what these workers remember."""
     (taking,) = [each for each in yard.effects if isinstance(each, effects.TakeCheckpoint)]
     number = taking.draft.number
-    yard.handle(events.CheckpointTaken(taking.subject.job, number, number, 0, feedback=tuple(remembered)))
+    yard.handle(events.CheckpointTaken(taking.spec.job, number, number, 0, feedback=tuple(remembered)))
     return taking
 
 

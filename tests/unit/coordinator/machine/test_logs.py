@@ -170,7 +170,7 @@ def test_partitions_are_created_with_a_log() -> None:
     yard = Yard(HERE)
     yard.variables(yard.join(settings()))
     (wanted,) = [each for each in yard.effects if isinstance(each, effects.CreatePartitions)]
-    assert wanted.durability is Durability.WAL
+    assert wanted.spec.settings.durability is Durability.WAL
 
 
 # ---- servers that die before there is a checkpoint

@@ -76,7 +76,7 @@ def test_variables_are_whole_where_the_optimizer_needs_their_norms(yard: Yard, k
     spec = OptimizerSpec(kind, (make_group(kind, {}),))
     yard.handle(events.VariablesRegistered(caller, VARIABLES, spec))
     (creation, *_) = yard.wanted(effects.CreatePartitions)
-    blocks = [block for part in creation.layout.partitions for block in part.blocks]  # type: ignore[union-attr]
+    blocks = [block for part in creation.spec.layout.partitions for block in part.blocks]  # type: ignore[union-attr]
     assert [block.length for block in blocks if block.variable == 0] == pieces
 
 

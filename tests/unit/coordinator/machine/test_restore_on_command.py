@@ -88,7 +88,7 @@ class Yard(MachineYard):
 
     def restored(self, wanted: effects.RestorePartitions | None) -> None:
         assert wanted is not None
-        self.handle(events.PartitionsRestored(wanted.subject.job, wanted.map.generation))
+        self.handle(events.PartitionsRestored(wanted.spec.job, wanted.map.generation))
 
     @property
     def state(self) -> JobPhase:
@@ -121,7 +121,7 @@ def test_next_run_begins_with_the_checkpoint_and_leases_what_it_lacks(restarts: 
     if restarts:
         wanted = yard.tick()
         assert wanted is not None
-    assert (wanted.url, wanted.bases[0].number, wanted.subject.seed) == ("elsewhere", 7, 99)
+    assert (wanted.url, wanted.bases[0].number, wanted.spec.settings.seed) == ("elsewhere", 7, 99)
     assert wanted.partitions == {PartitionId(0), PartitionId(1)}
     assert {owner.server for owner in wanted.map.owners} <= set(yard.servers)
     yard.restored(wanted)
@@ -146,7 +146,7 @@ def test_run_that_could_not_begin_leaves_the_order_to_the_next(restarts: str) ->
     wanted = yard.tick()
     assert wanted is not None
     damaged = CheckpointDamaged("some bytes have changed")
-    yard.handle(events.RestoreFailed(wanted.subject.job, wanted.map.generation, damaged))
+    yard.handle(events.RestoreFailed(wanted.spec.job, wanted.map.generation, damaged))
     assert yard.state is JobPhase.FAILED
     perhaps(yard, restarts)
     yard.order(dataclasses.replace(ORIGIN, number=6))

@@ -72,7 +72,7 @@ class Yard(SwitchingYard):
         (taking,) = self.wanted(effects.TakeCheckpoint)
         assert isinstance(taking, effects.TakeCheckpoint)
         number = taking.draft.number
-        self.handle(events.CheckpointTaken(taking.subject.job, number, number, taking.draft.step))
+        self.handle(events.CheckpointTaken(taking.spec.job, number, number, taking.draft.step))
 
     def go_over(self, version: int = 9) -> effects.RestorePartitions:
         """From asked to what the servers are told."""

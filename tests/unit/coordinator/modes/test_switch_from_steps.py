@@ -48,7 +48,7 @@ class Yard(SwitchingYard):
         self.tick()
         for taking in self.wanted(effects.TakeCheckpoint):
             assert isinstance(taking, effects.TakeCheckpoint)
-            self.handle(events.CheckpointTaken(taking.subject.job, taking.draft.number, taking.draft.number, step))
+            self.handle(events.CheckpointTaken(taking.spec.job, taking.draft.number, taking.draft.number, step))
             return True
         return False
 

@@ -14,8 +14,8 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import worker_name
-from shardyard.config.settings import CheckpointSettings
-from shardyard.domain.consistency import UpdateMode
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
 from shardyard.domain.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, PartitionMap, PartitionOwner
@@ -27,7 +27,7 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.storage.storage import Written, open_storage
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard_coordinator.core.effects import Base
+from shardyard_coordinator.core.effects import Base, JobSpec, RestorePartitions, TakeCheckpoint
 from shardyard_coordinator.records import Body, Entry
 from shardyard_coordinator.service import checkpoint_io as module
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
@@ -38,7 +38,7 @@ from shardyard_coordinator.service.residual_collection import (
     Stage,
 )
 from shardyard_coordinator.service.server_client import ServerClient
-from shardyard_coordinator.storage.checkpoint_book import RETRY_MS, CheckpointBook, Draft, Subject, url_of
+from shardyard_coordinator.storage.checkpoint_book import RETRY_MS, CheckpointBook, Draft, url_of
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
@@ -85,7 +85,8 @@ class Yard:
         self.living = set(WORKERS)
         self.feedback = ResidualCollections(lambda _: self.living, self.wait_registry)
         self.archive = CheckpointIO(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
-        self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
+        consistency = ConsistencySettings(mode=ConsistencyMode(mode.value), logical_ranks=2)
+        self.spec = JobSpec(JOB, JobSettings(name="ads", seed=7, consistency=consistency), LAYOUT)
 
     @staticmethod
     def map_of(servers: list[int], generation: Generation) -> PartitionMap:
@@ -137,17 +138,17 @@ class Yard:
     ) -> int:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
-        taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep, keepers=keepers)
+        wanted = TakeCheckpoint(self.spec, self.map, draft, str(folder), base, keep, keepers=tuple(keepers))
+        taken = self.archive.take(wanted)
         assert taken.number == number
         return taken.step
 
     def restore(self, folder: Path, number: int, servers: list[int], partitions: set[int], life: int = 2) -> None:
         self.map = self.map_of(servers, Generation(self.map.generation + 1))
-        wanted = {PartitionId(partition) for partition in partitions}
+        lost = frozenset(PartitionId(partition) for partition in partitions)
+        wanted = RestorePartitions(self.spec, self.map, str(folder), (Base(number),), life, lost)
         for _ in range(2):  # the same again does nothing
-            self.archive.restore(
-                self.subject, self.map, url=str(folder), bases=(Base(number),), life=life, partitions=wanted
-            )
+            self.archive.restore(wanted)
         self.lease()
 
 
@@ -169,7 +170,7 @@ def test_checkpoint_has_all_partitions_and_what_the_job_is(yard: Yard, tmp_path:
     assert (manifest.number, manifest.step, manifest.seed, manifest.layout) == (1, 17, 7, LAYOUT)
     assert (manifest.created, manifest.settings, manifest.data_ledger) == (
         NOW.isoformat(),
-        {"name": "ads"},
+        yard.spec.settings.model_dump(mode="json"),
         {"feeds": 1, "token": 1},
     )
     assert [entry.version.number for entry in manifest.partitions] == [1] * 4
@@ -255,7 +256,7 @@ def test_checkpoint_has_the_verdicts_on_all_steps_before_its_own(
         return [("steps_decided", {"first": 0, "left_out": [[1]], "dropped": []})]
 
     draft = Draft(1, 0, {"entries": [["feed_closed", {"feed": 0}]], "closed": 1}, Token(1))
-    yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=3, verdicts=verdicts)
+    yard.archive.take(TakeCheckpoint(yard.spec, yard.map, draft, str(tmp_path), 0, 3), verdicts)
     kept = CheckpointLibrary(open_storage(str(tmp_path))).load("ads", 1).data_ledger
     decided = ["steps_decided", {"first": 0, "left_out": [[1]], "dropped": []}]
     assert (asked, kept["entries"]) == ([1], [["feed_closed", {"feed": 0}], decided])
@@ -287,7 +288,7 @@ def test_run_of_a_name_that_has_checkpoints_goes_on_after_them(yard: Yard, tmp_p
     yard.take(tmp_path, 1)
     yard.take(tmp_path, 2)
     draft = Draft(1, 0, {}, Token(1))
-    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2).number == 3
+    assert yard.archive.take(TakeCheckpoint(yard.spec, yard.map, draft, str(tmp_path), 0, 2)).number == 3
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (2, 3)
 
 

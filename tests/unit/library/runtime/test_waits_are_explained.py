@@ -44,8 +44,8 @@ NO_WAIT = "a context variable is read"
 ALLOWED: Final[dict[str, str]] = {
     "storage/storage.py:_sync_folder:fsync": OUTSIDE,
     "storage/storage.py:_write_through:fsync": OUTSIDE,
-    "coordinator/service/checkpoint_io.py:CheckpointIO._everywhere:ThreadPoolExecutor": OUTSIDE,
-    "coordinator/service/checkpoint_io.py:CheckpointIO._everywhere:result": OUTSIDE,
+    "coordinator/service/checkpoint_io.py:_everywhere:ThreadPoolExecutor": OUTSIDE,
+    "coordinator/service/checkpoint_io.py:_everywhere:result": OUTSIDE,
     "coordinator/service/process.py:_serve:wait": ENDS_WITH_IT,
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
     "domain/failpoints.py:_sleep:sleep": "a test has asked for it",
