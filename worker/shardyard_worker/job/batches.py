@@ -7,7 +7,7 @@ Must not know: which samples a batch has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from shardyard_worker.consistency.strategy import ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.feed import Feed, FeedSettings
-from shardyard_worker.data.look_ahead import LookAhead, ReadAhead
+from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
 from shardyard_worker.data.open_feed import open_feed
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.training.table_binding import Announced
@@ -32,8 +32,15 @@ def open_batches(
     loop: TrainingLoop, reader: Reader, settings: FeedSettings, look_ahead: LookAhead | None
 ) -> Iterator[Any]:
     """Raises InvalidRequest, FeedConflict, JobFailed."""
+    loop.session.check()
+    if loop.trainer is None:
+        raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
+    _refuse_nesting(loop)
+    if settings.batch_size < 1 or settings.epochs < 0 or settings.accumulate < 1:
+        got = f"batch_size {settings.batch_size}, epochs {settings.epochs}, accumulate {settings.accumulate}"
+        raise InvalidRequest(f"{got}; expected at least 1, 0 and 1")
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
-    if own_steps and loop.mode is UpdateMode.SYNC:
+    if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(
             "job.batches after steps without it, in a synchronous job",
             why="the step says which samples are due, so all steps must come from job.batches, or none",
@@ -41,7 +48,6 @@ def open_batches(
         )
     if settings.epochs == 0:
         return iter(())
-    assert loop.trainer is not None
     opened = partial(
         open_feed, loop.trainer, reader, number=loop.feeds_opened, settings=settings, look_ahead=look_ahead
     )
@@ -51,14 +57,13 @@ def open_batches(
     return _iterate(loop, feed, opened)
 
 
-def refuse_nesting(loop: TrainingLoop) -> None:
-    """Raises InvalidRequest."""
+def _refuse_nesting(loop: TrainingLoop) -> None:
     if loop.feed is not None:
         raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
 
 
 def _iterate(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
-    refuse_nesting(loop)
+    _refuse_nesting(loop)
     if loop.upcoming is not None:
         raise _two_look_aheads()
     loop.feed = feed
@@ -91,8 +96,17 @@ def _go_through(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Generator[A
             return
 
 
-def announce(loop: TrainingLoop, ahead: ReadAhead[B]) -> Iterator[B]:
+def announce(loop: TrainingLoop, batches: Iterable[B], ids_of: LookAhead, accumulate: int) -> Iterator[B]:
     """Yields a script's own batches. Each is announced before it is yielded."""
+    loop.need_trainer()
+    if accumulate < 1:
+        raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
+    if loop.session.mode is UpdateMode.SYNC and loop.session.job_settings.consistency.backup_workers:
+        return iter(batches)  # a step brings no values
+    return _announce(loop, ReadAhead(batches, ids_of, Depth(loop.session.settings.worker.window, accumulate)))
+
+
+def _announce(loop: TrainingLoop, ahead: ReadAhead[B]) -> Iterator[B]:
     if loop.upcoming is not None or loop.feed is not None:
         raise _two_look_aheads()
 

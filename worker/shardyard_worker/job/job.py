@@ -1,44 +1,34 @@
 """A job, as a training script sees it.
 
-Owns: what `sy.connect()` returns. `training_loop` runs the steps, `prepare` and `batches` do what their names say. Must
-not know: how a yard is started, bytes, partitions.
+Owns: what `sy.connect()` returns. `membership` has what a worker has of the job without training. `training_loop` runs
+the steps; `prepare`, `variables` and `batches` do what their names say. Must not know: how a yard is started, bytes,
+partitions.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from shardyard.domain.consistency import ConsistencyMode, Stop, UpdateMode
-from shardyard.domain.errors import InvalidRequest, ShardyardError, UnknownVariable, UnsupportedOptimizer
-from shardyard.domain.limits import TEXT_CHARACTERS_MAX
-from shardyard.domain.optimizers import KINDS, OptimizerSpec, make_group, setting_names
-from shardyard.domain.variables import VariableKind
-from shardyard_worker.consistency.local_sgd import refuse_without_optimizer
+from shardyard.domain.consistency import Stop, UpdateMode
+from shardyard.domain.errors import UnknownVariable
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.feed import FeedSettings
-from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
-from shardyard_worker.exchange.tensor_types import spec_of
-from shardyard_worker.job.batches import announce, open_batches, refuse_nesting
-from shardyard_worker.job.callbacks import Callbacks
-from shardyard_worker.job.notebook import table
-from shardyard_worker.job.prepare import JobOptimizer, prepare
-from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.data.look_ahead import LookAhead
+from shardyard_worker.job import variables as named
+from shardyard_worker.job.batches import announce, open_batches
+from shardyard_worker.job.membership import JobMember
+from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
-from shardyard_worker.session.job_requests import stop_job, take_checkpoint
-from shardyard_worker.session.metrics import MetricLog, Metrics, checked_metric
-from shardyard_worker.session.session import CheckpointTaken, Session
-from shardyard_worker.session.tensorboard import TensorBoardWriter
-from shardyard_worker.training.variables import StepInput, Variable
+from shardyard_worker.session.job_requests import take_checkpoint
+from shardyard_worker.session.metrics import Metrics, checked_metric
+from shardyard_worker.session.session import CheckpointTaken
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 B = TypeVar("B")
@@ -48,7 +38,7 @@ CheckpointCallback = TypeVar("CheckpointCallback", bound=Callable[["Job", Checkp
 StopCallback = TypeVar("StopCallback", bound=Callable[["Job", Stop], object])
 
 
-class Job:
+class Job(JobMember):
     """A training run, from one worker's side. Use it as a context manager; leaving it leaves the job.
 
     Not thread-safe: one thread trains.
@@ -65,51 +55,6 @@ class Job:
     2
     """
 
-    def __init__(
-        self,
-        session: Session,
-        device: torch.device,
-        metrics: MetricLog,
-        files: TensorBoardWriter | None,
-        on_close: Callable[[], None] | None,
-    ) -> None:
-        self._session = session
-        self._device = device
-        self._metrics = metrics
-        self._files = files
-        self._on_close = on_close
-        self._callbacks: Callbacks[Job] = Callbacks(self, session.checkpoint)
-        self._loop = TrainingLoop(session, metrics, self._callbacks)
-        self._scaler: JobScaler | None = None
-        self._closed = False
-        atexit.register(self._close_at_exit)
-
-    # ---- what a script asks about
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model should be on."""
-        return self._device
-
-    @property
-    def name(self) -> str:
-        return self._session.settings.job.name
-
-    @property
-    def mode(self) -> UpdateMode:
-        """Whether updates are synchronous (modes sync, hybrid, local) or asynchronous (async, bounded)."""
-        return self._loop.mode
-
-    @property
-    def seed(self) -> int:
-        return self._session.seed
-
-    @property
-    def step(self) -> int:
-        """The number of updates applied, as far as this worker has seen. In local mode: the number of local steps that
-        each logical rank has taken so far."""
-        return self._loop.step
-
     @property
     def gradient_norm(self) -> float | None:
         """The 2-norm of the last gradient over all parameters, before clipping. Synchronous: of the last step's mean
@@ -122,46 +67,6 @@ class Job:
         push is due. Always true without `accumulate`."""
         feed = self._loop.feed
         return feed is None or feed.work is None or feed.work.due
-
-    @property
-    def chief(self) -> bool:
-        """True in one worker: the living one that joined first. Use it to evaluate, print and save in one process only.
-
-        If the chief dies, another worker becomes chief. If it leaves without an error, no worker is chief afterwards,
-        so its work is done once.
-        """
-        return self._session.chief
-
-    @property
-    def should_stop(self) -> bool:
-        """True once the job was told to stop and this worker has no more steps to compute. In a synchronous job all
-        workers see it at the same step. Ask this in a loop of your own; job.batches ends by itself."""
-        return self._loop.should_stop
-
-    @property
-    def stopping(self) -> Stop | None:
-        """The `reason`, `worker` and `step` of the stop, if this worker knows of one. Otherwise None."""
-        return self._loop.stopping
-
-    def stop(self, reason: str = "") -> None:
-        """Ends the job for all workers before its data ends. Returns at once.
-
-        Asynchronous: the job ends after the current batch. Synchronous: it ends before a step that all workers agree
-        on, this worker's next one or the one after. The first call's reason is kept. A last checkpoint is written when
-        all workers have left.
-
-        Raises InvalidRequest for a reason that is too long, JobFailed.
-
-        >>> with sy.connect() as job:
-        ...     job.stop("the loss is good enough")
-        ...     job.should_stop
-        True
-        """
-        if len(reason) > TEXT_CHARACTERS_MAX:
-            raise InvalidRequest(f"a reason of {len(reason)} characters; at most {TEXT_CHARACTERS_MAX}")
-        self._session.check()
-        with self._session.interrupts:
-            stop_job(self._session, reason)
 
     # ---- what a script is told
 
@@ -234,7 +139,7 @@ class Job:
         ...     model(torch.ones(1, 2)).sum().backward()
         ...     optimizer.step()
         """
-        prepared, schedule = prepare(self._loop, model, optimizer, scheduler, self._scaler)
+        prepared, schedule = prepare(self._loop, model, optimizer, scheduler)
         return (model, prepared) if schedule is None else (model, prepared, schedule)
 
     def scaler(
@@ -251,22 +156,19 @@ class Job:
 
         The scale is written into the job's checkpoints and given to workers that join. In a synchronous job a step
         whose gradients overflow in one logical rank is skipped for all. Raises InvalidRequest.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with sy.connect() as job:
+        ...     scaler = job.scaler(init_scale=1024.0)
+        ...     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ...     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     scaler.get_scale()
+        1024.0
         """
-        self._session.check()
-        if self._loop.trainer is not None or self._scaler is not None:
-            raise InvalidRequest(
-                "job.scaler " + ("after job.prepare" if self._scaler is None else "a second time"),
-                why="the scale is one of the job's variables",
-                todo="call it once, before job.prepare",
-            )
-        if self._is_local:
-            raise InvalidRequest(
-                "job.scaler in a job of local steps",
-                why="each worker takes its steps by itself, with an optimizer of its own",
-                todo="use torch.amp.GradScaler",
-            )
         made = JobScaler(
-            self._device,
+            self.device,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -274,13 +176,8 @@ class Job:
             enabled=enabled,
             by_steps=self.mode is UpdateMode.SYNC,
         )
-        if made.is_enabled():
-            self._scaler = made
+        adopt_scaler(self._loop, made)
         return made
-
-    @property
-    def _is_local(self) -> bool:
-        return self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL
 
     def batches(
         self,
@@ -304,17 +201,21 @@ class Job:
 
         Ends when all samples are counted. If you `break`, the unread batches go to other workers. All workers must make
         the same calls in the same order. Raises UnseekableDataset, FeedConflict, InvalidRequest, JobFailed.
+
+        >>> model = torch.nn.Linear(1, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.arange(6.0).view(6, 1), torch.zeros(6, 1))
+        >>> with sy.connect() as job:
+        ...     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        ...     for x, y in job.batches(data, batch_size=2, epochs=2, accumulate=3):
+        ...         torch.nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+        ...         if job.step_due:
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        ...     job.step
+        2
         """
-        self._session.check()
-        if self._loop.trainer is None:
-            raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
-        refuse_nesting(self._loop)
-        if batch_size < 1 or epochs < 0 or accumulate < 1:
-            raise InvalidRequest(
-                f"batch_size {batch_size}, epochs {epochs}, accumulate {accumulate}; expected at least 1, 0 and 1"
-            )
         settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
-        return open_batches(self._loop, Reader(dataset, self._device, collate_fn), settings, look_ahead)
+        return open_batches(self._loop, Reader(dataset, self.device, collate_fn), settings, look_ahead)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
         """Yields a script's own batches, read one step ahead, so that each step fetches the next batch's rows too.
@@ -322,13 +223,7 @@ class Job:
         `ids_of(batch)`: as `look_ahead` in job.batches. `accumulate`: the number of batches in a step. Raises
         InvalidRequest.
         """
-        self._loop.need_trainer()
-        if accumulate < 1:
-            raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
-        if self.mode is UpdateMode.SYNC and self._session.job_settings.consistency.backup_workers:
-            return iter(batches)  # a step brings no values
-        depth = Depth(self._session.settings.worker.window, accumulate)
-        return announce(self._loop, ReadAhead(batches, ids_of, depth))
+        return announce(self._loop, batches, ids_of, accumulate)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -356,55 +251,33 @@ class Job:
         ...     job.pull()["w"]
         tensor([-0.5000, -1.0000])
         """
-        if self._is_local:
-            refuse_without_optimizer("job.register")
-        if optimizer not in KINDS:
-            raise UnsupportedOptimizer(f"optimizer {optimizer!r}", todo=f"use one of {', '.join(sorted(KINDS))}")
-        specs = [spec_of(name, tensor, VariableKind.PARAMETER) for name, tensor in variables.items()]
-        made = [
-            Variable(spec, tensor.detach().clone(memory_format=torch.contiguous_format))
-            for spec, tensor in zip(specs, variables.values(), strict=True)
-        ]
-        groups = (make_group(optimizer, settings),)
-        self._loop.begin(made, OptimizerSpec(optimizer, groups), lambda: groups)
+        named.register(self._loop, variables, optimizer, settings)
 
     def push(self, gradients: Mapping[str, torch.Tensor], *, samples: float = 1.0, **settings: float) -> None:
         """Pushes gradients by name, each with its variable's shape and dtype. Variables that are not named stay as they
         are. In a synchronous job it returns when the step is complete.
 
         `samples`: the weight of this push in the mean of a synchronous step. `settings` replace the current ones for
-        this push, for example `lr=0.1`. Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
+        this push. Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
+
+        >>> with sy.connect() as job:
+        ...     job.register({"a": torch.zeros(2), "b": torch.zeros(1)}, optimizer="sgd", lr=0.5)
+        ...     job.push({"a": torch.tensor([1.0, 2.0])}, lr=0.1)  # "b" stays as it is
+        ...     job.pull()
+        {'a': tensor([-0.1000, -0.2000]), 'b': tensor([0.])}
         """
-        trainer = self._loop.need_trainer()
-        if self._is_local:
-            refuse_without_optimizer("job.push")
-        self._check_names(gradients)
-        groups = self._loop.settings()
-        if settings:
-            kind = trainer.optimizer.kind
-            first = dict(zip(setting_names(kind), groups[0], strict=True))
-            groups = (make_group(kind, first | settings),)
-        sent = [gradients.get(variable.spec.name) for variable in trainer.variables]
-        if trainer.pushes.clipper is not None:  # it clips in place, and these tensors are the script's
-            sent = [tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor for tensor in sent]
-        self._loop.contribute(StepInput(sent, samples, groups))
+        named.push(self._loop, gradients, samples, settings)
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Returns copies of the variables by name, of all or of `names`, in their shapes and dtypes. Asynchronous: the
-        newest values. Synchronous: those of the current step. Raises UnknownVariable, JobFailed."""
-        trainer = self._loop.need_trainer()
-        if self.mode is UpdateMode.ASYNC and self._loop.strategy is not None:
-            with self._session.interrupts:
-                self._loop.follow_mode().begin()
-        places = self._loop.places
-        chosen = list(places) if names is None else list(names)
-        self._check_names(chosen)
-        return {name: trainer.variables[places[name]].target.detach().clone() for name in chosen}
+        newest values. Synchronous: those of the current step. Raises UnknownVariable, JobFailed.
 
-    def _check_names(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name not in self._loop.places:
-                raise UnknownVariable(f"{name!r}; the job has {', '.join(sorted(self._loop.places)[:8])}")
+        >>> with sy.connect() as job:
+        ...     job.register({"a": torch.ones(2), "b": torch.zeros(3)})
+        ...     job.pull(["a"])
+        {'a': tensor([1., 1.])}
+        """
+        return named.pull(self._loop, names)
 
     # ---- checkpoints, and what compression keeps
 
@@ -414,6 +287,12 @@ class Job:
 
         Raises InvalidRequest if the job has no checkpoints (job.checkpoint.url), StorageUnavailable and other errors of
         writing it, JobFailed.
+
+        >>> with sy.connect(settings={"job.checkpoint.url": "checkpoints"}) as job:
+        ...     job.register({"w": torch.zeros(2)})
+        ...     job.push({"w": torch.ones(2)})
+        ...     job.checkpoint()
+        1
         """
         self._loop.need_trainer()
         with self._session.interrupts:
@@ -442,68 +321,3 @@ class Job:
             trainer.pushes.feedback.load_state_dict(
                 {name: value.detach().cpu().numpy() for name, value in state.items()}
             )
-
-    # ---- leaving
-
-    def close(self, error: str = "") -> None:
-        """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
-        if self._closed:
-            return
-        with self._session.interrupts:
-            self._close(error)
-
-    def _close(self, error: str) -> None:
-        self._closed = True
-        atexit.unregister(self._close_at_exit)
-        try:
-            self._loop.finish(error)
-        except ShardyardError as lost:
-            error = error or f"{lost.code}: {lost}"
-            raise
-        finally:
-            files, self._files = self._files, None
-            if files is not None:
-                files.close()
-            if self._loop.trainer is not None:
-                self._loop.trainer.close()
-            self._session.leave(error)
-            if self._on_close is not None:
-                self._on_close()
-
-    def _close_at_exit(self) -> None:
-        """Leaves the job of a script without `with`. At exit Python still has the script's error, if there was one."""
-        error = getattr(sys, "last_value", None)
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close("" if kind is None else f"{kind.__name__}: {error}")
-
-    # ---- how it looks
-
-    def __repr__(self) -> str:
-        return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._state}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        stop = self.stopping
-        rows = [
-            ("state", self._state),
-            ("worker", f"{self._session.caller.incarnation}{' (chief)' if self.chief else ''}"),
-            ("mode", self.mode.value),
-            ("step", f"{self.step:,}"),
-            ("device", str(self._device)),
-            *[(name, f"{float(value):.6g}") for name, value in self._metrics.latest.items()],
-            *([] if stop is None else [("told to stop", stop.reason or "without a reason")]),
-        ]
-        return table(f"job {self.name}", rows)
-
-    @property
-    def _state(self) -> str:
-        if self._closed:
-            return "left"
-        return "no variables yet" if self._loop.trainer is None else "training"

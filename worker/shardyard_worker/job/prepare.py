@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardyard.domain.consistency import ConsistencyMode
-from shardyard.domain.errors import ConfigurationError, UnsupportedModel
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.embedding.table import tables_of
@@ -35,30 +34,48 @@ def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler | None,
-    scaler: JobScaler | None,
 ) -> tuple[JobOptimizer, JobScheduler | None]:
     """Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, ConfigurationError, InvalidRequest."""
     tables = tables_of(model)
-    is_local = loop.session.job_settings.consistency.mode is ConsistencyMode.LOCAL
-    if tables and is_local:
+    if tables and loop.is_local:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
             why="a round is steps that a worker takes by itself, and rows are on the servers",
             todo="set job.consistency.mode to sync, hybrid, async or bounded",
         )
-    if is_local:
+    if loop.is_local:
         return _prepare_local(loop, model, optimizer, scheduler)
     spec = translate(optimizer)
     schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: loop.step)
     parameters, buffers = parameters_of(model, optimizer, tables), buffers_of(model)
+    scaler = loop.scaler
     counts = [] if scaler is None else [Variable(SCALER_COUNTS, scaler.state)]
     rows = TableBinding(tables, optimizer.param_groups) if tables else None
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows)
-    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows, scaler=scaler)
+    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows)
     if schedule is not None:
         schedule.follow()
     return prepared, schedule
+
+
+def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:
+    """Uses the scaler in this job. Raises InvalidRequest."""
+    loop.session.check()
+    if loop.trainer is not None or loop.scaler is not None:
+        raise InvalidRequest(
+            "job.scaler " + ("after job.prepare" if loop.scaler is None else "a second time"),
+            why="the scale is one of the job's variables",
+            todo="call it once, before job.prepare",
+        )
+    if loop.is_local:
+        raise InvalidRequest(
+            "job.scaler in a job of local steps",
+            why="each worker takes its steps by itself, with an optimizer of its own",
+            todo="use torch.amp.GradScaler",
+        )
+    if scaler.is_enabled():
+        loop.scaler = scaler
 
 
 class _GradientStep:

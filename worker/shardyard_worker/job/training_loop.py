@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardyard.domain.consistency import NonFinite, Stop, UpdateMode
+from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard_worker.consistency.local_sgd import LocalRounds
@@ -62,15 +62,11 @@ class TrainingLoop:
         """The optimizer's current settings."""
         self.own_steps = 0
         """Steps outside job.batches."""
-        self._scaler: JobScaler | None = None
+        self.scaler: JobScaler | None = None
         self._last_step = 0
         """The last step after which callbacks were called."""
 
     # ---- what is known
-
-    @property
-    def mode(self) -> UpdateMode:
-        return self.session.mode
 
     @property
     def step(self) -> int:
@@ -79,15 +75,16 @@ class TrainingLoop:
         return 0 if self.strategy is None else self.strategy.step
 
     @property
-    def stopping(self) -> Stop | None:
-        return self.session.step_barrier.stop
-
-    @property
     def should_stop(self) -> bool:
-        if self.mode is UpdateMode.ASYNC or self.strategy is None:
-            return self.stopping is not None
+        if self.session.mode is UpdateMode.ASYNC or self.strategy is None:
+            return self.session.step_barrier.stop is not None
         end = self.session.step_barrier.end
         return end is not None and self.strategy.step >= end
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the job's mode is local: steps are taken here, and their sum is pushed."""
+        return self.session.job_settings.consistency.mode is ConsistencyMode.LOCAL
 
     @property
     def looks_ahead(self) -> bool:
@@ -114,7 +111,6 @@ class TrainingLoop:
         *,
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
-        scaler: JobScaler | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current
         settings."""
@@ -126,7 +122,7 @@ class TrainingLoop:
             )
         with self.session.interrupts:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy)
-            self.trainer, self.settings, self._scaler = trainer, settings, scaler
+            self.trainer, self.settings = trainer, settings
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
             if tables is not None:
                 self.rows = RemoteRows(
@@ -144,11 +140,11 @@ class TrainingLoop:
     def follow_mode(self) -> Strategy:
         """Starts and returns the strategy of the job's current mode."""
         strategy = self.strategy
-        while strategy is None or isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
+        while strategy is None or isinstance(strategy, SyncStrategy) is not (self.session.mode is UpdateMode.SYNC):
             if strategy is not None:
                 strategy.close()
-            if self._scaler is not None:
-                self._scaler.follow(by_steps=self.mode is UpdateMode.SYNC)
+            if self.scaler is not None:
+                self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer())
             # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
@@ -167,7 +163,7 @@ class TrainingLoop:
                 self.follow_mode()
         with self.session.interrupts:
             counted = self._count(sending)
-        if counted and (self.mode is UpdateMode.ASYNC or self.step != self._last_step):
+        if counted and (self.session.mode is UpdateMode.ASYNC or self.step != self._last_step):
             self._last_step = self.step
             self._callbacks.after_step()
         self.between_steps()
@@ -225,7 +221,8 @@ class TrainingLoop:
 
     def between_steps(self) -> None:
         """Calls the script's callbacks for what is new."""
-        self._callbacks.between_steps(self.session.checkpoint, self.stopping if self.should_stop else None)
+        stop = self.session.step_barrier.stop if self.should_stop else None
+        self._callbacks.between_steps(self.session.checkpoint, stop)
 
     def report_rows(self) -> None:
         """Reports metrics of look-ahead and of the row cache."""

@@ -1,0 +1,162 @@
+"""A worker's place in a job: what a script asks about the job, how it stops the job, how it leaves it.
+
+Owns: the end of a worker's part in the job. Invariant: a worker leaves once, also when the script ends without `close`.
+Must not know: models, gradients, data.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from shardyard.domain.consistency import Stop, UpdateMode
+from shardyard.domain.errors import InvalidRequest, ShardyardError
+from shardyard.domain.limits import TEXT_CHARACTERS_MAX
+from shardyard_worker.job.callbacks import Callbacks
+from shardyard_worker.job.notebook import table
+from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.session.job_requests import stop_job
+from shardyard_worker.session.metrics import MetricLog
+from shardyard_worker.session.session import Session
+from shardyard_worker.session.tensorboard import TensorBoardWriter
+
+
+class JobMember:
+    """What a worker has of a job before it trains. `Job` adds training."""
+
+    def __init__(
+        self,
+        session: Session,
+        device: torch.device,
+        metrics: MetricLog,
+        files: TensorBoardWriter | None,
+        on_close: Callable[[], None] | None,
+    ) -> None:
+        self.device = device
+        """The device that the model should be on."""
+        self.name: str = session.settings.job.name
+        """The job's name."""
+        self.seed: int = session.seed
+        """The job's seed. All workers have the same."""
+        self._session = session
+        self._metrics = metrics
+        self._files = files
+        self._on_close = on_close
+        self._callbacks: Callbacks[Any] = Callbacks(self, session.checkpoint)
+        self._loop = TrainingLoop(session, metrics, self._callbacks)
+        self._closed = False
+        atexit.register(self._close_at_exit)
+
+    @property
+    def mode(self) -> UpdateMode:
+        """Whether updates are synchronous (modes sync, hybrid, local) or asynchronous (async, bounded)."""
+        return self._session.mode
+
+    @property
+    def step(self) -> int:
+        """The number of updates applied, as far as this worker has seen. In local mode: the number of local steps that
+        each logical rank has taken so far."""
+        return self._loop.step
+
+    @property
+    def chief(self) -> bool:
+        """True in one worker: the living one that joined first. Use it to evaluate, print and save in one process only.
+
+        If the chief dies, another worker becomes chief. If it leaves without an error, no worker is chief afterwards,
+        so its work is done once.
+        """
+        return self._session.chief
+
+    @property
+    def should_stop(self) -> bool:
+        """True once the job was told to stop and this worker has no more steps to compute. In a synchronous job all
+        workers see it at the same step. Ask this in a loop of your own; job.batches ends by itself."""
+        return self._loop.should_stop
+
+    @property
+    def stopping(self) -> Stop | None:
+        """The `reason`, `worker` and `step` of the stop, if this worker knows of one. Otherwise None."""
+        return self._session.step_barrier.stop
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the job for all workers before its data ends. Returns at once.
+
+        Asynchronous: the job ends after the current batch. Synchronous: it ends before a step that all workers agree
+        on, this worker's next one or the one after. The first call's reason is kept. A last checkpoint is written when
+        all workers have left.
+
+        Raises InvalidRequest for a reason that is too long, JobFailed.
+
+        >>> with sy.connect() as job:
+        ...     job.stop("the loss is good enough")
+        ...     job.should_stop
+        True
+        """
+        if len(reason) > TEXT_CHARACTERS_MAX:
+            raise InvalidRequest(f"a reason of {len(reason)} characters; at most {TEXT_CHARACTERS_MAX}")
+        self._session.check()
+        with self._session.interrupts:
+            stop_job(self._session, reason)
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
+        if self._closed:
+            return
+        with self._session.interrupts:
+            self._closed = True
+            atexit.unregister(self._close_at_exit)
+            try:
+                self._loop.finish(error)
+            except ShardyardError as lost:
+                error = error or f"{lost.code}: {lost}"
+                raise
+            finally:
+                files, self._files = self._files, None
+                if files is not None:
+                    files.close()
+                if self._loop.trainer is not None:
+                    self._loop.trainer.close()
+                self._session.leave(error)
+                if self._on_close is not None:
+                    self._on_close()
+
+    def _close_at_exit(self) -> None:
+        """Leaves the job of a script without `with`. At exit Python still has the script's error, if there was one."""
+        error = getattr(sys, "last_value", None)
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close("" if kind is None else f"{kind.__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        stop = self.stopping
+        rows = [
+            ("state", self._state),
+            ("worker", f"{self._session.caller.incarnation}{' (chief)' if self.chief else ''}"),
+            ("mode", self.mode.value),
+            ("step", f"{self.step:,}"),
+            ("device", str(self.device)),
+            *[(name, f"{float(value):.6g}") for name, value in self._metrics.latest.items()],
+            *([] if stop is None else [("told to stop", stop.reason or "without a reason")]),
+        ]
+        return table(f"job {self.name}", rows)
+
+    @property
+    def _state(self) -> str:
+        if self._closed:
+            return "left"
+        return "no variables yet" if self._loop.trainer is None else "training"
