@@ -1,6 +1,6 @@
 """Update rules: which state each keeps, and how its settings become a kernel's scalars.
 
-Owns: one class for each kind of shardyard.domain.optimizers.KINDS. Invariants: optimizers hold no state (the storage
+Owns: one rule for each kind of shardyard.domain.optimizers.KINDS. Invariants: rules hold no state (the partition
 has it, in the order of `slots`); scalars such as bias corrections are computed in double precision, as torch does, and
 rounded to the arrays' dtype last; settings have been checked (shardyard.domain.optimizers.check_spec, check_update).
 
@@ -9,10 +9,10 @@ Must not know: torch, partitions, where arrays live.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,19 +32,20 @@ class Slot:
     initial: float = 0.0
 
 
-class Optimizer(ABC):
-    """An update rule. `settings` are one group's values in the order of KINDS[kind]."""
+Update = Callable[[Sequence[float], int, Task, Sequence[Bytes]], None]
 
-    kind: ClassVar[str]
 
-    @abstractmethod
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
-        """The state that these settings need."""
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An update rule. `settings` are one group's values in the order of KINDS[kind].
 
-    @abstractmethod
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        """Update number `count` of these elements (1 is their first). `state` has the arrays of `slots(settings)` in
-        that order, which are updated in place. NaN and infinity go through as in torch."""
+    `slots(settings)`: the state that these settings need. `update(settings, count, task, state)`: update number `count`
+    of these elements (1 is their first). `state` has the arrays of `slots(settings)` in that order; they are updated in
+    place. NaN and infinity go through as in torch."""
+
+    kind: str
+    slots: Callable[[Sequence[float]], tuple[Slot, ...]]
+    update: Update
 
     def step(
         self,
@@ -66,271 +67,196 @@ class Optimizer(ABC):
         self.update(settings, count, task, [array.view(np.uint8) for array in state])
 
 
-class Sgd(Optimizer):
+_MOMENTS: Final = (Slot("exp_avg"), Slot("exp_avg_sq"))
+
+
+def _sgd(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Stochastic gradient descent; momentum as in Sutskever et al., On the importance of initialization and momentum
     in deep learning (ICML 2013), in the variant of torch.optim.SGD: the rate multiplies the buffer, which starts as
     the first gradient, not dampened."""
-
-    kind = "sgd"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
-        _, momentum, *_ = settings
-        return (Slot("momentum_buffer"),) if momentum != 0 else ()
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, momentum, dampening, decay, nesterov, maximize = settings
-        buffer = state[0] if momentum != 0 else None
-        scalars = _scalars(task, _sign(maximize), lr, decay, momentum, 1 - dampening)
-        kernels.sgd(task, buffer, scalars, count == 1, nesterov != 0)
+    lr, momentum, dampening, decay, nesterov, maximize = settings
+    scalars = _scalars(task, _sign(maximize), lr, decay, momentum, 1 - dampening)
+    kernels.sgd(task, state[0] if momentum != 0 else None, scalars, count == 1, nesterov != 0)
 
 
-class Adam(Optimizer):
+def _sgd_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
+    _, momentum, *_ = settings
+    return (Slot("momentum_buffer"),) if momentum != 0 else ()
+
+
+def _adam(
+    settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes], *, decoupled: bool = False
+) -> None:
     """Kingma and Ba, Adam: A Method for Stochastic Optimization (arXiv:1412.6980), weight decay added to the gradient;
     amsgrad of Reddi et al., On the Convergence of Adam and Beyond (ICLR 2018). torch.optim.Adam: `eps` is added after
-    the correction of the second moment, and amsgrad takes the largest moment before its correction."""
+    the correction of the second moment, and amsgrad takes the largest moment before its correction.
 
-    kind = "adam"
-    decoupled: ClassVar[bool] = False
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
-        *_, amsgrad, _ = settings
-        moments = (Slot("exp_avg"), Slot("exp_avg_sq"))
-        return (*moments, Slot("max_exp_avg_sq")) if amsgrad else moments
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta1, beta2, eps, weight_decay, amsgrad, maximize = settings
-        scalars = _scalars(
-            task,
-            _sign(maximize),
-            *_decay(lr, weight_decay, self.decoupled),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**count) ** 0.5,
-            eps,
-            lr / (1 - beta1**count),
-        )
-        kernels.adam(task, state[0], state[1], state[2] if amsgrad else None, scalars)
+    `decoupled`: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv:1711.05101), as in
+    torch.optim.AdamW: the parameter shrinks by lr * weight_decay, and the gradient does not see the decay."""
+    lr, beta1, beta2, eps, weight_decay, amsgrad, maximize = settings
+    scalars = _scalars(
+        task,
+        _sign(maximize),
+        *_decay(lr, weight_decay, decoupled),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**count) ** 0.5,
+        eps,
+        lr / (1 - beta1**count),
+    )
+    kernels.adam(task, state[0], state[1], state[2] if amsgrad else None, scalars)
 
 
-class AdamW(Adam):
-    """Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv:1711.05101), as in torch.optim.AdamW: the
-    parameter shrinks by lr * weight_decay, and the gradient does not see the decay."""
-
-    kind = "adamw"
-    decoupled = True
+def _adam_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
+    *_, amsgrad, _ = settings
+    return (*_MOMENTS, Slot("max_exp_avg_sq")) if amsgrad else _MOMENTS
 
 
-class Adagrad(Optimizer):
+def _adagrad(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Duchi et al., Adaptive Subgradient Methods for Online Learning and Stochastic Optimization (JMLR 12, 2011), as in
     torch.optim.Adagrad: `eps` is added to the root, and the rate is lr / (1 + (count - 1) * lr_decay)."""
-
-    kind = "adagrad"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
-        *_, initial_accumulator_value, _, _ = settings
-        return (Slot("sum", initial_accumulator_value),)
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, lr_decay, weight_decay, _, eps, maximize = settings
-        rate = lr / (1 + (count - 1) * lr_decay)
-        (total,) = state
-        kernels.adagrad(task, total, _scalars(task, _sign(maximize), rate, weight_decay, eps))
+    lr, lr_decay, weight_decay, _, eps, maximize = settings
+    rate = lr / (1 + (count - 1) * lr_decay)
+    kernels.adagrad(task, state[0], _scalars(task, _sign(maximize), rate, weight_decay, eps))
 
 
-class RmsProp(Optimizer):
+def _adagrad_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
+    *_, initial_accumulator_value, _, _ = settings
+    return (Slot("sum", initial_accumulator_value),)
+
+
+def _rmsprop(settings: Sequence[float], _: int, task: Task, state: Sequence[Bytes]) -> None:
     """Tieleman and Hinton, lecture 6e of Neural Networks for Machine Learning (2012); centered as in Graves, Generating
     Sequences With Recurrent Neural Networks (arXiv:1308.0850). torch.optim.RMSprop: `eps` is added to the root, and
     the rate multiplies the momentum buffer."""
-
-    kind = "rmsprop"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
-        *_, momentum, centered, _ = settings
-        square = (Slot("square_avg"),)
-        mean = (Slot("grad_avg"),) if centered else ()
-        buffer = (Slot("momentum_buffer"),) if momentum != 0 else ()
-        return square + mean + buffer
-
-    def update(
-        self,
-        settings: Sequence[float],
-        count: int,  # noqa: ARG002
-        task: Task,
-        state: Sequence[Bytes],
-    ) -> None:
-        lr, alpha, eps, weight_decay, momentum, centered, maximize = settings
-        square, *more = state
-        mean = more.pop(0) if centered else None
-        buffer = more[0] if momentum != 0 else None
-        scalars = _scalars(task, _sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps, momentum)
-        kernels.rmsprop(task, square, mean, buffer, scalars)
+    lr, alpha, eps, weight_decay, momentum, centered, maximize = settings
+    square, *more = state
+    mean = more.pop(0) if centered else None
+    buffer = more[0] if momentum != 0 else None
+    scalars = _scalars(task, _sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps, momentum)
+    kernels.rmsprop(task, square, mean, buffer, scalars)
 
 
-class Adamax(Optimizer):
+def _rmsprop_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
+    *_, momentum, centered, _ = settings
+    mean = (Slot("grad_avg"),) if centered else ()
+    return (Slot("square_avg"), *mean, *((Slot("momentum_buffer"),) if momentum != 0 else ()))
+
+
+def _adamax(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Kingma and Ba, Adam: A Method for Stochastic Optimization (arXiv:1412.6980), section 7.1, as in
     torch.optim.Adamax: `eps` is added to the gradient's absolute value before the maximum is taken."""
-
-    kind = "adamax"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("exp_avg"), Slot("exp_inf"))
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta1, beta2, eps, weight_decay, maximize = settings
-        exp_avg, exp_inf = state
-        rate = lr / (1 - beta1**count)
-        scalars = _scalars(task, _sign(maximize), weight_decay, 1 - beta1, beta2, eps, rate)
-        kernels.adamax(task, exp_avg, exp_inf, scalars)
+    lr, beta1, beta2, eps, weight_decay, maximize = settings
+    rate = lr / (1 - beta1**count)
+    kernels.adamax(task, state[0], state[1], _scalars(task, _sign(maximize), weight_decay, 1 - beta1, beta2, eps, rate))
 
 
-class NAdam(Optimizer):
+def _nadam(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Dozat, Incorporating Nesterov Momentum into Adam (ICLR workshop 2016), as in torch.optim.NAdam. The product of
     the momenta of all updates is computed from their number, in double precision; torch multiplies it up in its
     default dtype."""
-
-    kind = "nadam"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("exp_avg"), Slot("exp_avg_sq"))
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize = settings
-        exp_avg, exp_avg_sq = state
-        momentum, following = (beta1 * (1.0 - 0.5 * 0.96 ** (each * momentum_decay)) for each in (count, count + 1))
-        product = kernels.momentum_product(beta1, momentum_decay, count)
-        scalars = _scalars(
-            task,
-            _sign(maximize),
-            *_decay(lr, weight_decay, decoupled),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            1 - beta2**count,
-            eps,
-            lr * (1.0 - momentum) / (1.0 - product),
-            lr * following / (1.0 - product * following),
-        )
-        kernels.nadam(task, exp_avg, exp_avg_sq, scalars)
+    lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize = settings
+    momentum, following = (beta1 * (1.0 - 0.5 * 0.96 ** (each * momentum_decay)) for each in (count, count + 1))
+    product = kernels.momentum_product(beta1, momentum_decay, count)
+    scalars = _scalars(
+        task,
+        _sign(maximize),
+        *_decay(lr, weight_decay, decoupled),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - beta2**count,
+        eps,
+        lr * (1.0 - momentum) / (1.0 - product),
+        lr * following / (1.0 - product * following),
+    )
+    kernels.nadam(task, state[0], state[1], scalars)
 
 
-class RAdam(Optimizer):
+def _radam(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Liu et al., On the Variance of the Adaptive Learning Rate and Beyond (ICLR 2020), as in torch.optim.RAdam: the
     update is not adaptive while the approximated average has a length of at most 5, and `eps` is added to the root
     before its correction."""
-
-    kind = "radam"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("exp_avg"), Slot("exp_avg_sq"))
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta1, beta2, eps, weight_decay, decoupled, maximize = settings
-        exp_avg, exp_avg_sq = state
-        correction2 = 1 - beta2**count
-        longest = 2 / (1 - beta2) - 1
-        length = longest - 2 * count * beta2**count / correction2
-        rectified = length > 5
-        rectifier = 1.0
-        if rectified:
-            ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-            rectifier = ratio**0.5
-        scalars = _scalars(
-            task,
-            _sign(maximize),
-            *_decay(lr, weight_decay, decoupled),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            1 - beta1**count,
-            correction2**0.5,
-            eps,
-            lr,
-            rectifier,
-        )
-        kernels.radam(task, exp_avg, exp_avg_sq, scalars, rectified)
+    lr, beta1, beta2, eps, weight_decay, decoupled, maximize = settings
+    correction2 = 1 - beta2**count
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * count * beta2**count / correction2
+    rectified = length > 5
+    rectifier = 1.0
+    if rectified:
+        ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        rectifier = ratio**0.5
+    scalars = _scalars(
+        task,
+        _sign(maximize),
+        *_decay(lr, weight_decay, decoupled),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - beta1**count,
+        correction2**0.5,
+        eps,
+        lr,
+        rectifier,
+    )
+    kernels.radam(task, state[0], state[1], scalars, rectified)
 
 
-class Lamb(Optimizer):
+def _lamb(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020), algorithm 2, the
     norm scaled by the identity. Where the norm of the variable or of its update is 0, the ratio is 1. A task is a whole
     variable (shardyard.domain.optimizers.WHOLE_VARIABLES)."""
-
-    kind = "lamb"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("exp_avg"), Slot("exp_avg_sq"))
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta1, beta2, eps, weight_decay, maximize = settings
-        exp_avg, exp_avg_sq = state
-        scalars = _scalars(
-            task,
-            _sign(maximize),
-            weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**count) ** 0.5,
-            eps,
-            1 / (1 - beta1**count),
-        )
-        kernels.lamb(task, exp_avg, exp_avg_sq, scalars, lr)
+    lr, beta1, beta2, eps, weight_decay, maximize = settings
+    scalars = _scalars(
+        task,
+        _sign(maximize),
+        weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**count) ** 0.5,
+        eps,
+        1 / (1 - beta1**count),
+    )
+    kernels.lamb(task, state[0], state[1], scalars, lr)
 
 
-class Lion(Optimizer):
+def _lion(settings: Sequence[float], _: int, task: Task, state: Sequence[Bytes]) -> None:
     """Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023), program 1: the parameter moves by the
     rate along the sign, and shrinks by lr * weight_decay."""
-
-    kind = "lion"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("exp_avg"),)
-
-    def update(
-        self,
-        settings: Sequence[float],
-        count: int,  # noqa: ARG002
-        task: Task,
-        state: Sequence[Bytes],
-    ) -> None:
-        lr, beta1, beta2, weight_decay, maximize = settings
-        (exp_avg,) = state
-        shrink = 1 - lr * weight_decay
-        scalars = _scalars(task, _sign(maximize), shrink, lr, beta1, 1 - beta1, beta2, 1 - beta2)
-        kernels.lion(task, exp_avg, scalars)
+    lr, beta1, beta2, weight_decay, maximize = settings
+    shrink = 1 - lr * weight_decay
+    scalars = _scalars(task, _sign(maximize), shrink, lr, beta1, 1 - beta1, beta2, 1 - beta2)
+    kernels.lion(task, state[0], scalars)
 
 
-class Ftrl(Optimizer):
+def _ftrl(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """McMahan et al., Ad Click Prediction: a View from the Trenches (KDD 2013), algorithm 1, whose alpha is `lr`. The
     paper begins at 0; other first values enter through the first proximal term, which is centered at them, as the
     later ones are at later values."""
-
-    kind = "ftrl"
-
-    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
-        return (Slot("z"), Slot("n"))
-
-    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
-        lr, beta, l1, l2, maximize = settings
-        z, n = state
-        kernels.ftrl(task, z, n, _scalars(task, _sign(maximize), lr, beta, l1, l2), count == 1)
+    lr, beta, l1, l2, maximize = settings
+    kernels.ftrl(task, state[0], state[1], _scalars(task, _sign(maximize), lr, beta, l1, l2), count == 1)
 
 
-_BY_KIND: dict[str, Optimizer] = {
+def _always(*slots: Slot) -> Callable[[Sequence[float]], tuple[Slot, ...]]:
+    return lambda _: slots
+
+
+_BY_KIND: Final = {
     rule.kind: rule
     for rule in (
-        Sgd(),
-        Adam(),
-        AdamW(),
-        Adagrad(),
-        RmsProp(),
-        Adamax(),
-        NAdam(),
-        RAdam(),
-        Lamb(),
-        Lion(),
-        Ftrl(),
+        Optimizer("sgd", _sgd_slots, _sgd),
+        Optimizer("adam", _adam_slots, _adam),
+        Optimizer("adamw", _adam_slots, partial(_adam, decoupled=True)),
+        Optimizer("adagrad", _adagrad_slots, _adagrad),
+        Optimizer("rmsprop", _rmsprop_slots, _rmsprop),
+        Optimizer("adamax", _always(Slot("exp_avg"), Slot("exp_inf")), _adamax),
+        Optimizer("nadam", _always(*_MOMENTS), _nadam),
+        Optimizer("radam", _always(*_MOMENTS), _radam),
+        Optimizer("lamb", _always(*_MOMENTS), _lamb),
+        Optimizer("lion", _always(Slot("exp_avg")), _lion),
+        Optimizer("ftrl", _always(Slot("z"), Slot("n")), _ftrl),
     )
 }
 
