@@ -1,7 +1,7 @@
 """The folder in which numba keeps machine code (beside the source, or $NUMBA_CACHE_DIR).
 
 Owns: the lock of the process that compiles a kind of loops, and the mark that says that all loops of a kind are there.
-Invariants: one process at a time compiles a kind. A wrong mark costs time, nothing else. Must not know: what the loops
+Invariants: one process at a time compiles a kind; a wrong mark costs time, nothing else. Must not know: what the loops
 do.
 """
 
@@ -18,18 +18,29 @@ from pathlib import Path
 from typing import Any, cast
 
 import llvmlite.binding as llvm
+import numba
+
+
+def start_compiler() -> None:
+    """Makes numba set itself up, which takes half a second. So a process that waits for another one's compiler can do
+    it meanwhile."""
+    cast(Callable[[], None], numba.njit()(_nothing))()
+
+
+def _nothing() -> None:
+    """The least that can be compiled."""
 
 
 def folder_of(loop: Callable[..., object]) -> Path | None:
-    """Where numba keeps it; None where no folder can be written."""
+    """Returns the folder in which numba keeps a loop; None: no folder can be written."""
     stats: Any = cast(Any, loop).stats
     return None if stats.cache_path is None else Path(stats.cache_path)
 
 
 @contextmanager
 def compiler_lock(folder: Path, kind: str) -> Iterator[None]:
-    """Held by the process that compiles loops of this kind; the others wait, and then load what it has compiled. The
-    kernel releases the lock of a process that dies. Raises OSError where the folder takes no file."""
+    """Held by the process that compiles loops of this kind. The others wait, and then load what it has compiled. The
+    kernel releases the lock of a process that dies. Raises OSError if the folder takes no file."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{kind}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -41,7 +52,7 @@ def is_marked(folder: Path, kind: str) -> bool:
 
 
 def mark(folder: Path, kind: str) -> None:
-    """All loops of that kind lie there, of this source, for this processor."""
+    """Notes that all loops of that kind are in the folder, compiled from this source for this processor."""
     _mark_in(folder, kind).touch()
 
 

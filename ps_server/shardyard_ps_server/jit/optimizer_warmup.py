@@ -2,11 +2,11 @@
 
     python -m shardyard_ps_server.jit.optimizer_warmup     compiles the loops of all optimizers to disk
 
-One optimizer and dtype take about three seconds to compile, and a moment to load from disk. All of them take half a
-minute, so only tests and images compile all of them.
+One optimizer and dtype take about a second to compile, and a moment to load from disk. All of them take half a minute,
+so only tests and images compile all of them.
 
 Owns: the list of loops that a job needs. Invariants: a loop is called once, on one element, with arguments of the types
-that an update has; numba compiles it then, or loads it. A loop that is missing here is compiled by the first push that
+that an update has; numba then compiles it, or loads it. A loop that is missing here is compiled by the first push that
 needs it. Must not know: jobs, what the loops do.
 """
 
@@ -40,13 +40,13 @@ _VARIANTS: Final[dict[str, tuple[dict[str, float], ...]]] = {
     "adamw": ({}, {"amsgrad": 1.0}),
     "rmsprop": ({}, {"momentum": 0.9}, {"centered": 1.0}, {"momentum": 0.9, "centered": 1.0}),
 }
-"""Settings that choose another loop of an optimizer. The other optimizers have one loop."""
+"""Settings for which an optimizer is compiled anew, because it has other state. The other optimizers have one loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLoop:
-    """`name`: an optimizer's kind, MEAN, CLIPPING or COMPENSATION. `slots`: the optimizer's state, which chooses its
-    loop; `settings`: one group of them, with which it can be called."""
+    """`name`: an optimizer's kind, MEAN, CLIPPING or COMPENSATION. `slots`: the optimizer's state, which decides what
+    is compiled. `settings`: one group of them, with which the loop can be called."""
 
     name: str
     dtype: str
@@ -62,14 +62,14 @@ _loaded: Final[set[DenseLoop]] = set()
 
 
 def needed(layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clipping: Clipping) -> frozenset[DenseLoop]:
-    """The loops that updates of a job's variables call. Tables have their own."""
+    """Returns the loops that updates of a job's variables call. Tables have their own."""
     found: set[DenseLoop] = set()
     for variable in layout.variables:
         dtype = variable.dtype.value
         if dtype not in DTYPES:
             continue
         if variable.kind is not VariableKind.PARAMETER:
-            if mode is UpdateMode.SYNC:  # an asynchronous push sets a buffer alone
+            if mode is UpdateMode.SYNC:  # an asynchronous push overwrites a buffer
                 found.add(DenseLoop(MEAN, dtype))
             continue
         found.add(_step(layout.optimizer.kind, layout.optimizer.groups[variable.group], dtype))
@@ -81,7 +81,6 @@ def needed(layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clippin
 
 
 def every_loop(dtypes: Iterable[str] = DTYPES) -> frozenset[DenseLoop]:
-    """The loops of all optimizers."""
     found: set[DenseLoop] = set()
     for dtype in dtypes:
         found.update(DenseLoop(name, dtype) for name in (MEAN, CLIPPING, COMPENSATION))
@@ -91,17 +90,18 @@ def every_loop(dtypes: Iterable[str] = DTYPES) -> frozenset[DenseLoop]:
 
 
 def missing(loops: Iterable[DenseLoop]) -> list[DenseLoop]:
-    """Those that this process has not loaded yet."""
+    """Returns the loops that this process has not loaded yet."""
     return sorted(set(loops) - _loaded, key=str)
 
 
 def load(loops: Collection[DenseLoop]) -> None:
-    """Loads loops from disk, or compiles them to disk. Where another process of this machine compiles, it waits."""
+    """Loads loops from disk, or compiles them to disk. If another process of this machine compiles, it waits."""
     folder = cache.folder_of(kernels.mean)
     if folder is None:
         log.warning("optimizer loops are compiled at each start: no folder for them can be written (NUMBA_CACHE_DIR)")
         warm(loops)
         return
+    cache.start_compiler()
     try:
         with cache.compiler_lock(folder, KIND):
             warm(loops)
@@ -127,46 +127,27 @@ def _step(kind: str, settings: Sequence[float], dtype: str) -> DenseLoop:
 
 
 def _call(loop: DenseLoop) -> None:
-    match loop.name:
-        case "mean":
-            _call_mean(loop.dtype)
-        case "clipping":
-            _call_clipping(loop.dtype)
-        case "compensation":
-            _call_compensation(loop.dtype)
-        case kind:
-            _memory(loop.dtype)
-            w_in, g, w_out = (np.ones(1, loop.dtype) for _ in range(3))
-            state = [np.zeros(1, loop.dtype) for _ in loop.slots]
-            optimizers.make(kind).step(loop.settings, 1, w_in, g, w_out, state)
-
-
-def _call_mean(dtype: str) -> None:
-    new, scratch, sources = _memory(dtype)
-    kernels.mean((new, new, sources, np.ones(2), scratch, scratch[:0], 0, 8))
-
-
-def _call_compensation(dtype: str) -> None:
-    new, scratch, sources = _memory(dtype)
-    task = (np.zeros(8, np.uint8), new, sources, np.ones(1), scratch[:0], scratch[:0], 0, 8)
-    kernels.compensate(task)
-    kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, dtype))
-
-
-def _call_clipping(dtype: str) -> None:
-    new, scratch, sources = _memory(dtype)
-    task = (np.zeros(8, np.uint8), new, sources[:1], optimizers.LONE, scratch[:0], scratch[:0], 0, 8)
-    kernels.gather(task, 1.0)
-    kernels.square_norm(scratch)
-
-
-def _memory(dtype: str) -> tuple[pieces.Bytes, pieces.Array, pieces.Addresses]:
-    """Next values, scratch, and the addresses of two payloads: one that may be written, and one that may not."""
+    """Calls a loop with a payload that may be written, and with one that may not: `locate` is compiled for each."""
     old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
     addresses = [pieces.locate(old, new, payload, 1)]
     payload.flags.writeable = False
     addresses.append(pieces.locate(old, new, payload, 1))
-    return new, np.zeros(8, np.uint8).view(dtype), np.array(addresses)
+    sources, scratch = np.array(addresses), np.zeros(8, np.uint8).view(loop.dtype)
+    nothing = scratch[:0]
+    match loop.name:
+        case "mean":
+            kernels.mean((old, new, sources, np.ones(2), scratch, nothing, 0, 8))
+        case "clipping":
+            kernels.gather((old, new, sources[:1], optimizers.LONE, nothing, nothing, 0, 8), 1.0)
+            kernels.square_norm(scratch)
+        case "compensation":
+            task = (old, new, sources, np.ones(1), nothing, nothing, 0, 8)
+            kernels.compensate(task)
+            kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, loop.dtype))
+        case kind:
+            w_in, g, w_out = (np.ones(1, loop.dtype) for _ in range(3))
+            state = [np.zeros(1, loop.dtype) for _ in loop.slots]
+            optimizers.make(kind).step(loop.settings, 1, w_in, g, w_out, state)
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""Where the loops of tables are compiled: in a process of their own, so that a server goes on meanwhile.
+"""Compiles the loops of tables in a process of its own, so that the server goes on meanwhile.
 
-    python -m shardyard_ps_server.jit.table_warmup [PID]     compiles them to disk, where they are not there yet
+    python -m shardyard_ps_server.jit.table_warmup [PID]     compiles them to disk, unless they are there already
 
-A compiler needs the interpreter for half a minute and more, and whatever else a server does would stand still: its
-heartbeats, other jobs. What it makes lies in a folder of numba's (beside the source, or $NUMBA_CACHE_DIR), and is read
-from there in a second or two.
+The compiler needs the interpreter for half a minute and more. In the server's own process, heartbeats and other jobs
+would stand still. The other process writes machine code into numba's folder (beside the source, or $NUMBA_CACHE_DIR).
+The server reads it from there in a second or two.
 
-Owns: the process. Invariants: one at a time for each folder, which ends with the server that started it, and is waited
-for by all that need the loops; where it cannot help, since no folder can be written or it fails, the loops are compiled
-here, and the log says so. Must not know: jobs, what the loops do.
+Owns: the process. Invariants: there is one at a time for each folder; it ends with the server that started it; all that
+need the loops wait for it. If it fails, or no folder can be written, the server compiles the loops itself, and the log
+says so. Must not know: jobs, what the loops do.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger("shardyard.server")
 KIND: Final = "table_loops"
 COMMAND: Final = (sys.executable, "-P", "-m", "shardyard_ps_server.jit.table_warmup")
 SAID_MAX: Final = 500
-"""Of what a process said that has failed, so many characters are told."""
+"""The most characters of a failed process's output that the log shows."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class TableLoops:
-    """Of one process. Safe for several threads."""
+    """The loops of tables in this process. Safe for several threads."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class TableLoops:
         command: Sequence[str] = COMMAND,
     ) -> None:
         """`load`: compiles all loops, or reads them from disk; `is_loaded`: whether this process has done so. `folder`:
-        where numba keeps them, if not the usual one. `command`: what compiles them there; told our process id."""
+        gives the folder in which numba keeps them, if not the usual one. `command`: compiles them there; its last
+        argument is our process id."""
         self._wait_registry = wait_registry
         self._load, self._is_loaded, self._command = load, is_loaded, command
         self._folder = folder or folder_of_loops
@@ -62,11 +63,10 @@ class TableLoops:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether this process has all loops."""
         return self._is_loaded()
 
     def load(self, what_for: str) -> None:
-        """All loops are there when it returns. Raises NotReady where the server is being ended."""
+        """Returns when all loops are loaded. Raises NotReady if the server is being ended."""
         if self._is_loaded():
             return
         with self._wait_registry.over(lambda: f"loops for {what_for} to be compiled"), self._loading:
@@ -80,14 +80,13 @@ class TableLoops:
             self._load()
 
     def close(self) -> None:
-        """No process is left."""
+        """Ends the process that compiles, if there is one."""
         with self._processes:
             self._closed = True
             if self._process is not None:
                 self._process.kill()
 
     def _compile(self, folder: Path) -> None:
-        """In another process."""
         log.info("loops of tables are compiled to %s, which is done once on a machine", folder)
         try:
             process = self._start()
@@ -118,7 +117,7 @@ class TableLoops:
 
 
 def folder_of_loops() -> Path | None:
-    """Where numba keeps them; None where no folder can be written."""
+    """Returns the folder in which numba keeps the loops; None: no folder can be written."""
     return cache.folder_of(push_loops.push)
 
 
@@ -135,8 +134,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """When the thread that has started this process ends, in whatever way, so does this one. Elsewhere than on Linux it
-    ends by itself, when it is done."""
+    """Makes this process end when the thread that has started it ends, in whatever way. On other systems than Linux it
+    ends when it is done."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
