@@ -185,10 +185,10 @@ class PartResult:
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExchangeReply:
-    """The head of an exchange's answer. With `missing` set no payload follows. `places`: where the values of each part
-    lie, for a shared pull. `attached` None: nothing was offered."""
+    """The head of an exchange's answer, filled in while the exchange goes on. With `missing` set no payload follows.
+    `places`: where the values of each part lie, for a shared pull. `attached` None: nothing was offered."""
 
     parts: tuple[PulledPart, ...] = ()
     missing: tuple[NotReadyPart, ...] = ()

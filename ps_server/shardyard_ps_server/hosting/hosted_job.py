@@ -19,6 +19,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.push_names import ROW_LANE, DataShardSource, RankSource, SourceKey
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard.runtime.clock import SystemClock
+from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
 from shardyard_ps_server.checkpoint.saver import Saver
 from shardyard_ps_server.hosting.pins import Pins
@@ -62,26 +63,6 @@ class HeldValues:
     @property
     def nbytes(self) -> int:
         return sum(len(buffer) for _, buffer in self.buffers)
-
-
-@dataclass(frozen=True)
-class TableCount:
-    """Counts of one table over this server's partitions."""
-
-    name: str
-    rows: int
-    nbytes: int
-    """Bytes of memory for rows and index."""
-    ids: int
-    """Ids in the index, including those that are only counted and have no row yet; `homes`: how many ids fit."""
-    homes: int
-    admitted: int
-    """Rows that pushes created, and ids that have `expired`, since this server got the partitions."""
-    expired: int
-    cold_rows: int
-    """Rows in the file on disk, and the bytes that the file takes; why the disk takes no more, if so."""
-    disk_bytes: int
-    disk_refused: str
 
 
 @dataclass
@@ -137,9 +118,10 @@ class HostedJob:
                 facts={"generation": str(self.generation)},
             )
 
-    def starts_empty(self, request: CreateRequest) -> bool:
-        """Whether nothing here is kept. This happens in a job with logs after a server died before any work was
-        counted. Raises InvalidRequest if some was."""
+    def begins_anew(self, request: CreateRequest) -> bool:
+        """Whether empty partitions replace those that are here. A job with logs begins anew, under a higher generation
+        and without a checkpoint, when a server has died before any work counted. Raises InvalidRequest if work has
+        counted here."""
         if self.wal is None or request.generation <= self.generation or request.restore.url:
             return False
         for number in sorted(self.partitions):
@@ -149,8 +131,8 @@ class HostedJob:
         return True
 
     def changes_mode(self, request: CreateRequest) -> bool:
-        """Whether the job changes its mode, starting from a checkpoint. Then nothing here is kept, and pushes under way
-        do not count. Raises InvalidRequest."""
+        """Whether the job changes its mode. Then partitions of a checkpoint replace those that are here, and pushes
+        under way do not count. Raises InvalidRequest."""
         mode, generation, entries = request.rules.mode, request.generation, request.restore.entries
         if mode is self.mode or generation < self.generation:
             return False
@@ -159,7 +141,7 @@ class HostedJob:
             raise InvalidRequest(
                 f"job {self.job}, which is {self.mode.value} at generation {self.generation}, to be {mode.value} at"
                 f" generation {generation}, with {len(entries)} partitions of a checkpoint",
-                why="a job goes over to another mode under a higher generation, from a checkpoint, without a log",
+                why="a job changes its mode under a higher generation, from a checkpoint, and without a log",
             )
         return True
 
@@ -206,25 +188,21 @@ class HostedJob:
                 " hybrid one also the lane of rows",
             )
 
-    def describe_tables(self) -> list[TableCount]:
-        held = [self.partitions[number].tables for number in sorted(self.partitions)]
-        found = []
-        for settings in self.layout.tables:
-            tables = [each[settings.name] for each in held]
-            found.append(
-                TableCount(
-                    settings.name,
-                    sum([table.rows for table in tables]),
-                    sum([table.nbytes for table in tables]),
-                    sum([table.entries for table in tables]),
-                    sum([table.homes for table in tables]),
-                    sum([table.admitted for table in tables]),
-                    sum([table.expired for table in tables]),
-                    sum([table.cold_rows for table in tables]),
-                    sum([table.disk_bytes for table in tables]),
-                    next((table.disk_refused for table in tables if table.disk_refused), ""),
-                )
-            )
+    def describe_tables(self) -> list[wire.DescribedTable]:
+        """Returns what this server has of each table, all its partitions together."""
+        found = [wire.DescribedTable(job=self.job, name=settings.name) for settings in self.layout.tables]
+        for number in sorted(self.partitions):
+            for into in found:
+                table = self.partitions[number].tables[into.name]
+                into.rows += table.rows
+                into.bytes += table.nbytes
+                into.ids += table.entries
+                into.homes += table.homes
+                into.admitted += table.admitted
+                into.expired += table.expired
+                into.cold_rows += table.cold_rows
+                into.disk_bytes += table.disk_bytes
+                into.disk_refused = into.disk_refused or table.disk_refused
         return found
 
     def release_partitions(self) -> None:

@@ -16,6 +16,7 @@ from shardyard.domain.errors import InvalidRequest, NotReady
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Token
 from shardyard.domain.push_names import DoneDataShards, SourceKey, WorkerSource
 from shardyard.storage.storage import open_storage
+from shardyard_ps_server.checkpoint.restore import Loaded
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
 from shardyard_ps_server.hosting import provisioning
 from shardyard_ps_server.hosting.admission import admit
@@ -51,11 +52,11 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
 
 
 def create(store: Store, request: CreateRequest) -> None:
-    """Takes partitions over, with zeros as values or with the state in a checkpoint.
+    """Makes this server the owner of partitions, with zeros as values or with the state in a checkpoint.
 
     Partitions that are here already stay as they are, unless the request restores them; then they start a new life.
-    With a higher generation, partitions that the request does not name are removed. A job with logs that gets a higher
-    generation without a checkpoint starts empty. Repeating a request changes nothing.
+    With a higher generation, partitions that the request does not name are removed. A job that changes its mode, or
+    begins anew (`HostedJob.begins_anew`), keeps nothing that is here. Repeating a request changes nothing.
 
     Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises. After an
     error nothing has changed.
@@ -70,34 +71,40 @@ def create(store: Store, request: CreateRequest) -> None:
     with store.creating:
         with store.lock:
             hosted = store.jobs.get(job)
-        changes_mode = hosted is not None and hosted.changes_mode(request)
-        if hosted is not None and not changes_mode:
-            hosted.check_same_job(request)
-            blank = set(request.owned) - set(hosted.partitions) - {entry.partition for entry in request.restore.entries}
-            if hosted.open and blank and not hosted.starts_empty(request):
-                raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-        loaded = provisioning.load(store, None if changes_mode else hosted, request)
-        if hosted is not None and not changes_mode and not hosted.starts_empty(request):
-            if hosted.ssp_clock is not None:
-                hosted.ssp_clock.set_bound(request.staleness, request.switches)
-                if request.generation > hosted.generation:  # otherwise an earlier call has announced them
-                    hosted.ssp_clock.expect(request.working)
-            provisioning.give(store, hosted, request, loaded)
+        if hosted is None or hosted.changes_mode(request):
+            _replace(store, hosted, request, provisioning.load(store, None, request))
             return
-        ssp_clock = None
-        if request.rules.mode is UpdateMode.ASYNC:
-            ssp_clock = SspClock(request.staleness, request.switches)
-            ssp_clock.expect(request.working)
-        wal = None if hosted is None else hosted.wal
-        begun = provisioning.begin(store, request, loaded, ssp_clock, wal)
-        with store.lock:
-            store.jobs[job] = begun
-        if hosted is not None:
-            hosted.pins.clear()
-            if changes_mode:
-                hosted.generation = request.generation  # now partitions refuse pushes that were admitted before
-                hosted.release_partitions()
-            hosted.regions.close()
+        hosted.check_same_job(request)
+        begins_anew = hosted.begins_anew(request)
+        empty = set(request.owned) - set(hosted.partitions) - {entry.partition for entry in request.restore.entries}
+        if hosted.open and empty and not begins_anew:
+            raise InvalidRequest(f"partition {min(empty)} of job {job}, which is open, without values")
+        loaded = provisioning.load(store, hosted, request)
+        if begins_anew:
+            _replace(store, hosted, request, loaded)
+            return
+        if hosted.ssp_clock is not None:
+            hosted.ssp_clock.set_bound(request.staleness, request.switches)
+            if request.generation > hosted.generation:  # otherwise an earlier call has announced them
+                hosted.ssp_clock.expect(request.working)
+        provisioning.give(store, hosted, request, loaded)
+
+
+def _replace(store: Store, hosted: HostedJob | None, request: CreateRequest, loaded: Sequence[Loaded]) -> None:
+    """Makes the job with all its partitions, in place of `hosted`, whose log goes on."""
+    ssp_clock = None
+    if request.rules.mode is UpdateMode.ASYNC:
+        ssp_clock = SspClock(request.staleness, request.switches)
+        ssp_clock.expect(request.working)
+    made = provisioning.begin(store, request, loaded, ssp_clock, None if hosted is None else hosted.wal)
+    with store.lock:
+        store.jobs[request.job] = made
+    if hosted is not None:
+        hosted.pins.clear()
+        if hosted.mode is not made.mode:
+            hosted.generation = request.generation  # now partitions refuse pushes that were admitted before
+            hosted.release_partitions()
+        hosted.regions.close()
 
 
 def _check_create(store: Store, request: CreateRequest) -> None:
@@ -192,7 +199,7 @@ def pass_over(
     hosted = admit(store, caller, server, generation, reads=True)
     if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
         raise InvalidRequest(
-            f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}",
+            f"worker {worker} to continue at #{next_sequence} in job {hosted.job}, which is {hosted.mode.value}",
             why="ranks are computed again",
         )
     key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)

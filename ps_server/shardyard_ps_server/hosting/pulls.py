@@ -35,26 +35,32 @@ def report_progress(store: Store, hosted: HostedJob, worker: Incarnation, report
     return clock
 
 
-def hold(hosted: HostedJob, pull: PullHeader, report: SspReport | None = None) -> tuple[ExchangeReply, HeldValues]:
+def hold(
+    hosted: HostedJob, pull: PullHeader, report: SspReport | None = None, reply: ExchangeReply | None = None
+) -> tuple[ExchangeReply, HeldValues]:
     """Waits at most `pull.wait_ms` for what an admitted pull asks for. With a `report` it also waits for slower
-    workers. Returns one buffer per partition, or none if something is missing. The caller must release or lend them."""
+    workers. Returns `reply`, or a new one, with the parts or what is missing; and one buffer for each part, or none if
+    something is missing. The caller must release or lend them."""
+    reply = ExchangeReply() if reply is None else reply
     if pull.pin:
-        return _hold_pinned(hosted, pull)
+        pinned = hosted.pins.hold(pull.pin, pull.partitions, now_ms())
+        reply.parts = tuple([PulledPart(partition.id, version) for partition, version, _ in pinned])
+        return reply, HeldValues(tuple([(partition, buffer) for partition, _, buffer in pinned]))
     until = time.monotonic() + pull.wait_ms / 1000
     if not hosted.open:
-        first = Version(1, 0)
-        missing = [NotReadyPart(p, first, pull.number, "first values from the initializer") for p in pull.partitions]
+        first, waits_for = Version(1, 0), "first values from the initializer"
+        reply.missing = tuple([NotReadyPart(number, first, pull.number, waits_for) for number in pull.partitions])
         time.sleep(min(pull.wait_ms, 50) / 1000)
-        return ExchangeReply(missing=tuple(missing)), HeldValues()
+        return reply, HeldValues()
     if hosted.ssp_clock is not None and report is not None:
         waits_for = hosted.ssp_clock.await_slower(pull.caller.incarnation, report, until)
         if waits_for:
             newest = [(number, hosted.find(number).describe()[0]) for number in pull.partitions]
-            missing = [NotReadyPart(number, version, pull.number, waits_for) for number, version in newest]
-            return ExchangeReply(missing=tuple(missing)), HeldValues()
+            reply.missing = tuple([NotReadyPart(number, has, pull.number, waits_for) for number, has in newest])
+            return reply, HeldValues()
     held: list[tuple[Partition, Bytes]] = []
     parts: list[PulledPart] = []
-    missing = []
+    missing: list[NotReadyPart] = []
     gathered: list[GatheredPart] = []
     try:
         for number in pull.partitions:
@@ -72,16 +78,14 @@ def hold(hosted: HostedJob, pull: PullHeader, report: SspReport | None = None) -
     except BaseException:
         HeldValues(tuple(held)).release()
         raise
+    values = HeldValues(tuple(held))
+    reply.gathered = tuple(gathered)
     if missing:
-        HeldValues(tuple(held)).release()
-        return ExchangeReply(missing=tuple(missing), gathered=tuple(gathered)), HeldValues()
-    return ExchangeReply(parts=tuple(parts), gathered=tuple(gathered)), HeldValues(tuple(held))
-
-
-def _hold_pinned(hosted: HostedJob, pull: PullHeader) -> tuple[ExchangeReply, HeldValues]:
-    found = hosted.pins.hold(pull.pin, pull.partitions, now_ms())
-    parts = tuple([PulledPart(partition.id, version) for partition, version, _ in found])
-    return ExchangeReply(parts=parts), HeldValues(tuple([(partition, buffer) for partition, _, buffer in found]))
+        values.release()
+        reply.missing = tuple(missing)
+        return reply, HeldValues()
+    reply.parts = tuple(parts)
+    return reply, values
 
 
 # ---- buffers that workers on this machine read

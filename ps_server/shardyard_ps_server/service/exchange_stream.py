@@ -1,15 +1,14 @@
 """One worker's exchanges on one stream: a push and a pull, then the next.
 
-Owns: what the stream has established: the worker, its partitions, its attached memory. Invariants: what a header leaves
-out was admitted earlier on this stream, and is admitted again; a length or location that a worker wrote is always
-checked; a stream that breaks leaves nothing behind except the versions lent to its worker. Those stay lent until its
-next exchange, or until its end is known. Must not know: how anything is stored.
+Owns: what the stream has established: the worker's job, its attached memory. Invariants: every header is admitted, also
+one that repeats the fields of the header before it; a length or location that a worker wrote is always checked; a
+stream that breaks leaves nothing behind except the versions lent to its worker. They stay lent until the worker's next
+exchange that lends, or until it is known to have ended. Must not know: how anything is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotShareable
@@ -23,14 +22,13 @@ from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.pushed_rows import RowQuery, check_wanted
 from shardyard_ps_server.service.payload_reader import PayloadReader
 from shardyard_ps_server.service.pull_encoder import PullEncoder
 from shardyard_ps_server.service.pull_order import PullRun, runs_in_order
 from shardyard_ps_server.service.stream_memory import ROWS_ALIGN, StreamMemory
 from shardyard_ps_server.values.versions import NO_BYTES, Bytes
-
-EMPTY_REPLY = ExchangeReply()
 
 IMMEDIATE_BYTES_MAX = FRAME_BYTES
 """Bytes of all partitions together. An update of this size costs less than a thread switch."""
@@ -82,47 +80,54 @@ class ExchangeStream:
     ) -> Iterator[Frame]:
         """Yields the reply's frames. `before`: the header that was last admitted on this stream."""
         hosted = self._admit(header, before)
-        worker = header.caller.incarnation
-        runs = self._runs_of(header.pull, hosted) if header.pull is not None and header.pull.order else None
-        if self._lends:  # else it may still read what an earlier stream lent: it may have missed that reply
+        pull, worker = header.pull, header.caller.incarnation
+        runs = self._runs_of(pull, hosted) if pull is not None and pull.order else None
+        # A new stream takes nothing back: if the last reply on the stream before it was lost, the worker still reads
+        # what the reply before that one lent.
+        if self._lends:
             pulls.reclaim(self._store, hosted, worker)
-        reply = self._attach(header, hosted)
+        reply = ExchangeReply()
+        if header.attach is not None or header.attach_rows is not None:
+            was_attached = self._memory.is_attached
+            self._memory.attach(header, hosted.regions, reply)
+            if self._memory.is_attached and not was_attached:
+                self._store.attach_stream()
         if header.verdict is not None:
             pushes.take_verdict(self._store, hosted, header, header.verdict)
         room = self._room_for_rows(header, hosted)
         payload, rows, ids = self._payloads.read(header, first, rest)
         queries = lookups.decode_queries(hosted, header.wanted, ids)
         if header.kind is not PushKind.NOTHING:
-            results = pushes.push(self._store, hosted, header, payload, rows)
-            reply = ExchangeReply(push=results) if reply is EMPTY_REPLY else replace(reply, push=results)
+            reply.push = pushes.push(self._store, hosted, header, payload, rows)
         if header.ssp_report is not None:
-            reply = replace(reply, clock=pulls.report_progress(self._store, hosted, worker, header.ssp_report))
+            reply.clock = pulls.report_progress(self._store, hosted, worker, header.ssp_report)
         self._hosted = hosted
         self._is_immediate = is_immediate(header, hosted)
-        if header.detach and header.pull is not None:
+        if header.detach and pull is not None:
             raise InvalidRequest("a pull in the exchange that detaches")
         if header.detach:
             pulls.reclaim_all(self._store, hosted, worker)
-        if header.pull is None:
-            yield Frame(push_messages.pulled_to_header(self._memory.with_regions(reply, hosted.regions)), 0, b"")
-        elif header.pull.shared:
-            yield from self._lend(reply, hosted, header, queries, room)
-        else:
-            found, held = pulls.hold(hosted, header.pull, header.ssp_report)
-            try:
-                pulls.keep_base(self._store, hosted, worker, found, held)
-                reply = replace(reply, parts=found.parts, missing=found.missing, gathered=found.gathered)
-                more = NO_BYTES if found.missing else self._find_rows(header, hosted, queries, room)
-                if header.pull.coding and not found.missing:
-                    codes = self._encoder_for(header.pull.coding, hosted).codes(held)
-                    reply = replace(reply, code_bytes=tuple(map(len, codes)))
-                    self._store.count_sent(sum(reply.code_bytes))
-                    yield from frames.cut(push_messages.pulled_to_header(reply), [b"".join(codes), more.data])
-                else:
-                    self._store.count_sent(held.nbytes)
-                    yield from values_frames(reply, held, runs, more)
-            finally:
-                held.release()
+        if pull is None:
+            self._memory.name_regions(hosted.regions, reply)
+            yield Frame(push_messages.pulled_to_header(reply), 0, b"")
+            return
+        if pull.shared:
+            yield from self._lend(reply, hosted, header, pull, queries, room)
+            return
+        _, held = pulls.hold(hosted, pull, header.ssp_report, reply)
+        try:
+            pulls.keep_base(self._store, hosted, worker, reply, held)
+            more = NO_BYTES if reply.missing else self._find_rows(header, hosted, queries, room)
+            if pull.coding and not reply.missing:
+                codes = self._encoder_for(pull.coding, hosted).codes(held)
+                reply.code_bytes = tuple(map(len, codes))
+                self._store.count_sent(sum(reply.code_bytes))
+                yield from frames.cut(push_messages.pulled_to_header(reply), [b"".join(codes), more.data])
+            else:
+                self._store.count_sent(held.nbytes)
+                yield from values_frames(reply, held, runs, more)
+        finally:
+            held.release()
 
     def _admit(self, header: PushHeader, before: PushHeader | None) -> HostedJob:
         if header.kind is not PushKind.NOTHING:
@@ -142,18 +147,6 @@ class ExchangeStream:
                 )
             admission.check_requested_rows(hosted, header.wanted, ROWS_ALONG_BYTES_MAX)
         return hosted
-
-    def _attach(self, header: PushHeader, hosted: HostedJob) -> ExchangeReply:
-        """Attaches the memory that a worker offers. The reply says whether it worked."""
-        if header.attach is None and header.attach_rows is None:
-            return EMPTY_REPLY
-        was_attached = self._memory.is_attached
-        reply = EMPTY_REPLY if header.attach is None else self._memory.attach(header.attach, hosted.regions)
-        if header.attach_rows is not None:
-            reply = self._memory.attach_rows(header.attach_rows, reply)
-        if self._memory.is_attached and not was_attached:
-            self._store.attach_stream()
-        return reply
 
     def _encoder_for(self, coding: str, hosted: HostedJob) -> PullEncoder:
         """Returns the encoder, which is made once for a coding, since it may remember what the worker has."""
@@ -195,47 +188,37 @@ class ExchangeStream:
         reply: ExchangeReply,
         hosted: HostedJob,
         header: PushHeader,
+        pull: PullHeader,
         queries: Sequence[RowQuery],
         room: Bytes | None,
     ) -> Iterator[Frame]:
-        """Returns a reply that says where the values are in shared memory."""
-        assert header.pull is not None
+        """Yields a reply that says where the values are in shared memory."""
+        worker = header.caller.incarnation
         if not self._memory.has_payloads:
             raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
-        if header.pull.coding:
+        if pull.coding:
             raise InvalidRequest("a shared pull with a coding", todo="ask for the one or the other")
-        found, held = pulls.hold(hosted, header.pull, header.ssp_report)
-        places: list[ShmLocation] = []
-        for partition, buffer in held.buffers:
-            place = partition.versions.place(buffer)
-            if place is None and len(buffer):
-                held.release()
-                raise NotShareable(f"version of partition {partition.id} in private memory")
-            places.append(place or ShmLocation(0, 0))
+        _, held = pulls.hold(hosted, pull, header.ssp_report, reply)
         rows = NO_BYTES
         if held.buffers:  # while something is missing, the worker keeps reading what it has
             try:
+                reply.places = tuple([_place_of(*each) for each in held.buffers])
                 rows = self._find_rows(header, hosted, queries, room)
             except BaseException:
                 held.release()
                 raise
-            pulls.keep_base(self._store, hosted, header.caller.incarnation, found, held)
-            pulls.lend(self._store, hosted, header.caller.incarnation, held)
+            pulls.keep_base(self._store, hosted, worker, reply, held)
+            pulls.lend(self._store, hosted, worker, held)
             self._lends = True
-        answer = ExchangeReply(
-            parts=found.parts,
-            missing=found.missing,
-            push=reply.push,
-            attached=reply.attached,
-            not_attached=reply.not_attached,
-            places=tuple(places),
-            clock=reply.clock,
-            gathered=found.gathered,
-            rows_attached=reply.rows_attached,
-            rows_not_attached=reply.rows_not_attached,
-        )
-        header_bytes = push_messages.pulled_to_header(self._memory.with_regions(answer, hosted.regions))
-        yield from frames.cut(header_bytes, [rows.data])
+        self._memory.name_regions(hosted.regions, reply)
+        yield from frames.cut(push_messages.pulled_to_header(reply), [rows.data])
+
+
+def _place_of(partition: Partition, buffer: Bytes) -> ShmLocation:
+    place = partition.versions.place(buffer)
+    if place is None and len(buffer):
+        raise NotShareable(f"version of partition {partition.id} in private memory")
+    return place or ShmLocation(0, 0)
 
 
 def values_frames(

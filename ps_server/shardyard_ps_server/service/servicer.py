@@ -273,20 +273,7 @@ class Servicer:
         )
         for hosted in self._store.hosted():
             reply.pins += len(hosted.pins)
-            for table in hosted.describe_tables():
-                reply.tables.add(
-                    job=hosted.job,
-                    name=table.name,
-                    rows=table.rows,
-                    bytes=table.nbytes,
-                    ids=table.ids,
-                    homes=table.homes,
-                    admitted=table.admitted,
-                    expired=table.expired,
-                    cold_rows=table.cold_rows,
-                    disk_bytes=table.disk_bytes,
-                    disk_refused=table.disk_refused,
-                )
+            reply.tables.extend(hosted.describe_tables())
             if hosted.ssp_clock is not None and hosted.ssp_clock.bound is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.ssp_clock.staleness_max)
             if hosted.rules.stale is not None:

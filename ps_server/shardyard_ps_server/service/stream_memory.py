@@ -5,11 +5,8 @@ Invariant: a location that a worker names is checked against the size of the mem
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotShareable
-from shardyard.domain.pulls import ShmHandle
-from shardyard.domain.pushes import ExchangeReply
+from shardyard.domain.pushes import ExchangeReply, PushHeader
 from shardyard.transport.shared_memory import AttachedMemory, attach
 from shardyard_ps_server.values.shm_regions import ShmRegions
 from shardyard_ps_server.values.versions import Bytes
@@ -32,31 +29,31 @@ class StreamMemory:
     def has_payloads(self) -> bool:
         return self._payloads is not None
 
-    def attach(self, handle: ShmHandle, regions: ShmRegions) -> ExchangeReply:
-        """Attaches the worker's gradient buffers, if the server's own values are shareable."""
-        if not regions.shareable:
-            return ExchangeReply(attached=False, not_attached="the server's versions are in private memory")
-        try:
-            self._payloads = attach(handle)
-        except NotShareable as error:
-            return ExchangeReply(attached=False, not_attached=error.what)
-        return ExchangeReply(attached=True)
+    def attach(self, header: PushHeader, regions: ShmRegions, reply: ExchangeReply) -> None:
+        """Attaches the memory that a worker offers: gradient buffers, if the server's own values are shareable, and
+        memory for rows. Writes the result into `reply`."""
+        if header.attach is not None:
+            reply.attached = False
+            if not regions.shareable:
+                reply.not_attached = "the server's versions are in private memory"
+            else:
+                try:
+                    self._payloads = attach(header.attach)
+                    reply.attached = True
+                except NotShareable as error:
+                    reply.not_attached = error.what
+        if header.attach_rows is not None:
+            try:
+                self._rows = attach(header.attach_rows, writable=True)
+                reply.rows_attached = True
+            except NotShareable as error:
+                reply.rows_not_attached = error.what
 
-    def attach_rows(self, handle: ShmHandle, reply: ExchangeReply) -> ExchangeReply:
-        """Attaches the worker's memory for rows. Returns the reply with the result."""
-        try:
-            self._rows = attach(handle, writable=True)
-        except NotShareable as error:
-            return replace(reply, rows_attached=False, rows_not_attached=error.what)
-        return replace(reply, rows_attached=True)
-
-    def with_regions(self, reply: ExchangeReply, regions: ShmRegions) -> ExchangeReply:
-        """Returns the reply with handles of the server's memory that this stream has not named yet."""
-        if self._payloads is None:
-            return reply
-        fresh = regions.tickets(known=self._regions_named)
-        self._regions_named += len(fresh)
-        return replace(reply, regions=fresh) if fresh else reply
+    def name_regions(self, regions: ShmRegions, reply: ExchangeReply) -> None:
+        """Adds handles of the server's memory that this stream has not named yet."""
+        if self._payloads is not None:
+            reply.regions = regions.tickets(known=self._regions_named)
+            self._regions_named += len(reply.regions)
 
     def payload(self, at: int, nbytes: int) -> Bytes:
         """Returns a push's payload. Raises InvalidRequest, MalformedPayload."""
