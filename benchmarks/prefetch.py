@@ -1,10 +1,11 @@
-"""Values that arrive while the forward computes: steps a second over a link, with worker.prefetch and without.
+"""Values that arrive while the forward computes: steps a second over a link, overlapped and blocking.
 
     make bench BENCH=prefetch            (or: python benchmarks/prefetch.py --pairs 3 --rates 200)
 
 A network of a million parameters learns the digits in a yard of processes whose worker is behind a link of its own
 (two network namespaces, tc tbf), of 200 and 1000 Mbit/s. Both sides train from the same start, with the same batches,
-pair by pair, and must end at the same parameters, to the last bit.
+pair by pair, and must end at the same parameters, to the last bit. One has `worker.exchange: overlapped`, the other
+`blocking`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from harness.sides import shardyard_side
 
 RATES_MBIT_S = (200, 1000)
 PROGRAM = "digits_shardyard"
-SIDES = {"never": "values, then forward", "always": "shardyard prefetch"}
+SIDES = {"blocking": "values, then forward", "overlapped": "shardyard prefetch"}
 TRAIN_S_MAX = 600
 
 
@@ -30,13 +31,13 @@ class NotTheSame(Exception):
     """The two sides have trained to other parameters."""
 
 
-def measure(worker: Program, prefetch: str, steps: int, digests: set[str]) -> Figures:
-    worker.ask("open", seed=0, settings={"worker.prefetch": prefetch})
+def measure(worker: Program, exchange: str, steps: int, digests: set[str]) -> Figures:
+    worker.ask("open", seed=0, settings={"worker.exchange": exchange})
     done = worker.ask("train", steps=steps, timeout_s=TRAIN_S_MAX)
     digests.add(worker.ask("digest")["digest"])
     worker.ask("close", timeout_s=TRAIN_S_MAX)
     if len(digests) > 1:
-        raise NotTheSame(f"worker.prefetch {prefetch}: other parameters after {steps} steps")
+        raise NotTheSame(f"worker.exchange {exchange}: other parameters after {steps} steps")
     return {"steps_per_s": done["steps"] / done["seconds"]}
 
 
@@ -47,7 +48,7 @@ def run(mbit_s: int, pairs: int, steps: int) -> dict[str, list[Figures]]:
         with shardyard_side(PROGRAM, workers=1, settings={"worker.same_host": "never"}, **place) as side:
             (worker,) = side.workers
             sides: dict[str, Callable[[], Figures]] = {
-                name: partial(measure, worker, prefetch, steps, digests) for prefetch, name in SIDES.items()
+                name: partial(measure, worker, exchange, steps, digests) for exchange, name in SIDES.items()
             }
             return measure_pairs(sides, pairs)
 

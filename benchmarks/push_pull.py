@@ -30,7 +30,7 @@ WARM_ROUNDS = 6
 
 OURS: dict[str, dict[str, object]] = {
     "shardyard same host": {"worker.same_host": "auto"},
-    "shardyard same host, view": {"worker.same_host": "auto", "worker.pull": "view"},
+    "shardyard same host, view": {"worker.same_host": "auto", "worker.exchange": "overlapped"},
     "shardyard streams": {"worker.same_host": "never"},
 }
 PEERS: dict[str, list[str]] = {

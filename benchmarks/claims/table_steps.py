@@ -57,7 +57,7 @@ def one_measurement(side: Side, seconds: float) -> Figures:
 @contextmanager
 def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
-    settings = {"job.partitions": partitions, "worker.window": window}
+    settings = {"job.partitions": partitions, "worker.exchange": ("blocking", "delayed")[window]}
     with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
         yield side
 

@@ -98,15 +98,15 @@ def train(job: sy.Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "overlap": {"worker.overlap": "always", "worker.same_host": "never"},
-    "window": {"worker.window": 1},
+    "overlap": {"worker.exchange": "overlapped", "worker.same_host": "never"},
+    "window": {"worker.exchange": "delayed"},
     "async": {},
     "sync": SYNC,
     "local": LOCAL,
     "local int8": LOCAL | {"job.compression.push": "int8"},
     "small blocks": SYNC | {"job.block_bytes": 65_536},
     "streams": SYNC | {"worker.same_host": "never"},
-    "view": SYNC | {"worker.pull": "view"},
+    "view": SYNC | {"worker.exchange": "overlapped"},
     "bf16": SYNC | {"job.compression.push": "bf16", "job.compression.pull": "bf16"},
     "int8": SYNC | {"job.compression.push": "int8+zstd", "job.compression.pull": "delta"},
     "topk": SYNC | {"job.compression.push": "topk:0.05", "job.compression.momentum": 0.9},

@@ -471,7 +471,7 @@ class Yard:
                 same_host="never",
                 rpc_deadline_ms=1_500,
                 retry_budget_ms=8_000,
-                window=plan.window,
+                exchange="delayed" if plan.window else "blocking",
             ),
             membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000),
         )

@@ -126,7 +126,7 @@ class SspClock:
                     raise InvalidRequest(
                         f"values that worker {worker} uses {report.ahead} steps later, with a bound of {bound}",
                         why="all workers would wait for each other",
-                        todo="set worker.window to no more than job.consistency.staleness",
+                        todo="set worker.exchange to overlapped, or raise job.consistency.staleness",
                     )
                 slowest = self._too_far_behind(worker, report, bound)
                 if slowest is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from shardyard.config.settings.values import DURATION_MS_MAX, Device, Section, impossible
+from shardyard.config.settings.values import DURATION_MS_MAX, Device, Section
 from shardyard.domain import limits
 
 
@@ -22,23 +22,11 @@ class WorkerSettings(Section):
         default="auto",
         description="auto: payloads to and from servers on this machine lie in shared memory; never: streams.",
     )
-    pull: Literal["copy", "view"] = Field(
-        default="copy",
-        description="copy: pulled values are copied into the parameters; view: parameters become views on them.",
-    )
-    overlap: Literal["never", "always"] = Field(
-        default="never",
-        description="always: gradients that travel are sent while backward computes others; never: with step().",
-    )
-    prefetch: Literal["never", "always"] = Field(
-        default="never",
-        description="always: step() returns while values that travel still arrive, those first that are used first.",
-    )
-    window: int = Field(
-        default=0,
-        ge=0,
-        le=1,
-        description="Pushes under way while the next gradient is computed (async); 0: step() waits for its push.",
+    exchange: Literal["blocking", "overlapped", "delayed"] = Field(
+        default="blocking",
+        description="How a step hides its exchange with the servers. blocking: step() waits for the new values and"
+        " copies them; overlapped: gradients leave during backward, values arrive during forward, with the same"
+        " results; delayed: an async worker computes its next gradient while a push is in flight.",
     )
     cached_rows_bytes: int = Field(
         default=0,
@@ -66,12 +54,7 @@ class WorkerSettings(Section):
         description="How long a worker goes on trying a peer that does not answer before it is called lost.",
     )
 
-    @model_validator(mode="after")
-    def _one_overlap_at_a_time(self) -> Self:
-        if self.window and self.overlap == "always":
-            raise impossible(
-                ("window", "overlap"),
-                "overlap never with a window, since the stream is then busy with the push before",
-                f"window {self.window} with overlap {self.overlap}",
-            )
-        return self
+    @property
+    def window(self) -> int:
+        """How many pushes are in flight while an asynchronous worker computes its next gradient."""
+        return int(self.exchange == "delayed")

@@ -110,7 +110,7 @@ def together(
 @pytest.mark.long("clipped")
 @pytest.mark.parametrize(
     "more",
-    [{}, {"worker.same_host": "never", "yard.servers": 1}, {"job.clip.norm": 0.5}, {"worker.prefetch": "always"}],
+    [{}, {"worker.same_host": "never", "yard.servers": 1}, {"job.clip.norm": 0.5}, {"worker.exchange": "overlapped"}],
     ids=["shared", "streams", "clipped", "prefetch"],
 )
 def test_promise_2_each_sample_counts_once_an_epoch_with_a_slow_worker(more: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def train(
 def test_promise_5_no_gradient_lacks_more_steps_of_another_worker_than_the_bound(staleness: int, window: int) -> None:
     joined = threading.Barrier(3)
     pauses: list[Callable[[int], float]] = [lambda step: 0.01, lambda step: 0.002 * (step % 5), lambda _: 0.0]
-    given = {"job.consistency.staleness": staleness, "worker.window": window}
+    given = {"job.consistency.staleness": staleness, "worker.exchange": ("blocking", "delayed")[window]}
     with yard(**given) as connect, ThreadPoolExecutor(3) as threads:
         runs = [
             threads.submit(train, connect, place, 3, joined=joined, pause_s=pause) for place, pause in enumerate(pauses)
@@ -190,9 +190,12 @@ def test_worker_with_data_of_its_own_joins_with_its_first_push() -> None:
         jobs[1].close()
 
 
-def test_window_beyond_the_bound_is_refused() -> None:
-    given = BOUNDED | {"job.consistency.staleness": 0, "worker.window": 1}
-    with sy.connect(settings=given) as job, pytest.raises(sy.errors.ConfigurationError, match=r"worker\.window 1"):
+def test_delay_beyond_the_bound_is_refused() -> None:
+    given = BOUNDED | {"job.consistency.staleness": 0, "worker.exchange": "delayed"}
+    with (
+        sy.connect(settings=given) as job,
+        pytest.raises(sy.errors.ConfigurationError, match=r"worker\.exchange delayed"),
+    ):
         Traced(job, 0)
 
 

@@ -183,9 +183,8 @@ def test_promise_6_bits_do_not_depend_on_servers_or_ways(connect: Connect) -> No
         {"yard.servers": 1},
         {"yard.servers": 2},
         {"worker.same_host": "never"},
-        {"worker.same_host": "never", "worker.overlap": "always"},
-        {"worker.same_host": "never", "worker.prefetch": "always"},
-        {"worker.pull": "view"},
+        {"worker.same_host": "never", "worker.exchange": "overlapped"},
+        {"worker.exchange": "overlapped"},
         {"job.block_bytes": 64},
     ]
     found = [digest(train(connect(settings=LOCAL | ranks(2) | way), OPTIMIZERS["adamw"])) for way in ways]

@@ -37,10 +37,10 @@ STALE = {
 TRANSPORTS = [
     {"worker.same_host": "never"},
     {"worker.same_host": "auto"},
-    {"worker.pull": "view"},
-    {"worker.window": 1},
+    {"worker.exchange": "overlapped"},
+    {"worker.exchange": "delayed"},
     {"job.consistency.delay_compensation_decay": 0.75},
-    {"worker.same_host": "never", "worker.prefetch": "always"},
+    {"worker.same_host": "never", "worker.exchange": "overlapped"},
     {"job.consistency.mode": "bounded", "job.consistency.staleness": 9},
 ]
 
@@ -114,11 +114,11 @@ def lateness(coordinator: str) -> dict[str, float]:
         time.sleep(0.05)
 
 
-@pytest.mark.long("{'worker.window': 1}")
+@pytest.mark.long("{'worker.exchange': 'delayed'}")
 @pytest.mark.parametrize("given", TRANSPORTS, ids=str)
 def test_two_workers_in_a_known_order_get_what_the_formulas_say(tmp_path: Path, given: dict[str, object]) -> None:
     reference = Reference(float(str(given.get("job.consistency.delay_compensation_decay", 0))))
-    window = given.get("worker.window", 0)
+    window = given.get("worker.exchange") == "delayed"
     with running_yard(tmp_path / "yard", settings=STALE | given) as yard:
         here = STALE | given | {"coordinator": yard.coordinator}
         with sy.connect(settings=here) as first, sy.connect(settings=here) as second:

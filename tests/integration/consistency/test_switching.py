@@ -38,7 +38,7 @@ def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: in
     share = SAMPLES * epochs // len(bounds)
     seen: list[list[int | None]] = [[] for _ in range(2)]
 
-    with yard(**{"worker.window": window}) as here, ThreadPoolExecutor(2) as threads:
+    with yard(**{"worker.exchange": ("blocking", "delayed")[window]}) as here, ThreadPoolExecutor(2) as threads:
 
         def train(number: int) -> set[float]:
             with here.connect() as job:

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("alone")
         (True, 1, 2, {}),
         (False, 4, 2, {}),
         (False, 1, 3, {}),
-        (False, 1, 2, {"worker.window": 1}),
-        (False, 1, 2, {"worker.overlap": "always"}),
-        (True, 1, 2, {"worker.prefetch": "always"}),
+        (False, 1, 2, {"worker.exchange": "delayed"}),
+        (False, 1, 2, {"worker.exchange": "overlapped"}),
+        (True, 1, 2, {"worker.exchange": "overlapped"}),
     ],
 )
 def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(

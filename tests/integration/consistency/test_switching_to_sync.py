@@ -41,9 +41,9 @@ pytestmark = pytest.mark.usefixtures("alone")
         (False, 4, 2, {}),
         (False, 1, 3, {}),
         (False, 1, 2, {"job.consistency.mode": "bounded", "job.consistency.staleness": 1}),
-        (False, 1, 2, {"worker.window": 1}),
-        (False, 1, 2, {"worker.overlap": "always"}),
-        (True, 1, 2, {"worker.prefetch": "always"}),
+        (False, 1, 2, {"worker.exchange": "delayed"}),
+        (False, 1, 2, {"worker.exchange": "overlapped"}),
+        (True, 1, 2, {"worker.exchange": "overlapped"}),
         (True, 1, 2, {"worker.cached_rows_bytes": 1 << 20, "worker.cached_rows_steps": 1_000}),
     ],
 )

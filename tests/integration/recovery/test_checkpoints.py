@@ -83,7 +83,7 @@ def test_script_takes_a_checkpoint_of_all_that_it_has_pushed(
     yard: RoleYard, probes: Probes, mode: str, window: int
 ) -> None:
     options = ("--samples", "30", "--checkpoint-at", "15")
-    settings = {"job__consistency__mode": mode, "worker__window": window} | SELDOM
+    settings = {"job__consistency__mode": mode, "worker__exchange": ("blocking", "delayed")[window]} | SELDOM
     script, out = probes.start("own", *options, coordinator=yard.address, **settings)
     finish(script, out)
     (line,) = [line for line in script.lines if line.startswith("took checkpoint ")]

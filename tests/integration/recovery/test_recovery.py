@@ -117,7 +117,7 @@ def test_lost_pushes_without_leased_data_are_told_exactly(yard: RoleYard, probes
         *("--samples", "120", "--pause-ms", "20"),
         coordinator=yard.address,
         job__checkpoint__every_steps=30,
-        worker__window=window,
+        worker__exchange=("blocking", "delayed")[window],
     )
     yard.coordinator.wait_for("checkpoint 2 of step")
     script.wait_for(f"computed {computed(script) + 8}")

@@ -52,7 +52,7 @@ BOUNDED = {"job.consistency.mode": "bounded"}
     "given",
     [
         {},
-        {"worker.window": 1, "worker.same_host": "never"},
+        {"worker.exchange": "delayed", "worker.same_host": "never"},
         BOUNDED | {"job.consistency.staleness": 5},
         {"worker.cached_rows_bytes": 500},
         {"job.compression.rows_push": "bf16"},
@@ -65,7 +65,7 @@ def test_a_model_learns_the_same_with_rows_that_are_kept(
     """One worker, so that rows that have all its pushes are those of the servers. With a window too: each row is met
     again after two steps at the soonest."""
     found, looked_up, spread = [], [], list(batches())
-    if "worker.window" in given:
+    if "worker.exchange" in given:
         spread = [(ids + 100 * (at % 3), more + 100 * (at % 3)) for at, (ids, more) in enumerate(spread)]
     for settings in (CACHED | given, {key: value for key, value in given.items() if "cached" not in key}):
         look_ups.clear()
@@ -236,7 +236,7 @@ def test_promise_5_holds_for_rows_that_are_kept(staleness: int, window: int, ste
             return taken
 
     cached = CACHED | {"worker.cached_rows_steps": steps}
-    bounded = BOUNDED | {"job.consistency.staleness": staleness, "worker.window": window}
+    bounded = BOUNDED | {"job.consistency.staleness": staleness, "worker.exchange": ("blocking", "delayed")[window]}
     given = bounded | {"job.data.batches_per_data_shard": per_shard} | cached | NEVER
     with yard(**given) as connect, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, place) for place in range(workers)]
@@ -348,7 +348,7 @@ def test_a_worker_that_has_no_work_keeps_nothing() -> None:
         (SYNC, "exactly its version"),
         ({"job.consistency.staleness_scaling": "inverse"}, "staleness_scaling inverse"),
         (BOUNDED | {"job.consistency.staleness": 3}, "at most 3"),
-        (BOUNDED | {"job.consistency.staleness": 4, "worker.window": 1}, "at most 3"),
+        (BOUNDED | {"job.consistency.staleness": 4, "worker.exchange": "delayed"}, "at most 3"),
         (BOUNDED | {"job.consistency.staleness": 0}, "cached_rows_bytes to 0"),
     ],
 )

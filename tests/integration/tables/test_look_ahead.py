@@ -132,7 +132,7 @@ def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"yard.servers": 1, "job.partitions": 1}, 3),
         ({"job.consistency.mode": "bounded"}, 3),
         ({"job.compression.pull": "bf16"}, 3),
-        ({"worker.prefetch": "always"} | STREAMS, 3 * STEPS),
+        ({"worker.exchange": "overlapped"} | STREAMS, 3),
     ],
 )
 def test_rows_that_come_ahead_are_those_that_would_have_been_looked_up(
@@ -153,7 +153,7 @@ def test_rows_that_come_ahead_are_those_that_would_have_been_looked_up(
 def test_with_a_window_rows_lack_the_push_under_way_and_no_other(
     connect: Connect, look_ups: list[int], given: dict[str, Any]
 ) -> None:
-    job = connect(settings=NEVER | {"worker.window": 1} | given)
+    job = connect(settings=NEVER | {"worker.exchange": "delayed"} | given)
     model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
     model, optimizer = job.prepare(model, optimizer_of(model))
     seen = []
@@ -417,7 +417,7 @@ class Drawn(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.tensor(index * SPREAD), drawn
 
 
-@pytest.mark.parametrize("given", [{}, {"worker.window": 1}, {"job.consistency.mode": "bounded"}])
+@pytest.mark.parametrize("given", [{}, {"worker.exchange": "delayed"}, {"job.consistency.mode": "bounded"}])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_batches_and_randomness_are_the_same_with_look_ahead_and_without(
     connect: Connect, look_ups: list[int], given: dict[str, Any], accumulate: int
@@ -527,7 +527,11 @@ def test_promise_5_holds_for_rows_that_come_ahead(staleness: int, window: int) -
                 steps += 1
             return steps
 
-    bounded = {"job.consistency.mode": "bounded", "job.consistency.staleness": staleness, "worker.window": window}
+    bounded = {
+        "job.consistency.mode": "bounded",
+        "job.consistency.staleness": staleness,
+        "worker.exchange": ("blocking", "delayed")[window],
+    }
     given = bounded | {"job.data.batches_per_data_shard": per_shard} | NEVER
     with yard(**given) as connect, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, place) for place in range(workers)]

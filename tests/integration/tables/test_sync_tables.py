@@ -159,7 +159,7 @@ def together(
         (4, 1, {}),
         (2, 3, {}),
         (4, 2, {"worker.same_host": "never"}),
-        (2, 2, {"worker.prefetch": "always", "worker.same_host": "never"}),
+        (2, 2, {"worker.exchange": "overlapped", "worker.same_host": "never"}),
     ],
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["looked-up", "ahead"])
@@ -408,7 +408,7 @@ def test_promise_2_each_sample_counts_once_in_its_row(connect: Connect) -> None:
     assert totals(job, 50, 3) == [3.0] * 50
 
 
-@pytest.mark.parametrize("more", [{}, {"job.clip.norm": 1_000.0}, {"worker.prefetch": "always"}])
+@pytest.mark.parametrize("more", [{}, {"job.clip.norm": 1_000.0}, {"worker.exchange": "overlapped"}])
 def test_promise_2_late_ranks_with_backup_workers_count_once_in_their_rows(more: dict[str, Any]) -> None:
     done = threading.Barrier(3)
 

@@ -204,7 +204,7 @@ def train(connect: Connect, batch_size: int, accumulate: int, **settings: Any) -
     return values
 
 
-@pytest.mark.parametrize("settings", [{}, STREAMS, STREAMS | {"worker.overlap": "always"}])
+@pytest.mark.parametrize("settings", [{}, STREAMS, STREAMS | {"worker.exchange": "overlapped"}])
 def test_accumulated_batches_are_as_one_large_one(connect: Connect, settings: dict[str, Any]) -> None:
     large, small = train(connect, 12, 1, **settings), train(connect, 3, 4, **settings)
     assert large.keys() == small.keys()
@@ -217,7 +217,7 @@ def digest(values: dict[str, torch.Tensor]) -> str:
 
 
 def test_promise_6_bits_do_not_depend_on_how_accumulated_gradients_travel(connect: Connect) -> None:
-    ways = [{"yard.servers": 1}, STREAMS, STREAMS | {"worker.overlap": "always"}]
+    ways = [{"yard.servers": 1}, STREAMS, STREAMS | {"worker.exchange": "overlapped"}]
     assert len({digest(train(connect, 3, 4, **way)) for way in ways}) == 1
 
 
@@ -267,7 +267,7 @@ def sent_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-AHEAD = STREAMS | {"worker.overlap": "always", "yard.servers": 1}
+AHEAD = STREAMS | {"worker.exchange": "overlapped", "yard.servers": 1}
 
 
 @pytest.mark.parametrize("settings", [{}, SYNC])

@@ -82,7 +82,7 @@ def test_training_equals_torch_with_its_clipping(
 
 
 @pytest.mark.parametrize(
-    "more", [{"job.consistency.mode": "bounded"}, {"worker.window": 1}, {"worker.overlap": "always"}]
+    "more", [{"job.consistency.mode": "bounded"}, {"worker.exchange": "delayed"}, {"worker.exchange": "overlapped"}]
 )
 def test_each_push_is_clipped_by_itself_where_it_is_an_update(connect: Connect, more: dict[str, Any]) -> None:
     job = connect(settings=CLIP | {"worker.same_host": "never"} | more)
@@ -156,7 +156,7 @@ def train(connect: Callable[[], sy.Job], workers: int) -> tuple[dict[str, bytes]
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"worker.same_host": "never"}, {"worker.same_host": "never", "worker.prefetch": "always"}],
+    [{}, {"worker.same_host": "never"}, {"worker.same_host": "never", "worker.exchange": "overlapped"}],
     ids=["shared", "streams", "prefetch"],
 )
 def test_promise_6_clipped_bits_are_the_same_on_any_number_of_servers_and_workers(more: dict[str, Any]) -> None:

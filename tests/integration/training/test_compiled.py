@@ -65,9 +65,7 @@ def compiled_by(backend: str) -> Compile:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "settings", [{}, SYNC, {"worker.pull": "view"}, {"worker.overlap": "always"}, {"worker.prefetch": "always"}]
-)
+@pytest.mark.parametrize("settings", [{}, SYNC, {"worker.exchange": "overlapped"}, {"worker.exchange": "delayed"}])
 @pytest.mark.parametrize("where", ["first", "after"])
 def test_compiled_model_trains_as_without_to_the_bit(
     connect: Connect, backend: str, settings: dict[str, Any], where: str
@@ -112,7 +110,7 @@ def test_model_is_compiled_once_for_all_its_steps(connect: Connect) -> None:
         compilations.append(graph)
         return graph.forward
 
-    for settings in ({}, {"worker.pull": "view"}):
+    for settings in ({}, {"worker.exchange": "overlapped"}):
         compilations.clear()
         train(connect(settings=settings), Net(), first=lambda model: torch.compile(model, backend=backend))
         assert len(compilations) == 1, settings

@@ -123,13 +123,13 @@ def train(
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "overlap": {"worker.overlap": "always", "worker.same_host": "never"},
-    "window": {"worker.window": 1},
+    "overlap": {"worker.exchange": "overlapped", "worker.same_host": "never"},
+    "window": {"worker.exchange": "delayed"},
     "async": {},
     "sync": SYNC,
     "two ranks": SYNC_2,
     "streams": SYNC | {"worker.same_host": "never"},
-    "view": SYNC | {"worker.pull": "view"},
+    "view": SYNC | {"worker.exchange": "overlapped"},
     "bf16": SYNC | {"job.compression.push": "bf16", "job.compression.pull": "bf16"},
     "int8": SYNC | {"job.compression.push": "int8:64+zstd", "job.compression.pull": "delta:64"},
     "topk": SYNC | {"job.compression.push": "topk:0.05", "job.compression.momentum": 0.9},
@@ -145,8 +145,7 @@ def test_training_through_a_device_is_the_same_to_the_bit(
     found = {}
     for chosen in (False, True):
         on_device(chosen)
-        # the host's views are other than its copies in the order of their elements, which some kernels look at
-        found[chosen], job = train(connect, given if chosen else given | {"worker.pull": "copy"})
+        found[chosen], job = train(connect, given)
         assert job._loop.trainer is not None
         compresses = "job.compression.push" in given
         feedback = job._loop.trainer.pushes.feedback

@@ -31,8 +31,10 @@ SAMPLES, BATCH = 96, 4
 WAYS: dict[str, dict[str, object]] = {
     "shared": {},
     "streams": {"worker.same_host": "never"},
-    "view": {"worker.pull": "view"},
-    "overlap": {"worker.same_host": "never", "worker.overlap": "always"},
+    "view": {"worker.exchange": "overlapped"},
+    "overlap": {"worker.same_host": "never", "worker.exchange": "overlapped"},
+    "delayed": {"worker.exchange": "delayed"},
+    "delayed over streams": {"worker.same_host": "never", "worker.exchange": "delayed"},
 }
 
 
@@ -147,12 +149,10 @@ def test_optimizers_state_and_counts_come_back_with_their_partitions(tmp_path: P
             assert float((mine - other).detach().norm() / other.detach().norm()) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("way", "window"), [(way, window) for way in WAYS for window in (0, 1) if (way, window) != ("overlap", 1)]
-)
-def test_promise_2_each_sample_counts_once_though_partitions_go_back(tmp_path: Path, way: str, window: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_promise_2_each_sample_counts_once_though_partitions_go_back(tmp_path: Path, way: str) -> None:
     """The data shard is gone through again from the lowest watermark; the living server skips what it has."""
-    settings = WAYS[way] | {"job.data.batches_per_data_shard": 1_000, "worker.window": window}
+    settings = WAYS[way] | {"job.data.batches_per_data_shard": 1_000}
     with yard_of(tmp_path, settings) as (yard, job):
         counted = Counted(job, SAMPLES)
         for number, (index,) in enumerate(job.batches(counted.data, batch_size=BATCH, epochs=1)):

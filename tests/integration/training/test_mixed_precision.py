@@ -158,11 +158,10 @@ class Noting(torch.nn.Module):
     [
         {},
         {"worker.same_host": "never"},
-        {"worker.same_host": "never", "worker.prefetch": "always"},
-        {"worker.same_host": "never", "worker.overlap": "always"},
-        {"worker.pull": "view"},
+        {"worker.same_host": "never", "worker.exchange": "overlapped"},
+        {"worker.exchange": "overlapped"},
     ],
-    ids=["plain", "streams", "prefetch", "overlap", "view"],
+    ids=["plain", "streams", "overlapped", "view"],
 )
 def test_overflow_in_one_rank_skips_the_step_for_all_and_the_scale_falls_once(
     connect: Connect, given: dict[str, Any]
@@ -217,7 +216,7 @@ def test_scaler_is_asked_for_once_and_before_the_model(connect: Connect) -> None
 
 
 def test_gradients_that_are_sent_ahead_are_unscaled_when_they_count(connect: Connect) -> None:
-    job = connect(settings={"worker.overlap": "always", "worker.same_host": "never"})
+    job = connect(settings={"worker.exchange": "overlapped", "worker.same_host": "never"})
     scaler = job.scaler(init_scale=256.0)
     model = torch.nn.Linear(64, 64)
     plain = torch.nn.Linear(64, 64)
@@ -275,7 +274,9 @@ def listed(job: sy.Job) -> list[dict[str, object]]:
 def test_promise_2_batches_that_are_not_finite_do_not_count_and_are_listed_by_index(
     connect: Connect, window: int, per_shard: int
 ) -> None:
-    job = connect(settings={"job.data.batches_per_data_shard": per_shard, "worker.window": window})
+    job = connect(
+        settings={"job.data.batches_per_data_shard": per_shard, "worker.exchange": ("blocking", "delayed")[window]}
+    )
     counted = Counted(job, 41)
     left_out = train_with(counted, {7, 23})
     assert 1 <= len(left_out) <= 2
@@ -446,14 +447,13 @@ class Normed(torch.nn.Module):
     "given",
     [
         {},
-        {"worker.pull": "view"},
+        {"worker.exchange": "overlapped"},
         {"worker.same_host": "never"},
-        {"worker.overlap": "always", "worker.same_host": "never"},
-        {"worker.prefetch": "always", "worker.same_host": "never"},
+        {"worker.exchange": "overlapped", "worker.same_host": "never"},
         {"job.block_bytes": 64},
         SYNC,
     ],
-    ids=["plain", "view", "streams", "overlap", "prefetch", "blocks", "sync"],
+    ids=["plain", "view", "streams", "overlapped", "blocks", "sync"],
 )
 @NARROW
 def test_narrow_models_train_as_with_torch_and_float32_masters(

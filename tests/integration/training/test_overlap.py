@@ -70,11 +70,11 @@ def digest(job: Job) -> str:
 )
 def test_promise_6_bits_are_the_same_with_gradients_sent_ahead(change: Change, mode: str) -> None:
     kept = {"job.consistency.mode": mode}
-    assert train(change, **kept, **{"worker.overlap": "always"}) == train(change, **kept)
+    assert train(change, **kept, **{"worker.exchange": "overlapped"}) == train(change, **kept)
 
 
 def test_gradients_do_travel_before_the_step() -> None:
-    settings = {"worker.same_host": "never", "worker.overlap": "always"}
+    settings = {"worker.same_host": "never", "worker.exchange": "overlapped"}
     with sy.connect(settings=settings) as job:
         model = torch.nn.Linear(64, 64)
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -90,7 +90,7 @@ def test_gradients_do_travel_before_the_step() -> None:
 
 
 def test_gradients_sent_ahead_of_a_push_that_is_not_made_are_not_counted() -> None:
-    settings = {"worker.same_host": "never", "worker.overlap": "always"}
+    settings = {"worker.same_host": "never", "worker.exchange": "overlapped"}
     with sy.connect(settings=settings) as job:
         model = torch.nn.Linear(64, 64, bias=False)
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -104,7 +104,7 @@ def test_gradients_sent_ahead_of_a_push_that_is_not_made_are_not_counted() -> No
 
 
 def test_what_was_sent_ahead_of_another_exchange_is_sent_again() -> None:
-    settings = {"worker.same_host": "never", "worker.overlap": "always"}
+    settings = {"worker.same_host": "never", "worker.exchange": "overlapped"}
     with sy.connect(settings=settings) as job:
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(64)) for _ in range(2)])
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

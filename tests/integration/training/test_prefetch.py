@@ -29,7 +29,7 @@ from tests.support.alone import SYNC_2, Connect, Counted
 
 STEPS = 5
 WAIT_S = 10
-ALWAYS = {"worker.prefetch": "always", "worker.same_host": "never"}
+ALWAYS = {"worker.exchange": "overlapped", "worker.same_host": "never"}
 
 
 class Gate:
@@ -205,10 +205,6 @@ def digest(job: Job) -> str:
     [
         {"job.consistency.mode": "sync"},
         {"job.consistency.mode": "async"},
-        {"worker.window": 1},
-        {"worker.pull": "view"},
-        {"worker.pull": "view", "worker.window": 1},
-        {"worker.overlap": "always"},
         {"job.block_bytes": 64},
     ],
     ids=str,
@@ -349,7 +345,7 @@ def test_whoever_reads_after_a_step_reads_the_whole_version(connect: Connect, ga
     for settings in (ALWAYS, {}):
         torch.manual_seed(3)
         model = Chain()
-        begin(connect, model, **settings | {"worker.prefetch": settings.get("worker.prefetch", "never")})
+        begin(connect, model, **settings | {"worker.exchange": settings.get("worker.exchange", "blocking")})
         values = READERS[reader](model)
         assert {type(value) for value in values.values()} == {torch.Tensor}
         found.append({name: value.detach() for name, value in values.items()})
@@ -428,20 +424,18 @@ def test_malformed_answers_are_refused_where_their_values_are_used(
     assert unchanged.count(False) == 1, "the one that came with the head"
 
 
-def test_prefetch_of_coded_values_is_refused(connect: Connect) -> None:
-    job = connect(**ALWAYS | {"job.compression.pull": "bf16"})
-    model = Chain()
-    with pytest.raises(errors.ConfigurationError, match=r"worker\.prefetch"):
-        job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_a_step_waits_for_values_that_are_coded(connect: Connect, gate: Gate) -> None:
+    coded = {"job.compression.pull": "bf16"}
+    assert train(connect, Chain, **ALWAYS, **coded) == train(connect, Chain, **coded)
+    assert not gate.late
 
 
-@pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize("saved_after", [0, 6])
 def test_promise_2_each_sample_counts_once_though_a_server_dies_while_its_values_arrive(
-    tmp_path: Path, alone: None, gate: Gate, window: int, saved_after: int
+    tmp_path: Path, alone: None, gate: Gate, saved_after: int
 ) -> None:
     """A partition that is restored as it was before the lease has to hear of it again."""
-    settings = ALWAYS | {"job.data.batches_per_data_shard": 1_000, "worker.window": window}
+    settings = ALWAYS | {"job.data.batches_per_data_shard": 1_000}
     with yard_of(tmp_path, settings) as (yard, job):
         counted = Counted(job, 96)
         if saved_after == 0:
@@ -452,7 +446,7 @@ def test_promise_2_each_sample_counts_once_though_a_server_dies_while_its_values
             counted.step(index)
             if number + 1 == saved_after:
                 yard.save()
-            if number == 11 + window:
+            if number == 11:
                 yard.lose()
                 assert not gate.held().complete
                 gate.opened.set()

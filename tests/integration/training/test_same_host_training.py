@@ -46,7 +46,11 @@ def test_promise_6_bits_do_not_depend_on_the_transport(tmp_path: Path) -> None:
     found = {}
     for servers in (1, 2):
         with running_yard(tmp_path / f"yard-{servers}", servers=servers) as yard, Probes(tmp_path) as probes:
-            for transport in ({"same_host": "never"}, {"same_host": "auto"}, {"same_host": "auto", "pull": "view"}):
+            for transport in (
+                {"same_host": "never"},
+                {"same_host": "auto"},
+                {"same_host": "auto", "exchange": "overlapped"},
+            ):
                 settings = {f"worker__{name}": value for name, value in transport.items()}
                 name = "-".join((str(servers), *transport.values()))
                 given = SYNC_RUN | settings | {"coordinator": yard.coordinator, "job": name}
@@ -137,8 +141,8 @@ def assert_equal(found: dict[str, np.ndarray[Any, Any]], expected: dict[str, np.
 WAYS = {
     "streams": {"worker.same_host": "never"},
     "copies": {"worker.same_host": "auto"},
-    "views": {"worker.same_host": "auto", "worker.pull": "view"},
-    "views over streams": {"worker.same_host": "never", "worker.pull": "view"},
+    "views": {"worker.same_host": "auto", "worker.exchange": "overlapped"},
+    "views over streams": {"worker.same_host": "never", "worker.exchange": "overlapped"},
 }
 
 
@@ -241,7 +245,7 @@ def test_change_in_place_is_not_seen_again_after_the_stream_was_reopened(connect
 def test_view_keeps_its_values_while_others_push(connect: Connect) -> None:
     given = {"log.level": "error", "yard.servers": 2, "job.partitions": 4}
     with yard_of(configuration.load(None, {}, given).settings) as (yard, inside):
-        mine = inside.model_copy(update={"worker": inside.worker.model_copy(update={"pull": "view"})})
+        mine = inside.model_copy(update={"worker": inside.worker.model_copy(update={"exchange": "overlapped"})})
         with worker.connect(mine, network=yard.network) as one, worker.connect(inside, network=yard.network) as two:
             first, second = Model(), Model()
             first.load_state_dict(second.state_dict())

@@ -36,11 +36,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestBuilder, "push", later)
 
 
-@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}, {"worker.pull": "view"}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}], ids=str)
 @pytest.mark.usefixtures("slow")
 def test_each_gradient_is_computed_on_what_the_push_before_the_last_has_made(given: dict[str, object]) -> None:
     batches = [torch.randn(16, 8) for _ in range(STEPS)]
-    with sy.connect(settings={"worker.window": 1, "job.block_bytes": 64, "job.partitions": 2, **given}) as job:
+    with sy.connect(
+        settings={"worker.exchange": "delayed", "job.block_bytes": 64, "job.partitions": 2, **given}
+    ) as job:
         model = torch.nn.Linear(8, 4, bias=False)
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
         versions = [model.weight.detach().clone()]
@@ -58,7 +60,9 @@ def test_each_gradient_is_computed_on_what_the_push_before_the_last_has_made(giv
 
 def test_promise_1_each_batch_counts_once_with_a_push_under_way() -> None:
     dataset = TensorDataset(torch.ones(96, 1))
-    with sy.connect(settings={"worker.window": 1, "yard.servers": 2, "job.data.batches_per_data_shard": 3}) as job:
+    with sy.connect(
+        settings={"worker.exchange": "delayed", "yard.servers": 2, "job.data.batches_per_data_shard": 3}
+    ) as job:
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

@@ -46,12 +46,12 @@ class _Flight:
 class AsyncStrategy(Strategy):
     """Modes `async` and `bounded`.
 
-    With worker.window 1, `contribute` returns while its push is in flight. The next gradient is computed on the values
-    that the push before brought back. A push's outcome is known at the next `contribute`, or at `drain`.
+    With worker.exchange delayed, `contribute` returns while its push is in flight. The next gradient is computed on the
+    values that the push before brought back. A push's outcome is known at the next `contribute`, or at `drain`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Raises ConfigurationError if the window is larger than the bound that the job was started with."""
+        """Raises ConfigurationError if the bound that the job was started with has no room for it."""
         check_window(trainer)
         super().__init__(trainer)
         self._step = 0

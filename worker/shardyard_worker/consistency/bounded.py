@@ -112,7 +112,7 @@ class SspClock:
         self._session.acknowledge_mode(latest)
         self._limit_cache()
         if self.waits_at_once:
-            log.warning("worker.window %d is not used: staleness has a bound of %d now", self._window, latest.bound)
+            log.warning("step() waits for its push for now, since staleness has a bound of %d", latest.bound)
 
     # ---- values
 
@@ -179,9 +179,9 @@ def check_window(trainer: Trainer) -> None:
         return
     if worker.window > consistency.bound:
         raise errors.ConfigurationError(
-            f"worker.window {worker.window} in a job with job.consistency.staleness {consistency.bound}",
+            f"worker.exchange delayed in a job with job.consistency.staleness {consistency.bound}",
             why="a worker would wait for others to take steps that wait for its own",
-            todo=f"set worker.window to {consistency.bound}, or job.consistency.staleness to {worker.window}",
+            todo=f"set worker.exchange to overlapped, or job.consistency.staleness to {worker.window}",
         )
     if trainer.cache is not None:
         check_bound(worker, consistency.bound)

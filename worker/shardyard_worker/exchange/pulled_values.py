@@ -162,7 +162,8 @@ class PulledValues:
     def _may_view(self, index: int, target: torch.Tensor) -> bool:
         spec = self._layout.variables[index]
         fits = spec.kind is VariableKind.PARAMETER and target.dtype is TORCH_DTYPES[spec.dtype]
-        return fits and target.device.type == "cpu" and not (self._copies is not None and self._copies.carries(target))
+        fits = fits and target.is_contiguous() and target.device.type == "cpu"
+        return fits and not (self._copies is not None and self._copies.carries(target))
 
     def _blocks(
         self, home: ServerBuffers, index: int, begin: int, memory: Bytes

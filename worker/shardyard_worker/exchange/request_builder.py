@@ -84,7 +84,7 @@ class RequestBuilder:
             parts,
             push.weight,
             push.groups,
-            None if pull is None else self._pull_header(stream, pull),
+            None if pull is None else self._pull_header(stream, pull, whole=bool(wanted)),
             shared_at,
             rest=sum([len(piece) for _, piece in pieces]) if rest else None,
             ssp_report=None if pull is None else pull.ssp_report,
@@ -124,8 +124,9 @@ class RequestBuilder:
     ) -> ServerRequest:
         """A server's part of a pull alone. `verdict`: which ranks the step that makes the version may wait for."""
         header = self.header(stream.server)
-        header = replace(header, pull=self._pull_header(stream, pull), ssp_report=pull.ssp_report, verdict=verdict)
         wanted, ids, places = ((), (), ()) if ahead is None else self._wanted(ahead, stream.server)
+        made = self._pull_header(stream, pull, whole=bool(wanted))
+        header = replace(header, pull=made, ssp_report=pull.ssp_report, verdict=verdict)
         if not wanted:
             return header, (), ()
         rows_at, wanted_at = stream.put_rows(ids, places)
@@ -139,9 +140,10 @@ class RequestBuilder:
         lookup = ahead.question(self._owned[server])
         return ((), (), ()) if lookup is None else (lookup.wanted, lookup.codes, ahead.places(lookup))
 
-    def _pull_header(self, stream: ServerStream, pull: PullSpec) -> PullHeader:
-        """Returns the same object while nothing changes, so that a stream recognises the same header at once."""
-        server, order = stream.server, self._order() if pull.prefetched else ()
+    def _pull_header(self, stream: ServerStream, pull: PullSpec, *, whole: bool) -> PullHeader:
+        """Returns the same object while nothing changes, so that a stream recognises the same header at once. `whole`:
+        values come in one piece, since rows follow them."""
+        server, order = stream.server, self._order() if pull.prefetched and not whole else ()
         kept = self._pulls.get(server)
         if kept is not None and kept[0] is pull and kept[1] == stream.shared and kept[2] is order:
             return kept[3]

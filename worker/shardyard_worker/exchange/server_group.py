@@ -58,13 +58,14 @@ class ServerGroup:
         self._buffers = buffers
         settings = session.settings.worker
         self._deadline_ms = settings.rpc_deadline_ms
+        overlaps = settings.exchange == "overlapped"
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
-        self._receivers = ThreadPoolExecutor(len(self._owned), "arrival") if settings.prefetch == "always" else None
+        self._receivers = ThreadPoolExecutor(len(self._owned), "arrival") if overlaps else None
         stream_settings = StreamSettings(
             settings.same_host == "auto",
-            settings.pull == "view",
+            settings.exchange != "blocking",
             settings.rpc_deadline_ms,
-            settings.overlap == "always",
+            overlaps,
             self._receive_later,
             tables,
         )
@@ -74,7 +75,7 @@ class ServerGroup:
             )
             for server, owners in map_.by_server().items()
         }
-        self._overlap = Overlap(buffers, self._streams, session.wait_registry) if settings.overlap == "always" else None
+        self._overlap = Overlap(buffers, self._streams, session.wait_registry) if overlaps else None
         self._requests = RequestBuilder(session.caller, map_, self._owned, buffers, self._overlap, coding, order)
         self._fan_out = FanOut(session, map_, self._streams, buffers, self._requests, follows=follows)
         self.rows = RowReads(session, map_, self._owned, self._fan_out, self._streams)

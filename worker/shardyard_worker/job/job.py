@@ -227,8 +227,9 @@ class Job(JobMember):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients inside the block: backward sends none of them while it computes (worker.overlap), since
-        a later backward adds to them before `optimizer.step()`. job.batches' `accumulate` does this by itself."""
+        """Accumulates gradients inside the block: backward sends none of them while it computes, since a later backward
+        adds to them before `optimizer.step()`. Without `worker.exchange: overlapped` backward sends none in any case.
+        job.batches' `accumulate` does this by itself."""
         trainer = self._loop.need_trainer()
         before, trainer.accumulates_by_hand = trainer.accumulates_by_hand, True
         try:

@@ -43,7 +43,7 @@ def check_bound(worker: WorkerSettings, bound: int) -> None:
     """Checks a job that is started with a bound on staleness. Raises ConfigurationError."""
     if worker.window + worker.cached_rows_steps > bound:
         raise ConfigurationError(
-            f"worker.cached_rows_steps {worker.cached_rows_steps} with worker.window {worker.window} in a job with"
+            f"worker.cached_rows_steps {worker.cached_rows_steps} with worker.exchange {worker.exchange} in a job with"
             f" job.consistency.staleness {bound}",
             why="rows that are used so many steps later are held to the bound of those steps, so a worker would wait"
             " for others to take steps that wait for its own",

@@ -2,7 +2,8 @@
 
 Owns: the targets, the tensors that hold the current values, and which of them are still arriving. Invariants: in a
 synchronous job the targets hold one version of all partitions; in an asynchronous job a whole version of each
-partition. With worker.prefetch this holds for what a user of a target sees. Must not know: which version is needed.
+partition. With worker.exchange overlapped this holds for what a user of a target sees. Must not know: which version is
+needed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ class ValueLoader:
     """For the thread that trains; a value that is still arriving may be brought by any thread that uses it."""
 
     def __init__(self, link: ServerLink, model: torch.nn.Module | None, context: Callable[[], StepContext]) -> None:
-        """Raises ConfigurationError."""
         session = link.session
         self._link = link
         self._context = context
         self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
         # local steps change the targets in place, and the round's first values are needed at its end
         local = session.job_settings.consistency.local_steps is not None
-        self._view = session.settings.worker.pull == "view" and not local
+        self._view = session.settings.worker.exchange != "blocking" and not local
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
         self._late: dict[int, list[Late]] = {}
         """The parts of values that were arriving when the version was loaded, by variable."""
@@ -49,11 +49,6 @@ class ValueLoader:
     def close(self) -> None:
         if self._prefetch is not None:
             self._prefetch.close()
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether the model waits for each value at its first use."""
-        return self._prefetch is not None
 
     def order(self) -> tuple[int, ...]:
         """Indices of variables in the order in which the model needs their values; empty: all at once."""
@@ -141,17 +136,13 @@ class ValueLoader:
 
 
 def _prefetches(session: Session, model: torch.nn.Module | None) -> bool:
-    if session.settings.worker.prefetch == "never":
+    if session.settings.worker.exchange != "overlapped":
         return False
-    compression = session.job_settings.compression
-    if compression.pull_rules.compresses:
-        raise errors.ConfigurationError(
-            f"worker.prefetch always in a job with job.compression.pull {compression.pull!r}",
-            why="codes are decoded when all have come",
-            todo="set worker.prefetch to never, or job.compression.pull to none",
-        )
+    if session.job_settings.compression.pull_rules.compresses:
+        log.info("optimizer.step() waits for all values: job.compression.pull decodes them when all have come")
+        return False
     if model is not None and any(_is_compiled(module) for module in model.modules()):
-        log.info("worker.prefetch: a compiled model waits for all of its values in optimizer.step()")
+        log.info("optimizer.step() waits for all values, since the model is compiled")
         return False
     return True
 

@@ -144,10 +144,7 @@ class PushBuilder:
     def _announced(self, upcoming: Upcoming | None) -> Mapping[int, Int64s]:
         """The ids that the script will look up, by table."""
         tables = self._link.tables
-        # an answer in the order of use has no room for rows
-        if tables is None or upcoming is None or self._values.prefetches:
-            return {}
-        return tables.joined(upcoming())
+        return {} if tables is None or upcoming is None else tables.joined(upcoming())
 
     def note_rows(self, sending: StepInput | None) -> None:
         """Tells the row cache which gradients this step sends."""

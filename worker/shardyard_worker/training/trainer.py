@@ -123,7 +123,7 @@ class Trainer:
         )
         encodes = self.pushes.feedback is not None
         # rows follow the payload on the stream, so then no part of it may be sent before its header
-        overlaps = settings.overlap == "always" and not encodes and link.tables is None
+        overlaps = settings.exchange == "overlapped" and not encodes and link.tables is None
         local = session.job_settings.consistency.local_steps is not None
         self._hooks = GradHooks(
             link.buffers,
