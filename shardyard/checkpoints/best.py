@@ -12,7 +12,6 @@ how a version is judged, checkpoints.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import math
 import re
 import secrets
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from shardyard.checkpoints.manifest import JOB_NAME
+from shardyard.checkpoints.manifest import check_job_name
 from shardyard.domain import limits
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
 from shardyard.domain.ids import JobId
-from shardyard.domain.variables import DType
 from shardyard.storage import tensors
-from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.json_reader import seal, unseal
 from shardyard.storage.storage import Buffer, Storage, Written
 from shardyard.storage.tensors import Array, Contents, Tensor, TensorSource
 
@@ -38,7 +36,6 @@ FORMAT_VERSION: Final = 1
 MANIFEST_BYTES_MAX: Final = limits.MIB
 
 _FILE: Final = re.compile(r"step-[0-9]{12,19}-[0-9a-f]{16}\.safetensors")
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _TEXT: Final = re.compile(rf"[^\x00-\x1f]{{1,{limits.METRIC_NAME_CHARACTERS_MAX}}}")
 _MODE: Final = re.compile("max|min")
 _NAMES: Final = ("format", "version", "job", "metric", "mode", "value", "step", "created", "path", "nbytes", "sha256")
@@ -67,10 +64,8 @@ class BestFolder:
     """Of one job. All methods raise StorageUnavailable. Raises InvalidRequest for a name that no job can have."""
 
     def __init__(self, storage: Storage, job: str) -> None:
-        if not JOB_NAME.fullmatch(job):
-            raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {JOB_NAME.pattern}")
         self.storage = storage
-        self._folder = f"{job}/{FOLDER}"
+        self._folder = f"{check_job_name(job)}/{FOLDER}"
 
     @property
     def url(self) -> str:
@@ -84,12 +79,10 @@ class BestFolder:
         path = f"{self._folder}/{NAME}"
         where = self.storage.locate(path)
         try:
-            nbytes = self.storage.size(path)
+            text = self.storage.read_whole(path, MANIFEST_BYTES_MAX)
         except CheckpointNotFound:
             return None
-        if nbytes > MANIFEST_BYTES_MAX:
-            raise CheckpointDamaged(f"{where} has {nbytes} bytes; at most {MANIFEST_BYTES_MAX}")
-        found = decode(self.storage.read(path, 0, nbytes), where)
+        found = decode(text, where)
         try:
             size = self.storage.size(f"{self._folder}/{found.path}")
         except CheckpointNotFound as error:
@@ -154,7 +147,7 @@ class BestFolder:
             raise InvalidRequest(f"to keep the {mode} of {metric[:100]!r}, which is {value}")
         path = f"step-{step:012d}-{secrets.token_hex(8)}.safetensors"
         text = {"step": str(step), "metric": metric, "value": repr(value)}
-        pieces = tensors.pieces(text, [*(_source(name, array) for name, array in values.items()), *more])
+        pieces = tensors.pieces(text, [*(tensors.source_of(name, array) for name, array in values.items()), *more])
         written = self.storage.write(f"{self._folder}/{path}", pieces)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = BestManifest(job, metric, mode, value, step, created, path, written)
@@ -166,12 +159,9 @@ class BestFolder:
         return (name for name in self.storage.list_files(self._folder) if name != path and _FILE.fullmatch(name))
 
 
-def _source(name: str, array: Array) -> TensorSource:
-    return TensorSource(name, DType(array.dtype.name), array.shape, lambda: tensors.bytes_of(array))
-
-
 def encode(best: BestManifest) -> bytes:
-    inner = canonical(
+    return seal(
+        "best",
         {
             "format": FORMAT,
             "version": FORMAT_VERSION,
@@ -184,35 +174,23 @@ def encode(best: BestManifest) -> bytes:
             "path": best.path,
             "nbytes": best.written.nbytes,
             "sha256": best.written.sha256,
-        }
+        },
     )
-    return b'{"best":' + inner + b',"sha256":"' + hashlib.sha256(inner).hexdigest().encode() + b'"}\n'
 
 
 def decode(text: bytes, where: str) -> BestManifest:
     """Raises CheckpointDamaged."""
-    outer = JsonNode.parse(text, where, at=0).fields(("best", "sha256"))
-    digest = outer["sha256"].text(_DIGEST, "a digest")
-    if hashlib.sha256(canonical(outer["best"].value)).hexdigest() != digest:
-        raise CheckpointDamaged(f"{where} is not what was written: its digest is another")
-    found = outer["best"].fields(_NAMES)
+    node = unseal(text, "best", where)
+    found = node.fields(_NAMES)
     if (found["format"].value, found["version"].value) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(f"{where} is of a format that this release does not know")
-    (value,) = JsonNode([found["value"].value], where, "value").reals(1)
-    created = found["created"].text(_TEXT, "a time")
-    try:
-        zoned = datetime.datetime.fromisoformat(created).tzinfo is not None
-    except ValueError:
-        zoned = False
-    if not zoned:
-        found["created"].refuse("ISO 8601 with a zone")
     return BestManifest(
         job=JobId(found["job"].number((1 << 64) - 1)),
         metric=found["metric"].text(_TEXT, "a metric's name"),
         mode=found["mode"].text(_MODE, "max or min"),
-        value=value,
+        value=found["value"].real(),
         step=found["step"].number(),
-        created=created,
+        created=found["created"].time(),
         path=found["path"].text(_FILE, "the name of a file of values"),
-        written=Written(found["nbytes"].number(limits.JOB_BYTES_MAX), found["sha256"].text(_DIGEST, "a digest")),
+        written=node.written(limits.JOB_BYTES_MAX),
     )

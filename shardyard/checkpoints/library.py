@@ -14,8 +14,9 @@ read. Must not know: who takes checkpoints, and when.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -23,25 +24,24 @@ import numpy as np
 from shardyard.checkpoints import manifest as manifests
 from shardyard.checkpoints import partition_file, residual_file
 from shardyard.checkpoints.manifest import (
-    MANIFEST_BYTES_MAX,
     FileRef,
     Manifest,
     PartitionEntry,
+    PartitionFile,
     ResidualFile,
+    check_job_name,
     feedback_path,
     folder_name,
-    partition_path,
 )
-from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
+from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.checkpoints.residual_file import State
 from shardyard.checkpoints.table_state import TableState, states_of
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
 from shardyard.domain.ids import PartitionId, Version
 from shardyard.domain.layout.layouts import JobLayout
-from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import VariableSpec
 from shardyard.storage import tensors
-from shardyard.storage.storage import TEMPORARY_SUFFIX, Buffer, Storage
+from shardyard.storage.storage import TEMPORARY_SUFFIX, Storage
 from shardyard.storage.tensors import Array, Contents
 
 KEPT_MIN: Final = 2
@@ -77,15 +77,6 @@ class Pruned:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A file, with what of it a manifest needs."""
-
-    file: FileRef
-    blocks: tuple[int, ...] = ()
-    version: Version | None = None
-
-
 class CheckpointLibrary:
     """Safe for several threads, as far as its storage is. All methods raise StorageUnavailable, and InvalidRequest for
     a name that no job can have."""
@@ -110,7 +101,13 @@ class CheckpointLibrary:
 
     def list_checkpoints(self, job: str) -> tuple[Listed, ...]:
         """The committed ones, the oldest first."""
-        return tuple(self._listed(job, number) for number in self.numbers(job))
+        found = []
+        for number in self.numbers(job):
+            try:
+                found.append(Listed(number, self.load(job, number)))
+            except CheckpointDamaged as error:
+                found.append(Listed(number, None, error))
+        return tuple(found)
 
     def load(self, job: str, number: int | None = None) -> Manifest:
         """The manifest of a checkpoint; None: of the newest. A damaged newest one is not passed over in silence, since
@@ -123,36 +120,26 @@ class CheckpointLibrary:
             if not numbers:
                 raise CheckpointNotFound(f"no checkpoint of job {job!r} in {self.storage.url}")
             number = numbers[-1]
-        path = f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}"
+        path = f"{_folder(job, number)}/{manifests.NAME}"
         where = self.storage.locate(path)
-        nbytes = self.storage.size(path)
-        if nbytes > MANIFEST_BYTES_MAX:
-            raise CheckpointDamaged(f"{where} has {nbytes} bytes; at most {MANIFEST_BYTES_MAX}")
-        found = manifests.decode(self.storage.read(path, 0, nbytes), where)
+        found = manifests.decode(self.storage.read_whole(path, manifests.MANIFEST_BYTES_MAX), where)
         if (found.job_name, found.number) != (job, number):
             raise CheckpointDamaged(f"{where} is that of checkpoint {found.number} of job {found.job_name!r}")
         return found
 
     # ---- writing
 
-    def write_partition(self, job: str, number: int, head: PartitionHead, blocks: Iterable[BlockSource]) -> FileRef:
-        """Writes a partition's file of the checkpoint that is being taken. Raises TooLarge."""
-        return self._write(job, partition_path(number, head.partition), partition_file.pieces(head, list(blocks)))
-
-    def write_state(self, job: str, number: int, state: PartitionState) -> FileRef:
-        """The same of a state that is in memory."""
-        return self._write(job, partition_path(number, state.partition), partition_file.state_pieces(state))
-
     def write_feedback(self, job: str, number: int, worker: str, state: State) -> ResidualFile:
         """Writes what a worker's error feedback remembers, as `Feedback.state_dict` gives it, for the checkpoint that
         is being taken. Raises TooLarge."""
         path = feedback_path(number, worker)
-        return ResidualFile(worker, self._write(job, path, residual_file.pieces(worker, state)))
+        written = self.storage.write(f"{check_job_name(job)}/{path}", residual_file.pieces(worker, state))
+        return ResidualFile(worker, FileRef(path, written))
 
     def has_file(self, job: str, file: FileRef) -> bool:
         """Whether a file that somebody says to have written is there, in its length."""
         try:
-            return self.storage.size(f"{_folder(job)}/{file.path}") == file.written.nbytes
+            return self.storage.size(f"{check_job_name(job)}/{file.path}") == file.written.nbytes
         except CheckpointNotFound:
             return False
 
@@ -174,9 +161,9 @@ class CheckpointLibrary:
         sizes: dict[int, dict[str, int]] = {}
         for file in manifest.files():
             if file.number not in sizes:
-                sizes[file.number] = self.storage.list_files(f"{_folder(job)}/{folder_name(file.number)}")
+                sizes[file.number] = self.storage.list_files(_folder(job, file.number))
             self._check_size(job, file, sizes[file.number])
-        self.storage.write(f"{_folder(job)}/{folder_name(manifest.number)}/{manifests.NAME}", [text])
+        self.storage.write(f"{_folder(job, manifest.number)}/{manifests.NAME}", [text])
 
     def prune(self, job: str, keep: int, also: Iterable[int] = ()) -> Pruned:
         """Deletes what the newest `keep` checkpoints, and those of the numbers `also`, do not need: manifests first,
@@ -200,12 +187,12 @@ class CheckpointLibrary:
         deleted = nbytes = 0
         for number, files in folders:
             if number in gone:
-                self.storage.delete_file(f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}")
+                self.storage.delete_file(f"{_folder(job, number)}/{manifests.NAME}")
                 deleted, nbytes = deleted + 1, nbytes + files.pop(manifests.NAME)
         for number, files in folders:
             if not committed or number > committed[-1]:
                 continue
-            folder = f"{_folder(job)}/{folder_name(number)}"
+            folder = _folder(job, number)
             idle = [name for name in files if f"{folder_name(number)}/{name}" not in needed and _is_ours(name)]
             if len(idle) == len(files) and not self.storage.list_folders(folder):
                 self.storage.delete_folder(folder)
@@ -217,19 +204,9 @@ class CheckpointLibrary:
 
     # ---- reading
 
-    def load_partition(self, manifest: Manifest, partition: PartitionId) -> PartitionState:
-        """A partition's state, put together from its files, each of which is checked whole.
-
-        Raises CheckpointDamaged, CheckpointNotFound.
-        """
-        entry, folder = manifest.partitions[partition], _folder(manifest.job_name)
-        state = read_partition(self.storage, manifest.layout, entry, folder=folder)
-        self._check_version(manifest, partition, state)
-        return state
-
     def tables(self, manifest: Manifest, table: int) -> tuple[TableState, ...]:
         """The parts of a table that its partitions have. Nothing is read yet."""
-        folder = _folder(manifest.job_name)
+        folder = check_job_name(manifest.job_name)
         return tuple(
             TableState(self.storage, folder, manifest.layout, entry.partition, table, entry.tables[table])
             for entry in manifest.partitions
@@ -240,7 +217,7 @@ class CheckpointLibrary:
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
-        path = f"{_folder(job)}/{file.file.path}"
+        path = f"{check_job_name(job)}/{file.file.path}"
         return residual_file.read(self.storage, path, file.file.written, layout, file.worker)
 
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
@@ -256,8 +233,8 @@ class CheckpointLibrary:
             yield from self.export_table(manifest, table).items()
 
     def export_table(self, manifest: Manifest, table: int) -> dict[str, Array]:
-        """A table as a module has it in its state: `NAME.ids`, ascending, `NAME.rows`, and, where an int64 can have it,
-        `NAME.seed`, by which ids without a row read the same again; all in memory.
+        """A table as a module has it in its state: `NAME.ids`, ascending, `NAME.rows` and `NAME.seed`, from which ids
+        without a row get the same initial values again. All of it is in memory.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
@@ -270,8 +247,11 @@ class CheckpointLibrary:
                 ids[end : end + found.size], rows[end : end + found.size] = found, values
                 end += found.size
         order = np.argsort(ids)
-        seed = {f"{settings.name}.seed": np.array(settings.seed, np.int64)} if has_seed(settings) else {}
-        return {f"{settings.name}.ids": ids[order], f"{settings.name}.rows": rows[order], **seed}
+        return {
+            f"{settings.name}.ids": ids[order],
+            f"{settings.name}.rows": rows[order],
+            f"{settings.name}.seed": np.array(settings.seed, np.int64),
+        }
 
     # ---- checking
 
@@ -280,7 +260,7 @@ class CheckpointLibrary:
         can be restored. Raises CheckpointNotFound for a number that is not there."""
         if number is not None and number not in self.numbers(job):
             raise CheckpointNotFound(f"no checkpoint {number} of job {job!r} in {self.storage.url}")
-        checked: dict[_Checked, str | None] = {}
+        damage: dict[Hashable, str | None] = {}
         found: list[Finding] = []
         for each in self.numbers(job) if number is None else (number,):
             try:
@@ -288,94 +268,68 @@ class CheckpointLibrary:
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 found.append(Finding(each, f"{folder_name(each)}/{manifests.NAME}", error.what))
                 continue
-            found += self._verify_files(manifest, checked)
+            for path, key, check in _checks(self, manifest):
+                if key not in damage:
+                    damage[key] = _damage_found_by(check)
+                what = damage[key]
+                if what is not None:
+                    found.append(Finding(each, path, what))
         return tuple(found)
 
-    def _verify_files(self, manifest: Manifest, checked: dict[_Checked, str | None]) -> Iterator[Finding]:
-        """`checked`: what is known of files that several checkpoints share."""
-        for entry in manifest.partitions:
-            for place, each in enumerate(entry.files):
-                key = _Checked(each.file, each.blocks, None if place else entry.version)
-                if key not in checked:
-                    checked[key] = self._verify_partition_file(manifest, entry.partition, place)
-                what = checked[key]
-                if what is not None:
-                    yield Finding(manifest.number, each.file.path, what)
-        for table in range(len(manifest.layout.tables)):
-            for state in self.tables(manifest, table):
-                for file in state.entry.files:
-                    key = _Checked(file)
-                    if key not in checked:
-                        checked[key] = self._verify_rows(state, file)
-                    what = checked[key]
-                    if what is not None:
-                        yield Finding(manifest.number, file.path, what)
-        for feedback in manifest.feedback:
-            key = _Checked(feedback.file)
-            if key not in checked:
-                checked[key] = self._verify_feedback(manifest, feedback)
-            what = checked[key]
-            if what is not None:
-                yield Finding(manifest.number, feedback.file.path, what)
-
-    def _verify_partition_file(self, manifest: Manifest, partition: PartitionId, place: int) -> str | None:
-        each = manifest.partitions[partition].files[place]
-        path = f"{_folder(manifest.job_name)}/{each.file.path}"
-        try:
-            head = partition_file.check(self.storage, path, each.file.written, manifest.layout, partition, each.blocks)
-            if place == 0:
-                self._check_version(manifest, partition, head)
-        except (CheckpointDamaged, CheckpointNotFound) as error:
-            return error.what
-        return None
-
-    def _verify_rows(self, state: TableState, file: FileRef) -> str | None:
-        try:
-            state.read(file)
-        except (CheckpointDamaged, CheckpointNotFound) as error:
-            return error.what
-        return None
-
-    def _verify_feedback(self, manifest: Manifest, feedback: ResidualFile) -> str | None:
-        path = f"{_folder(manifest.job_name)}/{feedback.file.path}"
-        try:
-            residual_file.check(self.storage, path, feedback.file.written, manifest.layout, feedback.worker)
-        except (CheckpointDamaged, CheckpointNotFound) as error:
-            return error.what
-        return None
-
-    def _check_version(self, manifest: Manifest, partition: PartitionId, head: PartitionHead | PartitionState) -> None:
-        entry = manifest.partitions[partition]
-        if head.version != entry.version:
-            raise CheckpointDamaged(
-                f"{self.storage.locate(_folder(manifest.job_name))}/{entry.files[0].file.path} is of version"
-                f" {head.version.life}.{head.version.number}; the manifest of checkpoint {manifest.number} says"
-                f" {entry.version.life}.{entry.version.number}"
-            )
-
     def _check_size(self, job: str, file: FileRef, sizes: dict[str, int]) -> None:
-        where = self.storage.locate(f"{_folder(job)}/{file.path}")
+        where = self.storage.locate(f"{check_job_name(job)}/{file.path}")
         size = sizes.get(file.path.rpartition("/")[2])
         if size is None:
             raise CheckpointNotFound(f"{where} is not there")
         if size != file.written.nbytes:
             raise CheckpointDamaged(f"{where} has {size} bytes; expected {file.written.nbytes}")
 
-    def _write(self, job: str, path: str, pieces: Iterable[Buffer]) -> FileRef:
-        return FileRef(path, self.storage.write(f"{_folder(job)}/{path}", pieces))
-
-    def _listed(self, job: str, number: int) -> Listed:
-        try:
-            return Listed(number, self.load(job, number))
-        except CheckpointDamaged as error:
-            return Listed(number, None, error)
-
     def _folder_names(self, job: str) -> list[str]:
-        return [name for name in self.storage.list_folders(_folder(job)) if _NUMBER.fullmatch(name)]
+        return [name for name in self.storage.list_folders(check_job_name(job)) if _NUMBER.fullmatch(name)]
 
     def _folders(self, job: str) -> list[tuple[int, dict[str, int]]]:
         """Number and files of each folder, ascending."""
-        return [(int(name), self.storage.list_files(f"{_folder(job)}/{name}")) for name in self._folder_names(job)]
+        return [
+            (int(name), self.storage.list_files(f"{check_job_name(job)}/{name}")) for name in self._folder_names(job)
+        ]
+
+
+def _checks(library: CheckpointLibrary, manifest: Manifest) -> Iterator[tuple[str, Hashable, Callable[[], object]]]:
+    """Each file of a checkpoint: its path, what identifies its check (checkpoints share files), and the check."""
+    storage, layout, folder = library.storage, manifest.layout, check_job_name(manifest.job_name)
+    for entry in manifest.partitions:
+        for place, each in enumerate(entry.files):
+            version = None if place else entry.version
+            check = partial(_check_partition_file, storage, manifest, entry.partition, each, version)
+            yield each.file.path, (each, version), check
+    for table in range(len(layout.tables)):
+        for state in library.tables(manifest, table):
+            for file in state.entry.files:
+                yield file.path, file, partial(state.read, file)
+    for kept in manifest.feedback:
+        path, written = f"{folder}/{kept.file.path}", kept.file.written
+        yield kept.file.path, kept.file, partial(residual_file.check, storage, path, written, layout, kept.worker)
+
+
+def _check_partition_file(
+    storage: Storage, manifest: Manifest, partition: PartitionId, each: PartitionFile, version: Version | None
+) -> None:
+    """`version`: the one that the file must have. Raises CheckpointDamaged, CheckpointNotFound."""
+    path = f"{check_job_name(manifest.job_name)}/{each.file.path}"
+    head = partition_file.check(storage, path, each.file.written, manifest.layout, partition, each.blocks)
+    if version is not None and head.version != version:
+        raise CheckpointDamaged(
+            f"{storage.locate(path)} is of version {head.version.life}.{head.version.number}; the manifest of"
+            f" checkpoint {manifest.number} says {version.life}.{version.number}"
+        )
+
+
+def _damage_found_by(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except (CheckpointDamaged, CheckpointNotFound) as error:
+        return error.what
+    return None
 
 
 def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *, folder: str = "") -> PartitionState:
@@ -430,7 +384,7 @@ class Variables:
         spec = self.specs[variable]
         values: Array = np.empty(spec.elements, spec.dtype.value)
         for offset, partition, index, file in self._places[variable]:
-            path = f"{_folder(self._manifest.job_name)}/{file.path}"
+            path = f"{check_job_name(self._manifest.job_name)}/{file.path}"
             if file.path not in self._contents:
                 blocks = next(each.blocks for each in self._manifest.partitions[partition].files if each.file == file)
                 layout = self._manifest.layout
@@ -441,15 +395,8 @@ class Variables:
         return values.reshape(spec.shape)
 
 
-def _folder(job: str) -> str:
-    if not manifests.JOB_NAME.fullmatch(job):
-        raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {manifests.JOB_NAME.pattern}")
-    return job
-
-
-def has_seed(table: TableSettings) -> bool:
-    """Whether an int64 can have it."""
-    return -(1 << 63) <= table.seed < 1 << 63
+def _folder(job: str, number: int) -> str:
+    return f"{check_job_name(job)}/{folder_name(number)}"
 
 
 def _is_ours(name: str) -> bool:

@@ -13,8 +13,6 @@ not know: storage, what the files hold, what the data ledger says.
 
 from __future__ import annotations
 
-import datetime
-import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -28,8 +26,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, InvalidRequest, TooLarge
 from shardyard.domain.ids import Incarnation, JobId, PartitionId, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
-from shardyard.domain.tables.table_settings import TableSettings
-from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.json_reader import JsonNode, canonical, document_of, seal, unseal
 from shardyard.storage.storage import Written
 
 FORMAT: Final = "shardyard-checkpoint"
@@ -46,18 +43,18 @@ FILE_NAME: Final = re.compile(
 )
 _WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_TEXT: Final = re.compile(r"[ -~]{1,64}")
-_MODE: Final = re.compile("|".join(mode.value for mode in UpdateMode))
 
 NOBODY: Final = Incarnation(0)
 """Wrote what no server wrote."""
 
-_PREFIX: Final = b'{"manifest":'
-_MIDDLE: Final = b',"sha256":"'
-_SUFFIX: Final = b'"}\n'
-_DIGEST_CHARACTERS: Final = 64
-_TAIL_BYTES: Final = len(_MIDDLE) + _DIGEST_CHARACTERS + len(_SUFFIX)
+
+def check_job_name(name: str) -> str:
+    """Raises InvalidRequest for a name that no job can have."""
+    if not JOB_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name[:200]!r} is no job's name", why="", todo=f"give a name that matches {JOB_NAME.pattern}"
+        )
+    return name
 
 
 def folder_name(number: int) -> str:
@@ -193,8 +190,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The file's bytes. Raises InvalidRequest for a manifest that would not be taken back, TooLarge."""
-    inner = canonical(_to_document(manifest))
-    text = _PREFIX + inner + _MIDDLE + hashlib.sha256(inner).hexdigest().encode() + _SUFFIX
+    text = seal("manifest", _to_document(manifest))
     if len(text) > MANIFEST_BYTES_MAX:
         raise TooLarge(f"a manifest of {len(text)} bytes; at most {MANIFEST_BYTES_MAX}")
     try:
@@ -213,7 +209,7 @@ def _to_document(manifest: Manifest) -> dict[str, object]:
         "job": int(manifest.job),
         "seed": manifest.seed,
         "settings": manifest.settings,
-        "mode": manifest.mode.value,
+        "mode": document_of(manifest.mode),
         "step": manifest.step,
         "created": manifest.created,
         "layout": layouts.to_document(manifest.layout),
@@ -253,8 +249,7 @@ def _file_document(file: FileRef) -> dict[str, object]:
 
 def decode(text: bytes, where: str) -> Manifest:
     """`where` is the file's name, for messages. Raises CheckpointDamaged."""
-    inner = _check_digest(text, where)
-    node = JsonNode.parse(inner, where, at=len(_PREFIX))
+    node = unseal(text, "manifest", where)
     said = node.mapping()
     if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(
@@ -273,9 +268,9 @@ def decode(text: bytes, where: str) -> Manifest:
         JobId(fields["job"].number((1 << 64) - 1)),
         fields["seed"].number((1 << 64) - 1),
         fields["settings"].mapping(),
-        UpdateMode(fields["mode"].text(_MODE, "a mode")),
+        fields["mode"].choice(UpdateMode),
         fields["step"].number(),
-        _time(fields["created"]),
+        fields["created"].time(),
         layout,
         _partitions(fields["partitions"], number, layout),
         fields["data_ledger"].mapping(),
@@ -284,54 +279,7 @@ def decode(text: bytes, where: str) -> Manifest:
     )
 
 
-_FIELDS: Final = (
-    "format",
-    "version",
-    "number",
-    "job_name",
-    "job",
-    "seed",
-    "settings",
-    "mode",
-    "step",
-    "created",
-    "layout",
-    "partitions",
-    "data_ledger",
-    "token_floor",
-    "feedback",
-)
-
-
-def _check_digest(text: bytes, where: str) -> bytes:
-    """The inner object."""
-    if len(text) < len(_PREFIX) + _TAIL_BYTES or not text.startswith(_PREFIX):
-        raise CheckpointDamaged(f"{where} ({len(text)} bytes) does not begin as a manifest; expected {_PREFIX!r}")
-    inner, tail = text[len(_PREFIX) : -_TAIL_BYTES], text[-_TAIL_BYTES:]
-    said = tail[len(_MIDDLE) : -len(_SUFFIX)]
-    if not tail.startswith(_MIDDLE) or not tail.endswith(_SUFFIX):
-        raise CheckpointDamaged(
-            f"{where} does not end as a manifest (at byte {len(text) - _TAIL_BYTES}); it is cut off, or bytes of its"
-            " end have changed"
-        )
-    got = hashlib.sha256(inner).hexdigest().encode()
-    if got != said:
-        raise CheckpointDamaged(
-            f"{where} has the SHA-256 {got.decode()} and says {said.decode('ascii', 'replace')}: some of its"
-            f" {len(text)} bytes have changed"
-        )
-    return inner
-
-
-def _time(node: JsonNode) -> str:
-    text = node.text(_TEXT, "a time")
-    try:
-        zone = datetime.datetime.fromisoformat(text).tzinfo
-    except ValueError:
-        zone = None
-    if zone is None:
-        node.refuse("a time as 2026-01-31T12:00:00+00:00")
-    return text
+_FIELDS: Final = ("format", "version", *Manifest.__dataclass_fields__)
 
 
 def _partitions(node: JsonNode, number: int, layout: JobLayout) -> tuple[PartitionEntry, ...]:
@@ -349,17 +297,17 @@ def _partitions(node: JsonNode, number: int, layout: JobLayout) -> tuple[Partiti
         if taken != list(range(len(layout.partitions[index].blocks))):
             fields["files"].refuse(f"each of {len(layout.partitions[index].blocks)} blocks from one file")
         version = Version(fields["life"].number(), fields["number"].number())
-        tables = _tables(fields["tables"], number, index, layout.tables) if layout.tables else ()
+        tables = _tables(fields["tables"], number, index, len(layout.tables)) if layout.tables else ()
         found.append(PartitionEntry(PartitionId(index), version, files, tables))
     if len(found) != len(layout.partitions):
         node.refuse(f"all {len(layout.partitions)} partitions")
     return tuple(found)
 
 
-def _tables(node: JsonNode, number: int, partition: int, tables: tuple[TableSettings, ...]) -> tuple[TableEntry, ...]:
+def _tables(node: JsonNode, number: int, partition: int, count: int) -> tuple[TableEntry, ...]:
     found = []
-    for index, each in enumerate(node.items(len(tables))):
-        fields = each.fields(("updates", "rows", "ids", "base", "increments", "now_ms"))
+    for index, each in enumerate(node.items(count)):
+        fields = each.fields(TableEntry.__dataclass_fields__)
         name = f"rows-{partition:04d}-{index:04d}-"
         entry = TableEntry(
             fields["updates"].number(rows_file.STEP_MAX),
@@ -374,14 +322,14 @@ def _tables(node: JsonNode, number: int, partition: int, tables: tuple[TableSett
         if len({file.path for file in entry.files}) != len(entry.files):
             each.refuse("each file once")
         found.append(entry)
-    if len(found) != len(tables):
-        node.refuse(f"all {len(tables)} tables")
+    if len(found) != count:
+        node.refuse(f"all {count} tables")
     return tuple(found)
 
 
 def _rows_file(node: JsonNode, number: int, name: str) -> FileRef:
     fields = node.fields(("path", "nbytes", "sha256"))
-    file = _file(fields, number)
+    file = _file(node, fields, number)
     if not file.path.startswith(f"{folder_name(file.number)}/{name}"):
         fields["path"].refuse(f"a file {name}...")
     fields["nbytes"].number(limits.ROWS_FILE_BYTES_MAX)
@@ -390,7 +338,7 @@ def _rows_file(node: JsonNode, number: int, name: str) -> FileRef:
 
 def _partition_file(node: JsonNode, number: int, partition: PartitionId) -> PartitionFile:
     fields = node.fields(("path", "nbytes", "sha256", "blocks"))
-    file = _file(fields, number)
+    file = _file(node, fields, number)
     if not file.path.startswith(f"{folder_name(file.number)}/partition-{partition:04d}-"):
         fields["path"].refuse(f"a file of partition {partition}")
     blocks = fields["blocks"].numbers(limits.BLOCKS_MAX)
@@ -404,17 +352,15 @@ def _feedback(node: JsonNode, number: int) -> tuple[ResidualFile, ...]:
     for each in node.items(limits.MEMBERS_MAX):
         fields = each.fields(("worker", "path", "nbytes", "sha256"))
         worker = fields["worker"].text(_WORKER, "a worker's name")
-        file = _file(fields, number)
+        file = _file(each, fields, number)
         if worker in found or file.path != feedback_path(file.number, worker):
             each.refuse(f"a file of worker {worker}, each worker once")
         found[worker] = ResidualFile(worker, file)
     return tuple(found.values())
 
 
-def _file(fields: Mapping[str, JsonNode], number: int) -> FileRef:
-    path = fields["path"].text(_FILE_PATH, "a file of a checkpoint")
-    nbytes = fields["nbytes"].number(limits.JOB_BYTES_MAX)
-    file = FileRef(path, Written(nbytes, fields["sha256"].text(_DIGEST, "64 hexadecimal digits")))
+def _file(node: JsonNode, fields: Mapping[str, JsonNode], number: int) -> FileRef:
+    file = FileRef(fields["path"].text(_FILE_PATH, "a file of a checkpoint"), node.written(limits.JOB_BYTES_MAX))
     if file.number > number:
         fields["path"].refuse(f"a file of checkpoint {number} or an earlier one")
     return file

@@ -18,7 +18,6 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -103,10 +102,7 @@ def pieces(head: PartitionHead, blocks: Sequence[BlockSource]) -> Iterator[Buffe
     assert all(a.index < b.index for a, b in itertools.pairwise(blocks)), "blocks must ascend"
     ledger = _rows(head.marks)
     counts = np.array([block.count for block in blocks], np.int64)
-    sources = [
-        TensorSource(COUNTS, DType.INT64, counts.shape, partial(tensors.bytes_of, counts)),
-        TensorSource(LEDGER, DType.INT64, ledger.shape, partial(tensors.bytes_of, ledger)),
-    ]
+    sources = [tensors.source_of(COUNTS, counts), tensors.source_of(LEDGER, ledger)]
     for block in blocks:
         assert VALUES not in block.slots
         for name, fetch in ((VALUES, block.values), *block.slots.items()):
@@ -120,22 +116,6 @@ def pieces(head: PartitionHead, blocks: Sequence[BlockSource]) -> Iterator[Buffe
         "floor": str(int(head.floor)),
     }
     return tensors.pieces(metadata, sources)
-
-
-def state_pieces(state: PartitionState) -> Iterator[Buffer]:
-    """The same of a state that is in memory."""
-    blocks = [
-        BlockSource(
-            block.index,
-            DType(block.values.dtype.name),
-            len(block.values),
-            block.count,
-            partial(tensors.bytes_of, block.values),
-            {name: partial(tensors.bytes_of, array) for name, array in block.slots.items()},
-        )
-        for block in state.blocks
-    ]
-    return pieces(PartitionHead(state.partition, state.version, state.marks, state.floor), blocks)
 
 
 def _rows(marks: Sequence[SourceMark]) -> Marks:

@@ -22,7 +22,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.storage import tensors
 from shardyard.storage.storage import Buffer, Storage, Written
-from shardyard.storage.tensors import Contents, Tensor, TensorSource
+from shardyard.storage.tensors import Contents, Tensor
 
 FORMAT: Final = "shardyard-feedback"
 FORMAT_VERSION: Final = "1"
@@ -34,11 +34,7 @@ State = Mapping[str, npt.NDArray[Any]]
 def pieces(worker: str, state: State) -> Iterator[Buffer]:
     """The file's bytes. Raises TooLarge."""
     said = {"format": FORMAT, "version": FORMAT_VERSION, "worker": worker}
-    sources = [
-        TensorSource(name, DType(array.dtype.name), array.shape, partial(tensors.bytes_of, array))
-        for name, array in state.items()
-    ]
-    return tensors.pieces(said, sources)
+    return tensors.pieces(said, [tensors.source_of(name, array) for name, array in state.items()])
 
 
 def read(storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str) -> dict[str, npt.NDArray[Any]]:

@@ -40,7 +40,7 @@ from shardyard.domain.tables.table_settings import Admission, TableSettings
 from shardyard.domain.variables import DType
 from shardyard.storage import tensors
 from shardyard.storage.storage import Buffer, Storage, Written
-from shardyard.storage.tensors import Array, Contents, TensorSource
+from shardyard.storage.tensors import Contents, source_of
 
 FORMAT: Final = "shardyard-rows"
 FORMAT_VERSION: Final = "1"
@@ -124,22 +124,18 @@ class RowsFileKey:
 def pieces(place: RowsFileKey, part: Part) -> Iterator[Buffer]:
     """The file, for Storage.write."""
     if isinstance(part, Removed):
-        return tensors.pieces({**place.texts, "kind": _REMOVED}, [_source(IDS, part.ids)])
+        return tensors.pieces({**place.texts, "kind": _REMOVED}, [source_of(IDS, part.ids)])
     if isinstance(part, Cells):
         texts = {**place.texts, "kind": _CELLS, "begin": str(part.begin)}
-        return tensors.pieces(texts, [_source(CELLS, part.cells)])
-    sources = [_source(IDS, part.ids), _source(VALUES, part.values)]
+        return tensors.pieces(texts, [source_of(CELLS, part.cells)])
+    sources = [source_of(IDS, part.ids), source_of(VALUES, part.values)]
     begin = 0
     for slot in place.slots:
         width = slot.width(place.settings.dim)
-        sources.append(_source(slot.name, part.state[:, begin : begin + width]))
+        sources.append(source_of(slot.name, part.state[:, begin : begin + width]))
         begin += width
-    sources += [_source(FREQUENCIES, part.frequencies.astype(np.int32)), _source(STEPS, part.steps)]
+    sources += [source_of(FREQUENCIES, part.frequencies.astype(np.int32)), source_of(STEPS, part.steps)]
     return tensors.pieces({**place.texts, "kind": _ENTRIES}, sources)
-
-
-def _source(name: str, array: Array) -> TensorSource:
-    return TensorSource(name, DType(array.dtype.name), array.shape, partial(tensors.bytes_of, array))
 
 
 # ---- reading

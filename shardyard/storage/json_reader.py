@@ -1,26 +1,94 @@
-"""JSON that was read from a file, taken apart with every value checked.
+"""JSON in files: written in one form, and read with every value checked.
 
-Owns: `JsonNode`, a value with the place where it stands. Invariant: each look-up gives a value of the type and within
-the bounds that were asked for, or raises CheckpointDamaged naming the file and the place. Must not know: what is
-described.
+`seal` and `unseal` put a SHA-256 around a document, so that a changed bit is found before anything is believed.
+`document_of` turns a dataclass into JSON, field by field; `JsonNode.to` is the way back. An enum is its name in lower
+case, a tuple is a list.
+
+Invariant: each look-up in a `JsonNode` gives a value of the type and within the bounds that were asked for, or raises
+CheckpointDamaged, which names the file and the place in it. Must not know: what is described.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
+import functools
+import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
-from shardyard.domain.errors import CheckpointDamaged
-from shardyard.domain.limits import SEQUENCE_MAX
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest
+from shardyard.domain.limits import SEQUENCE_MAX, VARIABLE_NAME_CHARACTERS_MAX
+from shardyard.storage.storage import Written
 from shardyard.storage.tensors import unique
+
+_TIME: Final = re.compile(r"[ -~]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(rf".{{1,{VARIABLE_NAME_CHARACTERS_MAX}}}", re.DOTALL)
+_UINT64_MAX: Final = (1 << 64) - 1
+_LIST_MAX: Final = 10_000_000
+
+T = TypeVar("T")
+Choice = TypeVar("Choice", bound=enum.Enum)
 
 
 def canonical(document: object) -> bytes:
     """The one text of a JSON value: names sorted, no spaces, ASCII. NaN and infinity become what `parse` refuses."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def seal(name: str, document: object) -> bytes:
+    """`{"NAME":document,"sha256":"..."}` and a line end. The digest is that of the document's bytes."""
+    inner = canonical(document)
+    return b'{"%b":%b,"sha256":"%b"}\n' % (name.encode(), inner, hashlib.sha256(inner).hexdigest().encode())
+
+
+def unseal(text: bytes, name: str, where: str) -> JsonNode:
+    """The document in a text that `seal` wrote. `where` is the file's name, for messages. Raises CheckpointDamaged."""
+    prefix, tail_bytes = b'{"%b":' % name.encode(), len(b',"sha256":""}\n') + 64
+    if len(text) < len(prefix) + tail_bytes or not text.startswith(prefix):
+        raise CheckpointDamaged(
+            f"{where} ({len(text)} bytes) does not begin as a manifest; expected {prefix.decode()!r}"
+        )
+    inner, tail = text[len(prefix) : -tail_bytes], text[-tail_bytes:]
+    digest = hashlib.sha256(inner).hexdigest()
+    if not tail.startswith(b',"sha256":"') or not tail.endswith(b'"}\n'):
+        raise CheckpointDamaged(
+            f"{where} does not end with a digest (at byte {len(text) - tail_bytes}): it was cut off, or its end has"
+            " changed"
+        )
+    if tail[-67:-3] != digest.encode():
+        raise CheckpointDamaged(
+            f"{where} has the SHA-256 {digest} and says {tail[-67:-3].decode('ascii', 'replace')}: some of its"
+            f" {len(text)} bytes have changed"
+        )
+    return JsonNode.parse(inner, where, at=len(prefix))
+
+
+def document_of(value: object) -> Any:
+    """A dataclass as JSON; also a tuple of them, an enum, or a plain value."""
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, tuple):
+        return [document_of(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {name: _document(getattr(value, name), hint) for name, hint in _hints(type(value)).items()}
+
+
+def _document(value: Any, hint: object) -> Any:
+    """Numbers of a float field are written with a point, as `reals` reads them."""
+    if hint is float:
+        return float(value)
+    return [float(each) for each in value] if hint == tuple[float, ...] else document_of(value)
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +105,45 @@ class JsonNode:
         try:
             return cls(json.loads(text, object_pairs_hook=unique, parse_constant=_refuse), file)
         except json.JSONDecodeError as error:
-            raise CheckpointDamaged(f"{file} is no JSON at byte {at + error.pos}: {error.msg}") from error
+            raise CheckpointDamaged(f"{file} is not JSON at byte {at + error.pos}: {error.msg}") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointDamaged(f"{file} is no JSON that was written so: {str(error)[:200]}") from error
+            raise CheckpointDamaged(f"{file} is not the JSON that was written: {str(error)[:200]}") from error
 
     def refuse(self, expected: str) -> NoReturn:
         raise CheckpointDamaged(f"{self.file}: {self.place or 'it'} is {str(self.value)[:200]!r}; expected {expected}")
+
+    def to(self, kind: type[T], *, signed: Collection[str] = ()) -> T:
+        """The dataclass that such an object describes. Whole numbers are at least 0, but for the `signed` fields."""
+        hints = _hints(kind)
+        fields = self.fields(hints)
+        values = {
+            name: fields[name].number(_UINT64_MAX, least=-_UINT64_MAX)
+            if name in signed
+            else fields[name].value_of(hint)
+            for name, hint in hints.items()
+        }
+        try:
+            return kind(**values)
+        except InvalidRequest as error:
+            raise CheckpointDamaged(f"{self.file}: {self.place}: {error.what}") from error
+
+    def value_of(self, hint: Any) -> Any:
+        """The value of a field that is declared so."""
+        if hint is int:
+            return self.number()
+        if hint is float:
+            return self.real()
+        if hint is bool:
+            return self.flag()
+        if hint is str:
+            return self.text(_NAME, f"1 to {VARIABLE_NAME_CHARACTERS_MAX} characters")
+        if hint == tuple[int, ...]:
+            return self.numbers(_LIST_MAX)
+        if hint == tuple[float, ...]:
+            return self.reals(_LIST_MAX)
+        if typing.get_origin(hint) is tuple:
+            return tuple([each.value_of(typing.get_args(hint)[0]) for each in self.items(_LIST_MAX)])
+        return self.choice(hint) if issubclass(hint, enum.Enum) else self.to(hint)
 
     def fields(self, names: Collection[str]) -> dict[str, JsonNode]:
         """An object's values; it must have these names and no other."""
@@ -61,9 +162,7 @@ class JsonNode:
         return self.value
 
     def items(self, length_max: int) -> Iterator[JsonNode]:
-        if not isinstance(self.value, list) or len(self.value) > length_max:
-            self.refuse(f"a list of at most {length_max}")
-        for index, value in enumerate(self.value):
+        for index, value in enumerate(self._list(length_max)):
             yield JsonNode(value, self.file, f"{self.place}[{index}]")
 
     def number(self, highest: int = SEQUENCE_MAX, *, least: int = 0) -> int:
@@ -71,26 +170,62 @@ class JsonNode:
             self.refuse(f"a whole number from {least} to {highest}")
         return self.value
 
-    def numbers(self, length_max: int, highest: int = SEQUENCE_MAX) -> tuple[int, ...]:
+    def numbers(self, length_max: int) -> tuple[int, ...]:
         """A list of whole numbers."""
-        found = self.value
-        if not isinstance(found, list) or len(found) > length_max:
-            self.refuse(f"a list of at most {length_max}")
-        if not all(type(each) is int and 0 <= each <= highest for each in found):
-            self.refuse(f"whole numbers from 0 to {highest}")
+        found = self._list(length_max)
+        if not all(type(each) is int and 0 <= each <= SEQUENCE_MAX for each in found):
+            self.refuse(f"whole numbers from 0 to {SEQUENCE_MAX}")
         return tuple(found)
 
+    def real(self) -> float:
+        if type(self.value) is not float:
+            self.refuse("a number with a point")
+        return self.value
+
     def reals(self, length_max: int) -> tuple[float, ...]:
-        found = self.value
-        if not isinstance(found, list) or len(found) > length_max:
-            self.refuse(f"a list of at most {length_max}")
+        found = self._list(length_max)
         if not all(type(each) is float for each in found):
             self.refuse("numbers with a point")
         return tuple(found)
 
+    def flag(self) -> bool:
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
     def text(self, pattern: re.Pattern[str], expected: str) -> str:
         if not isinstance(self.value, str) or not pattern.fullmatch(self.value):
             self.refuse(expected)
+        return self.value
+
+    def choice(self, kind: type[Choice]) -> Choice:
+        """The member of an enum with this name, in lower case."""
+        members = {each.name.lower(): each for each in kind}
+        if not isinstance(self.value, str) or self.value not in members:
+            self.refuse(f"one of {', '.join(members)}")
+        return members[self.value]
+
+    def time(self) -> str:
+        text = self.text(_TIME, "a time")
+        try:
+            zone = datetime.datetime.fromisoformat(text).tzinfo
+        except ValueError:
+            zone = None
+        if zone is None:
+            self.refuse("a time as 2026-01-31T12:00:00+00:00")
+        return text
+
+    def written(self, nbytes_max: int) -> Written:
+        """What an object says of a file: its length `nbytes` and its digest `sha256`."""
+        nbytes, digest = (
+            JsonNode(self.mapping().get(name), self.file, f"{self.place}.{name}".lstrip("."))
+            for name in ("nbytes", "sha256")
+        )
+        return Written(nbytes.number(nbytes_max), digest.text(_DIGEST, "64 hexadecimal digits"))
+
+    def _list(self, length_max: int) -> list[Any]:
+        if not isinstance(self.value, list) or len(self.value) > length_max:
+            self.refuse(f"a list of at most {length_max}")
         return self.value
 
 

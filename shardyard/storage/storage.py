@@ -100,6 +100,13 @@ class Storage(ABC):
             return False
         return True
 
+    def read_whole(self, path: str, nbytes_max: int) -> bytes:
+        """All of a file. Raises as `read`, and CheckpointDamaged for one of more than `nbytes_max` bytes."""
+        nbytes = self.size(path)
+        if nbytes > nbytes_max:
+            raise CheckpointDamaged(f"{self.locate(path)} has {nbytes} bytes; expected at most {nbytes_max}")
+        return self.read(path, 0, nbytes)
+
     def read_pieces(self, path: str, begin: int, end: int) -> Iterator[bytes]:
         """Bytes [begin, end), at most PIECE_BYTES at a time."""
         for at in range(begin, end, PIECE_BYTES):

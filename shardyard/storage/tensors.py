@@ -66,6 +66,11 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.item_bytes
 
 
+def source_of(name: str, array: Array) -> TensorSource:
+    """An array in memory, to be written."""
+    return TensorSource(name, DType(array.dtype.name), array.shape, lambda: bytes_of(array))
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An array that lies in a file: bytes [begin, end) of it."""

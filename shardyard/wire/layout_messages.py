@@ -54,10 +54,9 @@ def variable_to_wire(spec: VariableSpec) -> common.VariableSpec:
 
 def variable_from_wire(message: common.VariableSpec) -> VariableSpec:
     name = text(message.name, "a variable's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
-    shape = tuple(bounded(message.shape, limits.DIMENSIONS_MAX, f"dimensions of variable {name!r}"))
     dtype = known(_DTYPES, message.dtype, f"the dtype of variable {name!r}")
     kind = known(_VARIABLE_KINDS, message.kind, f"the kind of variable {name!r}")
-    spec = VariableSpec(name, dtype, shape, kind, message.group)
+    spec = VariableSpec(name, dtype, tuple(message.shape), kind, message.group)
     checks.check_variable(spec)
     return spec
 

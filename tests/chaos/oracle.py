@@ -36,6 +36,7 @@ from tests.chaos.battle import (
 )
 from tests.chaos.places import KEPT_ENVIRONMENT
 from tests.chaos.schedules import Plan
+from tests.support.checkpoints import load_partition
 
 COUNTS = "counts"
 ROWS = "rows"
@@ -107,7 +108,7 @@ def check_ledgers(plan: Plan, library: CheckpointLibrary, manifest: Manifest) ->
     """In every partition each source stands where all of its work is counted, or was forgotten since a checkpoint has
     it (rule A7)."""
     for partition in range(len(manifest.layout.partitions)):
-        state = library.load_partition(manifest, PartitionId(partition))
+        state = load_partition(library, manifest, PartitionId(partition))
         marks = {mark.key: mark.next for mark in state.marks}
         found = (
             (key, marks.get(key), wanted) for key, wanted in wanted_marks(plan) if state.floor == 0 or key in marks
@@ -140,7 +141,7 @@ def digest(library: CheckpointLibrary, manifest: Manifest) -> str:
     """SHA-256 of all values and all optimizer state, with the number of updates of each block, and of all rows."""
     found = hashlib.sha256()
     for partition in range(len(manifest.layout.partitions)):
-        for block in library.load_partition(manifest, PartitionId(partition)).blocks:
+        for block in load_partition(library, manifest, PartitionId(partition)).blocks:
             found.update(f"{partition} {block.index} {block.count}".encode())
             for name, values in sorted({"values": block.values, **block.slots}.items()):
                 found.update(name.encode() + np.ascontiguousarray(values).tobytes())

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardyard.checkpoints import manifest, partition_file, residual_file, rows_file, tables
+from shardyard.checkpoints import layout as layouts
+from shardyard.checkpoints import manifest, partition_file, residual_file, rows_file
 from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
@@ -89,6 +90,7 @@ from shardyard_ps_server.wal.segments import SYNCED, LogRoot
 from shardyard_worker.agent.launch import read_error_file
 from shardyard_worker.embedding import table_io
 from tests.fuzz.mutations import mutate, mutate_json
+from tests.support.checkpoints import state_pieces
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden"
 TWO: Final = (PartitionId(0), PartitionId(2))
@@ -315,7 +317,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         _change_json,
     )
     storage = LocalStorage(folder)
-    storage.write("partition", partition_file.state_pieces(STATE))
+    storage.write("partition", state_pieces(STATE))
     state = (folder / "partition").read_bytes()
     head = 8 + int.from_bytes(state[:8], "little")
 
@@ -371,11 +373,10 @@ def _rows_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
         lambda header: read(len(header).to_bytes(8, "little") + header + written[0][head:]),
         _change_json,
     )
-    settings = canonical([tables.to_document(table) for table in layout.tables])
     yield Decoder(
         "settings of tables",
-        (settings,),
-        lambda text: tables.from_documents(JsonNode.parse(text, "it", at=0)),
+        (canonical(layouts.to_document(layout)),),
+        lambda text: layouts.from_document(JsonNode.parse(text, "it", at=0)),
         _change_json,
     )
 

@@ -109,7 +109,7 @@ def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
 
 
 def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
-    from shardyard.checkpoints.library import Variables, has_seed
+    from shardyard.checkpoints.library import Variables
     from shardyard.domain.variables import DType
     from shardyard.storage import tensors
     from shardyard.storage.storage import write_file
@@ -133,9 +133,7 @@ def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Pat
     for index, table in enumerate(manifest.layout.tables):
         rows = sum(entry.tables[index].rows for entry in manifest.partitions)
         arrays: list[tuple[str, DType, tuple[int, ...]]]
-        arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim))]
-        if has_seed(table):
-            arrays.append(("seed", DType.INT64, ()))
+        arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim)), ("seed", DType.INT64, ())]
         for kind, dtype, shape in arrays:
             name = f"{table.name}.{kind}"
             sources.append(tensors.TensorSource(name, dtype, shape, partial(fetch_rows, index, name)))

@@ -86,6 +86,10 @@ def check_variable(spec: VariableSpec) -> None:
     """Raises InvalidRequest, TooLarge."""
     if not spec.name:
         raise InvalidRequest("a variable without a name")
+    if len(spec.shape) > limits.DIMENSIONS_MAX:
+        raise TooLarge(
+            f"variable {spec.name!r} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are taken"
+        )
     if spec.payload_bytes > limits.VARIABLE_BYTES_MAX:
         raise TooLarge(f"variable {spec.name!r} has {spec.payload_bytes} bytes; at most {limits.VARIABLE_BYTES_MAX}")
     if spec.kind is VariableKind.PARAMETER and not spec.dtype.is_floating:

@@ -24,6 +24,7 @@ from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.storage.storage import LocalStorage
 from shardyard_coordinator.placement.placement import plan
 from shardyard_launcher.cli import main
+from tests.support.checkpoints import write_state
 
 DEFAULT_URL = ".shardyard/coordinator/checkpoints"
 
@@ -82,7 +83,7 @@ def save(model: Net, number: int, *, job: str = "digits", url: str = DEFAULT_URL
             flat = held[specs[block.variable].name].reshape(-1)
             blocks.append(BlockState(index, flat[block.offset : block.offset + block.length], {}, 1))
         state = PartitionState(part.partition, Version(1, number), tuple(blocks))
-        file = library.write_state(job, number, state)
+        file = write_state(library, job, number, state)
         taken = PartitionFile(file, tuple(range(len(part.blocks))))
         entries.append(PartitionEntry(part.partition, state.version, (taken,)))
     manifest = Manifest(

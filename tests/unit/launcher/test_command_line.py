@@ -56,6 +56,7 @@ from shardyard_launcher.yard.role_process import RoleProcess, RunningRole, tail
 from shardyard_launcher.yard.state_file import YardState, forget_state, locked, read_state
 from shardyard_launcher.yard.temp_folder import run_folder
 from shardyard_worker.agent.error_report import ShownOutput
+from tests.support.checkpoints import write_state
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +150,7 @@ def write_checkpoint(url: Path, number: int) -> None:
     )
     block = BlockState(0, np.zeros(8, np.float32), {}, 0)
     state = PartitionState(PartitionId(0), Version(1, 0), (block,))
-    taken = PartitionFile(library.write_state("digits", number, state), (0,))
+    taken = PartitionFile(write_state(library, "digits", number, state), (0,))
     entries = (PartitionEntry(state.partition, state.version, (taken,)),)
     settings = JobSettings(name="digits").model_dump(mode="json")
     ledger = {"entries": [], "closed": 0, "token": 0}

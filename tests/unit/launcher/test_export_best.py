@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tracemalloc
@@ -19,6 +18,7 @@ from shardyard.checkpoints.best import BestFolder, BestManifest
 from shardyard.domain import failpoints
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
 from shardyard.domain.ids import JobId
+from shardyard.storage.json_reader import seal
 from shardyard.storage.storage import Written, open_storage
 from shardyard.storage.tensors import Array
 from shardyard_launcher.cli import main
@@ -204,8 +204,7 @@ def test_manifest_that_says_what_cannot_be_is_damaged(changed: dict[str, object]
     )
     assert bests.decode(bests.encode(held), "here") == held
     document = json.loads(bests.encode(held))["best"] | changed
-    inner = bests.canonical(document)
-    text = b'{"best":' + inner + b',"sha256":"' + hashlib.sha256(inner).hexdigest().encode() + b'"}\n'
+    text = seal("best", document)
     with pytest.raises(CheckpointDamaged, match="here"):
         bests.decode(text, "here")
 

@@ -31,6 +31,7 @@ from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.storage import tensors
 from shardyard.storage.json_reader import canonical
 from shardyard.storage.storage import LocalStorage, Written
+from tests.support.checkpoints import state_pieces
 
 LAYOUT = JobLayout(
     (
@@ -78,7 +79,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 def test_safetensors_library_reads_a_partitions_file(storage: LocalStorage, tmp_path: Path) -> None:
-    storage.write(FILE, partition_file.state_pieces(STATE))
+    storage.write(FILE, state_pieces(STATE))
     for load in (safetensors.numpy.load_file, safetensors.torch.load_file):
         found = {name: np.asarray(array) for name, array in load(tmp_path / FILE).items()}
         assert sorted(found) == [
@@ -124,7 +125,7 @@ def test_what_the_safetensors_library_writes_is_read(storage: LocalStorage, tmp_
 
 def test_every_array_is_aligned_to_its_items(storage: LocalStorage) -> None:
     odd = replace(STATE.blocks[0], slots={})  # 12 bytes before arrays of 8-byte items
-    storage.write(FILE, partition_file.state_pieces(replace(STATE, blocks=(odd, *STATE.blocks[1:]))))
+    storage.write(FILE, state_pieces(replace(STATE, blocks=(odd, *STATE.blocks[1:]))))
     for tensor in tensors.read_contents(storage, FILE).tensors.values():
         assert tensor.begin % tensor.dtype.item_bytes == 0, tensor
 
@@ -153,7 +154,7 @@ def test_arrays_are_fetched_one_after_the_other_as_they_are_written() -> None:
 def test_header_beyond_its_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "HEADER_BYTES_MAX", 100)
     with pytest.raises(TooLarge, match="at most 100"):
-        list(partition_file.state_pieces(STATE))
+        list(state_pieces(STATE))
 
 
 def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
@@ -217,7 +218,7 @@ def test_file_too_short_for_a_header_is_refused(nbytes: int, storage: LocalStora
 
 
 def test_part_of_a_file_is_read_alone(storage: LocalStorage) -> None:
-    written = storage.write(FILE, partition_file.state_pieces(STATE))
+    written = storage.write(FILE, state_pieces(STATE))
     found = partition_file.read(storage, FILE, written, LAYOUT, PartitionId(0), blocks=[1])
     assert [(block.index, block.count, list(block.slots)) for block in found.blocks] == [(1, 30, ["momentum_buffer"])]
     assert (found.version, found.marks, found.floor) == (STATE.version, MARKS, Token(3))
@@ -384,10 +385,10 @@ FEEDBACK = {"worker": "a", "path": "000000000007/worker-a.safetensors", "nbytes"
             lambda m: m["layout"]["variables"][0].update(shape=[1 << 36, 1 << 36]),
             "variable .w. has [0-9]+ bytes; at most",
         ),
-        (lambda m: m["layout"]["variables"][0].update(shape=[1] * 33), "a list of at most 32"),
+        (lambda m: m["layout"]["variables"][0].update(shape=[1] * 33), "variable .w. has 33 dimensions; at most 32"),
         (lambda m: m["layout"]["variables"][0].update(name="b"), "variable 'b' comes twice"),
         (lambda m: m["layout"]["variables"][0].update(name=""), "1 to 512 characters"),
-        (lambda m: m["layout"]["optimizer"].update(kind="lars"), "optimizer.kind is 'lars'"),
+        (lambda m: m["layout"]["optimizer"].update(kind="lars"), "layout: unknown optimizer 'lars'"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].pop(), "parameter group 0 of .sgd. has 5 values; expected 6"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].__setitem__(0, -1.0), "parameter group 0 of .sgd.: lr is -1"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].__setitem__(0, 1), "numbers with a point"),

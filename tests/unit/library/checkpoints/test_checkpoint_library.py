@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints import partition_file
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, Variables
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile, ResidualFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
@@ -28,6 +27,7 @@ from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.storage import tensors
 from shardyard.storage.storage import LocalStorage, Storage, open_storage
 from shardyard_coordinator.placement.placement import plan
+from tests.support.checkpoints import load_partition, state_pieces, write_state
 
 JOB = "digits"
 FLIPS = 1_000
@@ -98,7 +98,7 @@ def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = Fal
     entries = []
     for part in LAYOUT.partitions:
         held = state(LAYOUT, part.partition, seed=number, number=10 * number)
-        file = library.write_state(JOB, number, held)
+        file = write_state(library, JOB, number, held)
         taken = PartitionFile(file, tuple(range(len(part.blocks))))
         entries.append(PartitionEntry(part.partition, held.version, (taken,)))
     remembered: tuple[ResidualFile, ...] = ()
@@ -120,7 +120,7 @@ def write_changes(
             continue
         blocks = changed[entry.partition]
         held = state(LAYOUT, entry.partition, seed=number, number=10 * number, blocks=blocks)
-        entries.append(entry.incremental(held.version, library.write_state(JOB, number, held), blocks))
+        entries.append(entry.incremental(held.version, write_state(library, JOB, number, held), blocks))
     manifest = manifest_of(number, entries)
     library.commit(manifest)
     return manifest
@@ -165,14 +165,14 @@ def test_committed_checkpoint_comes_back_as_it_was(library: CheckpointLibrary) -
     assert library.load(JOB) == library.load(JOB, 1) == manifest
     for part in LAYOUT.partitions:
         held = state(LAYOUT, part.partition, seed=1, number=10)
-        assert equal(library.load_partition(manifest, part.partition), held)
+        assert equal(load_partition(library, manifest, part.partition), held)
     assert library.verify(JOB) == ()
 
 
 def test_checkpoint_without_a_manifest_is_none(library: CheckpointLibrary) -> None:
     with pytest.raises(CheckpointNotFound, match=f"no checkpoint of job '{JOB}'"):
         library.load(JOB)
-    library.write_state(JOB, 1, state(LAYOUT, 0, seed=1, number=1))
+    write_state(library, JOB, 1, state(LAYOUT, 0, seed=1, number=1))
     assert library.numbers(JOB) == ()
     assert library.list_checkpoints(JOB) == ()
     with pytest.raises(CheckpointNotFound):
@@ -183,7 +183,7 @@ def test_checkpoint_without_a_manifest_is_none(library: CheckpointLibrary) -> No
 
 def test_number_of_a_broken_off_checkpoint_is_not_taken_again(library: CheckpointLibrary) -> None:
     assert library.next_number(JOB) == 1
-    library.write_state(JOB, 6, state(LAYOUT, 0, seed=1, number=1))
+    write_state(library, JOB, 6, state(LAYOUT, 0, seed=1, number=1))
     assert library.next_number(JOB) == 7
 
 
@@ -220,7 +220,7 @@ def test_disk_that_is_full_leaves_the_newest_checkpoint_as_it_was(folder: Checkp
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with failpoints.armed("storage.before_write", failpoints.action_of("error:ENOSPC"), at=3):
         with pytest.raises(StorageUnavailable, match=r"partition-0000-0\.safetensors: No space left on device"):
-            folder.write_state(JOB, 2, state(LAYOUT, 0, seed=2, number=2))
+            write_state(folder, JOB, 2, state(LAYOUT, 0, seed=2, number=2))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert folder.load(JOB) == first
 
@@ -290,13 +290,13 @@ def test_unchanged_blocks_come_from_earlier_checkpoints(library: CheckpointLibra
     assert [file.file.number for file in third.partitions[0].files] == [3, 2, 1]
     assert [file.file.number for file in third.partitions[1].files] == [2, 1]
     assert third.partitions[2] == first.partitions[2]
-    found = library.load_partition(third, third.partitions[0].partition)
+    found = load_partition(library, third, third.partitions[0].partition)
     assert found.version == Version(1, 30)
     for block in found.blocks:
         number = {0: 3, 1: 2}.get(block.index, 1)
         wanted = state(LAYOUT, 0, seed=number, number=10 * number, blocks=(block.index,)).blocks[0]
         assert _equal_block(block, wanted)
-    assert library.load_partition(third, third.partitions[1].partition).version == Version(1, 20)
+    assert load_partition(library, third, third.partitions[1].partition).version == Version(1, 20)
     assert library.verify(JOB) == ()
 
 
@@ -318,7 +318,7 @@ def test_partition_of_another_version_than_the_manifest_says_is_found(library: C
         )
     )
     with pytest.raises(CheckpointDamaged, match=r"partition-0001.* version 10 of partition 1, .*; expected version 11"):
-        library.load_partition(library.load(JOB), entry.partition)
+        load_partition(library, library.load(JOB), entry.partition)
     (finding,) = library.verify(JOB)
     assert (finding.number, finding.path) == (2, entry.files[0].file.path)
 
@@ -331,7 +331,7 @@ def test_prune_keeps_the_newest_and_what_they_need(folder: CheckpointLibrary, tm
     second = write_changes(folder, first, 2, {0: (0,)})
     third = write_changes(folder, second, 3, {0: (0,), 1: (0,)})
     write_changes(folder, third, 4, {2: tuple(range(len(LAYOUT.partitions[2].blocks)))})
-    folder.write_state(JOB, 5, state(LAYOUT, 0, seed=5, number=5))  # one that is being written
+    write_state(folder, JOB, 5, state(LAYOUT, 0, seed=5, number=5))  # one that is being written
     pruned = folder.prune(JOB, 2)
     assert pruned.checkpoints == (1, 2)
     assert folder.numbers(JOB) == (3, 4)
@@ -347,7 +347,7 @@ def test_prune_keeps_the_newest_and_what_they_need(folder: CheckpointLibrary, tm
 
 def test_prune_deletes_what_was_begun_and_never_finished(library: CheckpointLibrary) -> None:
     write_whole(library, 1)
-    library.write_state(JOB, 2, state(LAYOUT, 0, seed=2, number=2))
+    write_state(library, JOB, 2, state(LAYOUT, 0, seed=2, number=2))
     write_whole(library, 3)
     pruned = library.prune(JOB, 2)
     assert (pruned.checkpoints, pruned.files) == ((), 1)
@@ -424,7 +424,7 @@ def test_variables_are_put_together_from_their_blocks(library: CheckpointLibrary
         assert exported[spec.name].shape == spec.shape
         assert exported[spec.name].dtype.name == spec.dtype.value
     for part in LAYOUT.partitions:
-        for held in library.load_partition(manifest, part.partition).blocks:
+        for held in load_partition(library, manifest, part.partition).blocks:
             block = part.blocks[held.index]
             flat = exported[LAYOUT.variables[block.variable].name].reshape(-1)
             assert np.array_equal(flat[block.offset : block.offset + block.length], held.values)
@@ -523,7 +523,7 @@ def test_partition_file_that_is_not_of_its_partition_is_found(library: Checkpoin
     first = write_whole(library, 1)
     held = state(LAYOUT, 1, seed=2, number=20)
     written = library.storage.write(
-        f"{JOB}/{manifests.partition_path(2, LAYOUT.partitions[0].partition)}", partition_file.state_pieces(held)
+        f"{JOB}/{manifests.partition_path(2, LAYOUT.partitions[0].partition)}", state_pieces(held)
     )
     file = FileRef(manifests.partition_path(2, LAYOUT.partitions[0].partition), written)
     blocks = tuple(range(len(LAYOUT.partitions[0].blocks)))
@@ -584,7 +584,7 @@ def test_another_workers_file_and_another_format_are_found(folder: CheckpointLib
     file = saved(folder)
     with pytest.raises(CheckpointDamaged, match="is of worker 'w-1'; expected 'w-2'"):
         folder.load_feedback(JOB, ResidualFile("w-2", file.file), LAYOUT)
-    held = folder.write_state(JOB, 1, state(LAYOUT, 0, seed=1, number=1))
+    held = write_state(folder, JOB, 1, state(LAYOUT, 0, seed=1, number=1))
     with pytest.raises(CheckpointDamaged, match="expected 'shardyard-feedback'"):
         folder.load_feedback(JOB, ResidualFile("w-1", held), LAYOUT)
 

@@ -37,6 +37,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.storage import storage as storages
 from shardyard.storage.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
+from tests.support.checkpoints import load_partition, write_state
 
 BUCKET = "checkpoints"
 MOTO = """
@@ -250,7 +251,7 @@ def test_checkpoints_live_in_an_object_store(object_store: ObjectStore) -> None:
     )
     for number in (1, 2, 3, 4):
         state = PartitionState(part, Version(1, number), (BlockState(0, np.full(4, number, np.float32), {}, number),))
-        file = library.write_state("job", library.next_number("job"), state)
+        file = write_state(library, "job", library.next_number("job"), state)
         assert library.numbers("job") == tuple(range(1, number))
         entry = PartitionEntry(part, state.version, (PartitionFile(file, (0,)),))
         library.commit(
@@ -272,7 +273,7 @@ def test_checkpoints_live_in_an_object_store(object_store: ObjectStore) -> None:
     assert library.prune("job", 2).checkpoints == (1, 2)
     assert library.storage.list_folders("job") == ("000000000003", "000000000004")
     assert library.verify("job") == ()
-    (block,) = library.load_partition(library.load("job"), part).blocks
+    (block,) = load_partition(library, library.load("job"), part).blocks
     assert block.values.tolist() == [4, 4, 4, 4]
     assert [(name, array.tolist()) for name, array in library.export_state(library.load("job", 3))] == [
         ("w", [3.0] * 4)

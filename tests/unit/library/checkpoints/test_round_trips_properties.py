@@ -30,6 +30,7 @@ from shardyard.storage import tensors
 from shardyard.storage.json_reader import JsonNode, canonical
 from shardyard.storage.storage import RemoteStorage
 from shardyard_coordinator.placement.placement import plan, whole_block_bytes
+from tests.support.checkpoints import load_partition, state_pieces, write_state
 
 NUMBERS = st.integers(0, SEQUENCE_MAX)
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -121,7 +122,7 @@ def test_partition_comes_back_bit_by_bit(layout: JobLayout, data: st.DataObject)
     count = len(layout.partitions[index].blocks)
     blocks = sorted(data.draw(st.sets(st.integers(0, count - 1)))) if count else []
     state = states(layout, index, data.draw(st.integers(0, 2**32)), blocks, data.draw(ledgers()))
-    written = storage.write("file", partition_file.state_pieces(state))
+    written = storage.write("file", state_pieces(state))
     assert bits(partition_file.read(storage, "file", written, layout, PartitionId(index))) == bits(state)
     head = partition_file.check(storage, "file", written, layout, PartitionId(index), blocks)
     assert (head.version, set(head.marks), head.floor) == (state.version, set(state.marks), state.floor)
@@ -151,7 +152,7 @@ def test_any_chain_of_checkpoints_comes_back_bit_by_bit(
             if number > 1 and data.draw(st.booleans()):
                 continue  # nothing has happened to it
             state = states(layout, index, seed + index, changed, marks)
-            file = library.write_state("job", number, state)
+            file = write_state(library, "job", number, state)
             model[index].update({block.index: block for block in state.blocks})
             if number == 1:
                 newest.append(state)
@@ -173,7 +174,7 @@ def test_any_chain_of_checkpoints_comes_back_bit_by_bit(
     for index, state in enumerate(newest):
         whole = tuple(model[index][each] for each in sorted(model[index]))
         expected = PartitionState(state.partition, state.version, whole, state.marks, state.floor)
-        assert bits(library.load_partition(found, PartitionId(index))) == bits(expected)
+        assert bits(load_partition(library, found, PartitionId(index))) == bits(expected)
     check_export(library, found, model)
     library.storage.delete_folder("job")
 

@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 
 import shardyard as sy
+from shardyard.checkpoints import layout as layouts
 from shardyard.checkpoints import rows_file
-from shardyard.checkpoints import tables as documents
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, tables_from_wire, tables_to_wire
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, read_partition
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, TableEntry, decode, encode
@@ -39,7 +39,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.domain.variables import DType, VariableSpec
-from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.json_reader import JsonNode, canonical, document_of
 from shardyard.storage.storage import Buffer, LocalStorage, Written
 from shardyard_coordinator.placement.placement import plan
 from shardyard_launcher.commands.checkpoint import checkpoint
@@ -55,6 +55,7 @@ from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.tables import cuts, disk_tier
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
+from tests.support.checkpoints import load_partition
 
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
 COORDINATOR = Caller(JOB, term=Term(2))
@@ -240,7 +241,7 @@ def test_a_partition_takes_no_other_tables_than_its_own(tmp_path: Path) -> None:
     partition = partitions(store)[0]
     library = CheckpointLibrary(LocalStorage(tmp_path))
     manifest = commit(library, store, 1)
-    state = library.load_partition(manifest, OWNED[0])
+    state = load_partition(library, manifest, OWNED[0])
     before = partition.tables
     with pytest.raises(CheckpointDamaged, match=r"expected \['users', 'words.in'\]"):
         partition.restore(state, {})
@@ -449,7 +450,7 @@ def test_prune_keeps_what_a_chain_needs(tmp_path: Path) -> None:
     assert library.verify("job") == ()
     assert list((tmp_path / "job" / "000000000001").glob("rows-*"))
     manifest = library.load("job")
-    states = [library.load_partition(manifest, number) for number in OWNED]
+    states = [load_partition(library, manifest, number) for number in OWNED]
     fresh = server()
     for partition, state in zip(partitions(fresh), states, strict=True):
         partition.restore(state)
@@ -646,19 +647,25 @@ BROKEN: dict[str, Callable[[dict[str, object]], object]] = {
 }
 
 
+def layout_with(tables: list[object]) -> JobLayout:
+    """The layout of a document whose tables are these."""
+    document = layouts.to_document(LAYOUT) | {"tables": tables}
+    return layouts.from_document(JsonNode.parse(canonical(document), "file", at=0))
+
+
 @pytest.mark.parametrize("what", BROKEN)
 def test_settings_that_cannot_be_are_damaged(what: str) -> None:
-    found = documents.to_document(USERS)
+    found = document_of(USERS)
     BROKEN[what](found)
     with pytest.raises(CheckpointDamaged, match="file"):
-        documents.from_documents(JsonNode.parse(canonical([found]), "file", at=0))
+        layout_with([found])
 
 
 def test_a_table_that_comes_twice_is_damaged() -> None:
-    found = documents.to_document(USERS)
+    found = document_of(USERS)
     for wrong in ([found, found], []):
         with pytest.raises(CheckpointDamaged, match="file"):
-            documents.from_documents(JsonNode.parse(canonical(wrong), "file", at=0))
+            layout_with(wrong)
 
 
 def some_ref(name: str, nbytes: int = 9) -> FileRef:
