@@ -85,7 +85,7 @@ class MembershipClient:
         answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is called."""
         member = self._membership
         request = wire.RegisterRequest(
-            role=common_messages.role_to_wire(member.role),
+            role=common_messages.ROLES.to_wire(member.role),
             address=member.address,
             protocol=PROTOCOL,
             release=version("shardyard"),

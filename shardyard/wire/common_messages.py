@@ -6,9 +6,10 @@ before its size has been checked."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from shardyard.domain import limits
 from shardyard.domain.consistency import (
@@ -41,45 +42,36 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
-_MODES: dict[UpdateMode, common.UpdateMode] = {
-    UpdateMode.SYNC: common.UPDATE_MODE_SYNC,
-    UpdateMode.ASYNC: common.UPDATE_MODE_ASYNC,
-}
-
-
-_CONSISTENCY_MODES: dict[ConsistencyMode, coordinator.ConsistencyMode] = {
-    ConsistencyMode.SYNC: coordinator.CONSISTENCY_MODE_SYNC,
-    ConsistencyMode.LOCAL: coordinator.CONSISTENCY_MODE_LOCAL,
-    ConsistencyMode.BOUNDED: coordinator.CONSISTENCY_MODE_BOUNDED,
-    ConsistencyMode.ASYNC: coordinator.CONSISTENCY_MODE_ASYNC,
-    ConsistencyMode.HYBRID: coordinator.CONSISTENCY_MODE_HYBRID,
-}
-
-
-_DURABILITIES: dict[Durability, common.Durability] = {
-    Durability.CHECKPOINT: common.DURABILITY_CHECKPOINT,
-    Durability.WAL: common.DURABILITY_WAL,
-}
-
-
-_ROLES: dict[MemberRole, coordinator.Role] = {
-    MemberRole.SERVER: coordinator.ROLE_SERVER,
-    MemberRole.WORKER: coordinator.ROLE_WORKER,
-    MemberRole.AGENT: coordinator.ROLE_AGENT,
-}
-
-
-K = TypeVar("K")
-
-
+K = TypeVar("K", bound=enum.Enum)
 V = TypeVar("V")
 
 
-def known(table: dict[K, V], value: object, what: str) -> K:
-    for key, number in table.items():
-        if number == value:
-            return key
-    raise MalformedPayload(f"{what} is {value}, which this release does not know")
+class EnumNumbers(Generic[K]):
+    """The members of one of our enums, and the numbers that stand for them in messages.
+
+    A number's name in the .proto file is `prefix` and the member's name. `unspecified`: what 0 means; None: nothing."""
+
+    def __init__(self, kind: type[K], numbers: Any, prefix: str, what: str, unspecified: K | None = None) -> None:
+        self._numbers = {each: 0 if each is unspecified else numbers.Value(prefix + each.name) for each in kind}
+        self._members = {number: each for each, number in self._numbers.items()}
+        self._what = what
+
+    def to_wire(self, member: K) -> Any:
+        return self._numbers[member]
+
+    def from_wire(self, number: int, of: str = "") -> K:
+        """`of`: whose it is, for the message. Raises MalformedPayload."""
+        if number not in self._members:
+            raise MalformedPayload(f"{self._what}{of} is {number}, which this release does not know")
+        return self._members[number]
+
+
+UPDATE_MODES = EnumNumbers(UpdateMode, common.UpdateMode, "UPDATE_MODE_", "the update mode")
+CONSISTENCY_MODES = EnumNumbers(
+    ConsistencyMode, coordinator.ConsistencyMode, "CONSISTENCY_MODE_", "the consistency mode"
+)
+DURABILITIES = EnumNumbers(Durability, common.Durability, "DURABILITY_", "the durability", Durability.CHECKPOINT)
+ROLES = EnumNumbers(MemberRole, coordinator.Role, "ROLE_", "the role")
 
 
 def bounded(items: Sequence[V], count_max: int, what: str) -> Sequence[V]:
@@ -155,22 +147,6 @@ def version_from_wire(message: common.Version) -> Version:
     return Version(message.life, message.number)
 
 
-def mode_to_wire(mode: UpdateMode) -> common.UpdateMode:
-    return _MODES[mode]
-
-
-def mode_from_wire(value: common.UpdateMode) -> UpdateMode:
-    return known(_MODES, value, "the update mode")
-
-
-def consistency_mode_to_wire(mode: ConsistencyMode) -> coordinator.ConsistencyMode:
-    return _CONSISTENCY_MODES[mode]
-
-
-def consistency_mode_from_wire(value: coordinator.ConsistencyMode) -> ConsistencyMode:
-    return known(_CONSISTENCY_MODES, value, "the consistency mode")
-
-
 def stale_to_wire(rule: StaleRule | None) -> server.StaleRule | None:
     if rule is None:
         return None
@@ -186,16 +162,6 @@ def stale_from_wire(message: server.StaleRule) -> StaleRule:
     return StaleRule(message.divides_rate, message.compensation, message.decay)
 
 
-def durability_to_wire(durability: Durability) -> common.Durability:
-    return _DURABILITIES[durability]
-
-
-def durability_from_wire(value: common.Durability) -> Durability:
-    if value == common.DURABILITY_UNSPECIFIED:
-        return Durability.CHECKPOINT
-    return known(_DURABILITIES, value, "the durability")
-
-
 def clipping_to_wire(clipping: Clipping) -> server.Clipping:
     return server.Clipping(norm=clipping.norm, value=clipping.value)
 
@@ -207,12 +173,11 @@ def clipping_from_wire(message: server.Clipping) -> Clipping:
     return Clipping(message.norm, message.value)
 
 
-def role_to_wire(role: MemberRole) -> coordinator.Role:
-    return _ROLES[role]
-
-
-def role_from_wire(value: coordinator.Role) -> MemberRole:
-    return known(_ROLES, value, "the role")
+def random_name(value: bytes) -> bytes:
+    """The name of a reader, or of its pin. Raises MalformedPayload."""
+    if len(value) != limits.RANDOM_NAME_BYTES:
+        raise MalformedPayload(f"a random name of {len(value)} bytes; expected {limits.RANDOM_NAME_BYTES}")
+    return value
 
 
 def check_unique(partitions: Sequence[int], what: str) -> None:

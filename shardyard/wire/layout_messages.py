@@ -20,42 +20,27 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, P
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import table_messages
-from shardyard.wire.common_messages import bounded, known, text
+from shardyard.wire.common_messages import EnumNumbers, bounded, text
 from shardyard.wire.v1 import common_pb2 as common
 
-_DTYPES: dict[DType, common.DType] = {
-    DType.FLOAT32: common.DTYPE_FLOAT32,
-    DType.FLOAT64: common.DTYPE_FLOAT64,
-    DType.INT64: common.DTYPE_INT64,
-    DType.INT32: common.DTYPE_INT32,
-    DType.UINT8: common.DTYPE_UINT8,
-    DType.BOOL: common.DTYPE_BOOL,
-}
-
-
-_VARIABLE_KINDS: dict[VariableKind, common.VariableKind] = {
-    VariableKind.PARAMETER: common.VARIABLE_KIND_PARAMETER,
-    VariableKind.BUFFER: common.VARIABLE_KIND_BUFFER,
-}
-
-
-# ---- variables, optimizers, layouts
+_DTYPES = EnumNumbers(DType, common.DType, "DTYPE_", "the dtype of variable ")
+_VARIABLE_KINDS = EnumNumbers(VariableKind, common.VariableKind, "VARIABLE_KIND_", "the kind of variable ")
 
 
 def variable_to_wire(spec: VariableSpec) -> common.VariableSpec:
     return common.VariableSpec(
         name=spec.name,
-        dtype=_DTYPES[spec.dtype],
+        dtype=_DTYPES.to_wire(spec.dtype),
         shape=spec.shape,
-        kind=_VARIABLE_KINDS[spec.kind],
+        kind=_VARIABLE_KINDS.to_wire(spec.kind),
         group=spec.group,
     )
 
 
 def variable_from_wire(message: common.VariableSpec) -> VariableSpec:
     name = text(message.name, "a variable's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
-    dtype = known(_DTYPES, message.dtype, f"the dtype of variable {name!r}")
-    kind = known(_VARIABLE_KINDS, message.kind, f"the kind of variable {name!r}")
+    dtype = _DTYPES.from_wire(message.dtype, repr(name))
+    kind = _VARIABLE_KINDS.from_wire(message.kind, repr(name))
     spec = VariableSpec(name, dtype, tuple(message.shape), kind, message.group)
     checks.check_variable(spec)
     return spec

@@ -25,9 +25,8 @@ from shardyard.domain.push_names import (
     Watermark,
 )
 from shardyard.wire.common_messages import (
+    CONSISTENCY_MODES,
     bounded,
-    consistency_mode_from_wire,
-    consistency_mode_to_wire,
     data_shard_from_wire,
     source_from_wire,
     source_to_wire,
@@ -103,13 +102,13 @@ def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[Ra
 
 
 def consistency_to_wire(consistency: Consistency) -> coordinator.Consistency:
-    mode = consistency_mode_to_wire(consistency.mode)
+    mode = CONSISTENCY_MODES.to_wire(consistency.mode)
     return coordinator.Consistency(number=consistency.number, mode=mode, staleness=consistency.bound)
 
 
 def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
     """Raises MalformedPayload, InvalidRequest, TooLarge."""
-    mode = consistency_mode_from_wire(message.mode)
+    mode = CONSISTENCY_MODES.from_wire(message.mode)
     bound = message.staleness if message.HasField("staleness") else None
     if (bound is None) is (mode is ConsistencyMode.BOUNDED):
         raise InvalidRequest(f"mode {mode.value} with {'no' if bound is None else 'a'} bound on staleness")

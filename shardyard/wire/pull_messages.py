@@ -23,6 +23,7 @@ from shardyard.wire.common_messages import (
     caller_from_wire,
     caller_to_wire,
     check_unique,
+    random_name,
     text,
     version_from_wire,
     version_to_wire,
@@ -118,13 +119,6 @@ def _wish(
         order,
         message.pin,
     )
-
-
-def random_name(value: bytes) -> bytes:
-    """Of a reader, or of its pin. Raises MalformedPayload."""
-    if len(value) != limits.RANDOM_NAME_BYTES:
-        raise MalformedPayload(f"a random name of {len(value)} bytes; not {limits.RANDOM_NAME_BYTES}")
-    return value
 
 
 def pin_to_wire(wish: PinRequest) -> server.PinRequest:

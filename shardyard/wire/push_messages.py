@@ -38,11 +38,11 @@ from shardyard.domain.pushes import (
 )
 from shardyard.wire import table_messages
 from shardyard.wire.common_messages import (
+    EnumNumbers,
     bounded,
     caller_from_wire,
     caller_to_wire,
     check_unique,
-    known,
     name_from_wire,
     name_to_wire,
     version_from_wire,
@@ -59,27 +59,9 @@ from shardyard.wire.pull_messages import (
 )
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
-_PUSH_KINDS: dict[PushKind, server.PushKind] = {
-    PushKind.GRADIENT: server.PUSH_KIND_GRADIENT,
-    PushKind.EMPTY: server.PUSH_KIND_EMPTY,
-    PushKind.VALUES: server.PUSH_KIND_VALUES,
-    PushKind.NOTHING: server.PUSH_KIND_NOTHING,
-}
-
-
-_SSP_PHASES: dict[SspPhase, server.Stride] = {
-    SspPhase.JOINS: server.STRIDE_JOINS,
-    SspPhase.STEPS: server.STRIDE_STEPS,
-    SspPhase.RESTS: server.STRIDE_RESTS,
-}
-
-
-_OUTCOMES: dict[Outcome, server.Outcome] = {
-    Outcome.APPLIED: server.OUTCOME_APPLIED,
-    Outcome.RECORDED: server.OUTCOME_RECORDED,
-    Outcome.DUPLICATE: server.OUTCOME_DUPLICATE,
-    Outcome.DROPPED: server.OUTCOME_DROPPED,
-}
+_PUSH_KINDS = EnumNumbers(PushKind, server.PushKind, "PUSH_KIND_", "the kind of a push")
+_SSP_PHASES = EnumNumbers(SspPhase, server.Stride, "STRIDE_", "the phase of a worker")
+_OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a push")
 
 
 # ---- pushes and pulls
@@ -94,7 +76,9 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
         and bool(pulled_partitions(order) or order.pull is None or not pulled_partitions(before))
     )
-    header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
+    header = server.PushHeader(
+        kind=_PUSH_KINDS.to_wire(order.kind), weight=order.weight, again=again, detach=order.detach
+    )
     if not again:
         header.caller.CopyFrom(caller_to_wire(order.caller))
         header.server = order.server
@@ -190,7 +174,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
     if not math.isfinite(message.weight) or message.weight < 0:
         raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
     last = before if message.again else None
-    kind = known(_PUSH_KINDS, message.kind, "the kind of a push")
+    kind = _PUSH_KINDS.from_wire(message.kind)
     order = PushHeader(
         caller=caller_from_wire(message.caller) if last is None else last.caller,
         server=Incarnation(message.server) if last is None else last.server,
@@ -312,15 +296,15 @@ def _check_sizes(order: PushHeader) -> None:
 
 
 def _ssp_report_to_wire(report: SspReport) -> server.Pace:
-    return server.Pace(stride=_SSP_PHASES[report.phase], turn=report.epoch, clock=report.clock, ahead=report.ahead)
+    return server.Pace(
+        stride=_SSP_PHASES.to_wire(report.phase), turn=report.epoch, clock=report.clock, ahead=report.ahead
+    )
 
 
 def _ssp_report_from_wire(message: server.Pace) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
         raise InvalidRequest(f"a progress of {message.clock} steps, {message.ahead} ahead; more than can be counted")
-    return SspReport(
-        known(_SSP_PHASES, message.stride, "the phase of a worker"), message.turn, message.clock, message.ahead
-    )
+    return SspReport(_SSP_PHASES.from_wire(message.stride), message.turn, message.clock, message.ahead)
 
 
 def verdict_to_wire(verdict: StepVerdict) -> server.StepVerdict:
@@ -367,7 +351,7 @@ def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
             last.alike += 1
             continue
         said = saying
-        last = reply.parts.add(partition=result.partition, outcome=_OUTCOMES[result.outcome], next=result.next)
+        last = reply.parts.add(partition=result.partition, outcome=_OUTCOMES.to_wire(result.outcome), next=result.next)
         last.version.life = result.version.life
         last.version.number = result.version.number
     return reply
@@ -380,7 +364,7 @@ def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionI
         at, end = len(found), len(found) + 1 + part.alike
         if end > len(partitions) or partitions[at] != part.partition:
             raise MalformedPayload(f"the answer to a push names partition {part.partition} in place {at}")
-        outcome = known(_OUTCOMES, part.outcome, "the outcome of a push")
+        outcome = _OUTCOMES.from_wire(part.outcome)
         version = version_from_wire(part.version)
         found += [PartResult(partition, outcome, part.next, version) for partition in partitions[at:end]]
     if len(found) != len(partitions):

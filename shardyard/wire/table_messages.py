@@ -8,6 +8,7 @@ the bytes that it announces, before anybody asks for memory for them. Must not k
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
 from shardyard.domain.layout.checks import check_tables
 from shardyard.domain.pulls import LookupRequest, RequestedRows, RowCode
 from shardyard.domain.pushes import PushedRows
@@ -23,36 +24,21 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.wire.common_messages import known
+from shardyard.wire.common_messages import EnumNumbers, caller_from_wire, caller_to_wire, random_name
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
-_INITIALS: dict[InitialKind, common.InitialKind] = {
-    InitialKind.ZEROS: common.INITIAL_KIND_ZEROS,
-    InitialKind.UNIFORM: common.INITIAL_KIND_UNIFORM,
-    InitialKind.NORMAL: common.INITIAL_KIND_NORMAL,
-}
-_ADMISSIONS: dict[Admission, common.AdmissionKind] = {
-    Admission.ALL: common.ADMISSION_KIND_ALL,
-    Admission.COUNT: common.ADMISSION_KIND_COUNT,
-    Admission.CHANCE: common.ADMISSION_KIND_CHANCE,
-    Admission.ESTIMATE: common.ADMISSION_KIND_ESTIMATE,
-}
-
-
-_ROW_CODES: dict[RowCode, server.RowCode] = {
-    RowCode.FLOAT32: server.ROW_CODE_UNSPECIFIED,
-    RowCode.BF16: server.ROW_CODE_BF16,
-    RowCode.INT8: server.ROW_CODE_INT8,
-}
+_INITIALS = EnumNumbers(InitialKind, common.InitialKind, "INITIAL_KIND_", "how rows begin, of table ")
+_ADMISSIONS = EnumNumbers(Admission, common.AdmissionKind, "ADMISSION_KIND_", "the admission of table ")
+_ROW_CODES = EnumNumbers(RowCode, server.RowCode, "ROW_CODE_", "the code of a look-up's answer", RowCode.FLOAT32)
 
 
 # ---- tables
 
 
 def table_to_wire(table: TableSettings) -> common.TableSpec:
-    admission, expiry = table.admission, table.expiry
+    admission = table.admission
     return common.TableSpec(
         name=table.name,
         dim=table.dim,
@@ -60,25 +46,11 @@ def table_to_wire(table: TableSettings) -> common.TableSpec:
         settings=[setting.name for setting in row_optimizers.settings_of(table.optimizer)],
         values=table.group,
         seed=table.seed,
-        initial=_INITIALS[table.initial.kind],
+        initial=_INITIALS.to_wire(table.initial.kind),
         scale=table.initial.scale,
         rows_max=table.rows_max,
-        admission=common.Admission(
-            kind=_ADMISSIONS[admission.kind],
-            threshold=admission.threshold,
-            chance=admission.chance,
-            cells=admission.cells,
-            zeros=admission.zeros,
-        ),
-        expiry=common.Expiry(
-            age_steps=expiry.age_steps,
-            frequency_min=expiry.frequency_min,
-            norm_min=expiry.norm_min,
-            rows_kept=expiry.rows_kept,
-            grace_steps=expiry.grace_steps,
-            age_ms=expiry.age_ms,
-            grace_ms=expiry.grace_ms,
-        ),
+        admission=common.Admission(**asdict(admission) | {"kind": _ADMISSIONS.to_wire(admission.kind)}),
+        expiry=common.Expiry(**asdict(table.expiry)),
     )
 
 
@@ -95,8 +67,7 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
         )
     if len(message.values) != len(names):
         raise InvalidRequest(f"table {name!r} with {len(message.values)} values; expected {len(names)}")
-    initial = known(_INITIALS, message.initial, f"how the rows of table {name!r} begin")
-    expiry = message.expiry
+    initial, expiry = _INITIALS.from_wire(message.initial, repr(name)), message.expiry
     return TableSettings(
         name,
         message.dim,
@@ -106,15 +77,7 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
         InitialValues(initial, message.scale),
         message.rows_max or limits.TABLE_ROWS_MAX,
         _admission(message),
-        ExpirySettings(
-            expiry.age_steps,
-            expiry.frequency_min,
-            expiry.norm_min,
-            expiry.rows_kept,
-            expiry.grace_steps,
-            expiry.age_ms,
-            expiry.grace_ms,
-        ),
+        ExpirySettings(*[getattr(expiry, each.name) for each in fields(ExpirySettings)]),
     )
 
 
@@ -122,7 +85,7 @@ def _admission(message: common.TableSpec) -> AdmissionSettings:
     given = message.admission
     if given.kind == common.ADMISSION_KIND_UNSPECIFIED:
         return AdmissionSettings()
-    kind = known(_ADMISSIONS, given.kind, f"the admission of table {message.name!r}")
+    kind = _ADMISSIONS.from_wire(given.kind, repr(message.name))
     return AdmissionSettings(kind, given.threshold, given.chance, given.cells, given.zeros)
 
 
@@ -196,13 +159,13 @@ def expired_from_wire(messages: Sequence[server.WantedRows]) -> tuple[RequestedR
 
 def look_up_to_header(asked: LookupRequest) -> bytes:
     return server.LookUpHeader(
-        caller=common.Caller(job=asked.caller.job, incarnation=asked.caller.incarnation, term=asked.caller.term),
+        caller=caller_to_wire(asked.caller),
         server=asked.server,
         generation=asked.generation,
         wanted=wanted_to_wire(asked.wanted),
         number=asked.number,
         wait_ms=asked.wait_ms,
-        code=_ROW_CODES[asked.code],
+        code=_ROW_CODES.to_wire(asked.code),
         pin=asked.pin,
     ).SerializeToString()
 
@@ -217,19 +180,17 @@ def look_up_from_header(header: bytes) -> LookupRequest:
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     if message.pin:
-        if len(message.pin) != limits.RANDOM_NAME_BYTES:
-            raise MalformedPayload(f"a pin's name of {len(message.pin)} bytes; not {limits.RANDOM_NAME_BYTES}")
+        random_name(message.pin)
         if message.HasField("number") or message.wait_ms:
             raise InvalidRequest("a pinned look-up that asks for a version", todo="ask for the pin")
-    caller = message.caller
     return LookupRequest(
-        Caller(JobId(caller.job), Incarnation(caller.incarnation), Term(caller.term)),
+        caller_from_wire(message.caller),
         Incarnation(message.server),
         Generation(message.generation),
         wanted,
         message.number if message.HasField("number") else None,
         message.wait_ms,
-        known(_ROW_CODES, message.code, "the code of a look-up's answer"),
+        _ROW_CODES.from_wire(message.code),
         message.pin,
     )
 

@@ -134,7 +134,7 @@ class Yard:
         self, role: MemberRole, address: str = "", pid: int = 1, host: str = "box", agent: int = 0
     ) -> Incarnation:
         request = wire.RegisterRequest(
-            role=common_messages.role_to_wire(role),
+            role=common_messages.ROLES.to_wire(role),
             address=address,
             protocol=limits.PROTOCOL,
             release="0.1.0",

@@ -67,7 +67,7 @@ def creation(mode: UpdateMode = UpdateMode.ASYNC, *, tables: bool = False) -> wi
         generation=1,
         layout=layout(tables=tables),
         partitions=[0, 1],
-        mode=common_messages.mode_to_wire(mode),
+        mode=common_messages.UPDATE_MODES.to_wire(mode),
         logical_ranks=1 if mode is UpdateMode.SYNC else 0,
         server=SERVER,
     )

@@ -73,7 +73,7 @@ def _member(member: Member, job: JobState | None, now_ms: int) -> wire.MemberSta
     report = Report() if job is None else job.progress.of(member.incarnation)
     return wire.MemberStatus(
         incarnation=member.incarnation,
-        role=common_messages.role_to_wire(member.role),
+        role=common_messages.ROLES.to_wire(member.role),
         address=member.address,
         host=registration.host,
         pid=registration.pid,
@@ -98,7 +98,7 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         name=job.settings.name,
         state=parts.STATES[job.phase],
         failure=None if job.failure is None else to_detail(job.failure),
-        mode=common_messages.mode_to_wire(consistency.mode.updates),
+        mode=common_messages.UPDATE_MODES.to_wire(consistency.mode.updates),
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
         staleness=consistency.bound,
         local_steps=consistency.local_steps,

@@ -88,7 +88,7 @@ def parse_request(what: tuple[str, ...]) -> wire.SwitchConsistencyRequest:
     consistency = load(None, {}, flags).settings.job.consistency
     return wire.SwitchConsistencyRequest(
         job_name=names[0] if names else "",
-        mode=common_messages.consistency_mode_to_wire(consistency.mode) if MODE in given else None,
+        mode=common_messages.CONSISTENCY_MODES.to_wire(consistency.mode) if MODE in given else None,
         staleness=consistency.staleness if STALENESS in given else None,
     )
 

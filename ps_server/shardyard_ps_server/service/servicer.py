@@ -226,7 +226,7 @@ class Servicer:
         return pull_messages.pinned_to_wire(*pulls.pin(self._store, pull_messages.pin_from_wire(request)))
 
     def unpin(self, request: wire.UnpinRequest, _: Context) -> wire.UnpinReply:
-        pulls.unpin(self._store, JobId(request.caller.job), pull_messages.random_name(request.pin))
+        pulls.unpin(self._store, JobId(request.caller.job), common_messages.random_name(request.pin))
         return wire.UnpinReply()
 
     def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
@@ -361,9 +361,9 @@ def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> No
 
 def _rules(message: wire.CreatePartitionsRequest) -> UpdateRules:
     return UpdateRules(
-        common_messages.mode_from_wire(message.mode),
+        common_messages.UPDATE_MODES.from_wire(message.mode),
         message.logical_ranks,
-        common_messages.durability_from_wire(message.durability),
+        common_messages.DURABILITIES.from_wire(message.durability),
         common_messages.stale_from_wire(message.stale) if message.HasField("stale") else None,
         common_messages.clipping_from_wire(message.clipping),
         message.backup_workers,

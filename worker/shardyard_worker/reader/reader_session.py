@@ -178,7 +178,7 @@ class ReaderSession:
             if len(map_.owners) != len(layout.partitions):
                 raise errors.MalformedPayload(f"a map of {len(map_.owners)} partitions; {len(layout.partitions)} are")
             ended = reply.state == wire.JOB_STATE_FINISHED
-            view = View(self.job, common_messages.mode_from_wire(reply.mode), map_, layout, ended)
+            view = View(self.job, common_messages.UPDATE_MODES.from_wire(reply.mode), map_, layout, ended)
             self._known_layout = view
         failure = from_detail(reply.failure) if reply.HasField("failure") else None
         with self._changed:

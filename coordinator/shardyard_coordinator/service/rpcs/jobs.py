@@ -10,7 +10,7 @@ from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, TooLarge
 from shardyard.domain.ids import Generation, Incarnation, JobId
 from shardyard.transport.error_codes import to_detail
-from shardyard.wire import common_messages, layout_messages, lease_messages, methods, pull_messages, table_messages
+from shardyard.wire import common_messages, layout_messages, lease_messages, methods, table_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import JobView, Joined, StopTaken, SwitchTaken, VariablesPlaced
@@ -75,7 +75,7 @@ def stop_job_reply(taken: StopTaken) -> wire.StopJobReply:
 def switch_consistency_event(request: wire.SwitchConsistencyRequest) -> events.SwitchRequested:
     name = parts.job_name(request.job_name)
     unspecified = request.mode == wire.CONSISTENCY_MODE_UNSPECIFIED
-    mode = None if unspecified else common_messages.consistency_mode_from_wire(request.mode)
+    mode = None if unspecified else common_messages.CONSISTENCY_MODES.from_wire(request.mode)
     return events.SwitchRequested(name, mode, request.staleness if request.HasField("staleness") else None)
 
 
@@ -87,7 +87,7 @@ def switch_consistency_reply(taken: SwitchTaken) -> wire.SwitchConsistencyReply:
 
 def follow_job_event(request: wire.FollowJobRequest) -> events.ReaderHeard:
     name = parts.job_name(request.job_name)
-    reader = pull_messages.random_name(request.reader)
+    reader = common_messages.random_name(request.reader)
     return events.ReaderHeard(JobId(request.job) if request.job else None, name, reader, request.leaves)
 
 
@@ -98,7 +98,7 @@ def _follow_job(backend: Backend, request: wire.FollowJobRequest) -> wire.Follow
         job_name=view.job_name,
         state=parts.STATES[view.state],
         failure=None if view.failure is None else to_detail(view.failure),
-        mode=common_messages.mode_to_wire(view.mode),
+        mode=common_messages.UPDATE_MODES.to_wire(view.mode),
         map=None if view.map is None else layout_messages.map_to_wire(view.map),
         layout=layout_messages.layout_to_wire(view.layout) if request.layout and view.layout is not None else None,
         url=view.url or "",

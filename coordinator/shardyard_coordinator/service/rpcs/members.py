@@ -20,7 +20,7 @@ from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, served
 def register_event(request: wire.RegisterRequest) -> events.MemberRegistered:
     return events.MemberRegistered(
         Registration(
-            role=common_messages.role_from_wire(request.role),
+            role=common_messages.ROLES.from_wire(request.role),
             address=common_messages.text(request.address, "an address", parts.NAME_CHARACTERS_MAX),
             protocol=request.protocol,
             release=common_messages.text(request.release, "a release", parts.NAME_CHARACTERS_MAX),

@@ -307,14 +307,14 @@ def test_too_many_sources_are_too_large() -> None:
 
 def test_unknown_roles_and_modes_are_malformed() -> None:
     for role in MemberRole:
-        assert common_messages.role_from_wire(common_messages.role_to_wire(role)) is role
+        assert common_messages.ROLES.from_wire(common_messages.ROLES.to_wire(role)) is role
     for mode in UpdateMode:
-        assert common_messages.mode_from_wire(common_messages.mode_to_wire(mode)) is mode
+        assert common_messages.UPDATE_MODES.from_wire(common_messages.UPDATE_MODES.to_wire(mode)) is mode
     for number in (0, 99):
         with pytest.raises(MalformedPayload):
-            common_messages.role_from_wire(number)  # type: ignore[arg-type]
+            common_messages.ROLES.from_wire(number)  # type: ignore[arg-type]
         with pytest.raises(MalformedPayload):
-            common_messages.mode_from_wire(number)  # type: ignore[arg-type]
+            common_messages.UPDATE_MODES.from_wire(number)  # type: ignore[arg-type]
 
 
 def test_long_text_is_too_large() -> None:

@@ -619,7 +619,7 @@ def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> N
         generation=NEXT,
         layout=layout_messages.layout_to_wire(LAYOUT),
         partitions=OWNED,
-        mode=common_messages.mode_to_wire(UpdateMode.ASYNC),
+        mode=common_messages.UPDATE_MODES.to_wire(UpdateMode.ASYNC),
         logical_ranks=2,
         server=HERE,
         restore=wire.Restore(url=str(tmp_path), partitions=[entry_to_wire(entry) for entry in found]),
