@@ -15,8 +15,8 @@ IMPORTS := torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_laun
 	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.commands.resume_notice, \
 	shardyard_worker.job.job, shardyard_worker.agent.process, shardyard_ps_server.service.process, \
 	shardyard_coordinator.service.process
-# test processes side by side
-JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+# test processes side by side: one more than cores, since many a test waits for the processes that it has started
+JOBS   ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
 TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/ tests/support/ tests/simulator/,$(wildcard tests/*/))
 NODE   := tests/support/node
@@ -83,9 +83,9 @@ check: $(STAMP) protos-check docs ## ruff, mypy --strict, import-linter, generat
 	@$(BIN)/lint-imports
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
-	@$(BIN)/python -m shardyard_ps_server.jit.optimizer_warmup
-	@$(BIN)/python -c "from shardyard.codecs.format import finiteness; finiteness.warm()"
-	@$(BIN)/python -m shardyard_ps_server.jit.table_warmup
+	@$(BIN)/python -c "from shardyard_ps_server.jit import optimizer_warmup, table_warmup; \
+		from shardyard.codecs.format import finiteness; \
+		optimizer_warmup.main(); finiteness.warm(); table_warmup.main(())"
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

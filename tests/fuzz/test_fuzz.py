@@ -23,29 +23,37 @@ from shardyard.wire import frames, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as server
 from tests.fuzz import decoders, fuzzing, mutations
 
-INPUTS = 10_000
+FIRST_INPUTS, ALL_INPUTS = 5_000, 10_000
 SEED = int(os.environ.get("SHARDYARD_FUZZ_SEED", fuzzing.SEED))
 TAKES_ALL = {"message LeaseDataReply", "message JoinJobReply", "message ErrorDetail"}
 """Whose every value has a meaning."""
 SELDOM_WRONG = {"message OpenSourcesRequest"}
 """Wrong only without a source, which may be none of the hundred or so inputs of one target."""
+SELDOM_WRONG_AT_FIRST = SELDOM_WRONG | {"message OpenSourcesReply"}
+"""The same where a target has half as many inputs."""
 HUGE = 1 << 60
 CLAIMED_BYTES_MAX = limits.MIB
 BOMB_BYTES = 64 * limits.MIB
 BOMB = zstandard.ZstdCompressor(level=1).compress(bytes(BOMB_BYTES))
 
 
+@pytest.mark.long("first")
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("inputs", "seldom_wrong"),
+    [(FIRST_INPUTS, SELDOM_WRONG_AT_FIRST), (ALL_INPUTS, SELDOM_WRONG)],
+    ids=["first", "all"],
+)
 def test_inputs_that_are_nearly_right_are_taken_or_refused_and_change_nothing_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: int, seldom_wrong: set[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a URL for checkpoints that has changed may be a relative path
-    report = fuzzing.fuzz(INPUTS, seed=SEED, folder=tmp_path)
+    report = fuzzing.fuzz(inputs, seed=SEED, folder=tmp_path)
     print(*report.lines(), sep="\n")
-    assert report.inputs >= INPUTS
-    assert {name for name, each in report.targets.items() if not each.refused} - SELDOM_WRONG == TAKES_ALL
+    assert report.inputs >= inputs
+    assert {name for name, each in report.targets.items() if not each.refused} - seldom_wrong == TAKES_ALL
     taken = sum(each.taken for each in report.targets.values())
-    assert INPUTS / 10 < taken < INPUTS * 9 / 10, "inputs are too wrong, or too right, to find anything"
+    assert inputs / 10 < taken < inputs * 9 / 10, "inputs are too wrong, or too right, to find anything"
 
 
 def test_seed_gives_the_same_inputs_and_another_one_others() -> None:

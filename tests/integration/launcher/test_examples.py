@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import re
+import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,7 +188,12 @@ def test_files_in_the_format_of_criteo_are_learned_from(tmp_path: Path) -> None:
         (["--days", "1"], "at least 2"),
     ],
 )
-def test_wrong_options_are_told_before_anything_begins(options: list[str], said: str) -> None:
-    with begun(RECOMMENDER, *options) as script:
-        assert script.wait() == 2
-        assert said in script.output
+def test_wrong_options_are_told_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [RECOMMENDER, *options])
+    monkeypatch.syspath_prepend(str(Path(RECOMMENDER).parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(RECOMMENDER, run_name="__main__")
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -77,7 +77,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     made.shardyard("down", "--state", str(made.state))
 
 
+@pytest.mark.long
 def test_a_job_compiles_its_own_loops_and_a_later_job_with_another_optimizer_those(machine: Machine) -> None:
+    """tests/unit/ps_server/jit/test_compiled_loops.py has the promise with a compiler that notes what it is given."""
     said = machine.shardyard("up", *machine.yard, str(machine.script), "SGD")
     assert "8 steps" in said
     assert machine.compiled() == {"sgd"}

@@ -69,12 +69,12 @@ def test_promise_4_a_worker_that_was_stopped_past_its_lease_writes_nothing(tmp_p
     lease = {"membership.heartbeat_ms": 200, "membership.lease_ms": 1500}
     with running_yard(tmp_path / "yard", settings=lease) as yard:
         common = {"coordinator": yard.coordinator, "job__workers_expected": 2}
-        sleeper, _ = probes.start("count", "--epochs", "3", "--pause-ms", "15", **common)
-        other = probes.start("count", "--epochs", "3", "--pause-ms", "15", **common)
+        sleeper, _ = probes.start("count", "--epochs", "2", "--pause-ms", "15", **common)
+        other = probes.start("count", "--epochs", "2", "--pause-ms", "15", **common)
         sleeper.wait_for("computed 4")
         os.kill(sleeper.process.pid, signal.SIGSTOP)
         result = finish(*other)
-        assert result["counts"] == [3.0] * 203
+        assert result["counts"] == [2.0] * 203
         os.kill(sleeper.process.pid, signal.SIGCONT)
         assert sleeper.wait(timeout_s=30) != 0
         assert "StaleIncarnation" in sleeper.output or "NotFound" in sleeper.output, sleeper.output
