@@ -8,7 +8,7 @@ Folders, from top to bottom. A folder imports only folders below it.
 - `yard`: the processes of a yard on this machine.
 - `scripts`: a training script in a yard.
 - `probes`: what `shardyard doctor` looks at.
-- `terminal`: options that commands share, and the form of an error.
+- `terminal`: options that commands share, the connection to a coordinator, tables, and the form of an error.
 
 A role (coordinator, server, agent) is imported only when it is started, so `shardyard --version` stays fast.
 """

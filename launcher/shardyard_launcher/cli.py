@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,7 +22,10 @@ from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
 from shardyard_launcher.commands.stop import stop
 from shardyard_launcher.terminal.error_output import print_error
-from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.terminal.options import load_given, settings_options, yard_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
 
 
 def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -42,30 +46,23 @@ def shardyard() -> None:
 
 
 @shardyard.command()
-@click.option(
-    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
-)
-@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@settings_options
-def status(coordinator: str | None, state: str | None, as_json: bool, config: str | None, sets: tuple[str, ...]) -> int:
+@yard_options
+def status(settings: Settings, as_json: bool) -> int:
     """Show members, jobs, partitions and data of a running yard."""
-    from rich.console import Console
-
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.status.as_json import to_json
-    from shardyard_launcher.status.as_tables import show
+    from shardyard_launcher.status.as_tables import as_tables
     from shardyard_launcher.status.report import ask, read_local
+    from shardyard_launcher.terminal.tables import show
     from shardyard_launcher.yard.state_file import coordinator_of
 
-    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     address, folder = coordinator_of(settings), Path(settings.yard.state)
     report = ask(GrpcNetwork(), address, read_local(folder, address))
     if as_json:
         click.echo(to_json(report))
     else:
-        # without a terminal, make lines wide enough for a table's rows
-        show(report, Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False))
+        show(as_tables(report))
     return 0
 
 
@@ -85,22 +82,11 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 
 
 for command in (
-    roles.coordinator,
-    roles.server,
-    roles.agent,
-    up_down_run.up,
-    up_down_run.down,
-    up_down_run.run,
-    supervisor.supervisor,
+    *(roles.coordinator, roles.server, roles.agent),
+    *(up_down_run.up, up_down_run.down, up_down_run.run, supervisor.supervisor),
+    *(checkpoint, quarantined, audit, stop, set_, evaluate, doctor.doctor),
 ):
     shardyard.add_command(command)
-shardyard.add_command(checkpoint)
-shardyard.add_command(quarantined)
-shardyard.add_command(audit)
-shardyard.add_command(stop)
-shardyard.add_command(set_)
-shardyard.add_command(evaluate)
-shardyard.add_command(doctor.doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:

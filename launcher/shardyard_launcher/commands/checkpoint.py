@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -19,40 +17,33 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import click
 
 from shardyard_launcher.commands import checkpoint_export
-from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.terminal.options import load_given, settings_options, state_option, yard_options
 
 if TYPE_CHECKING:
     from shardyard.checkpoints.library import CheckpointLibrary, Listed
-    from shardyard.transport.interfaces import Peer
+    from shardyard.config.settings import Settings
 
-DEFAULT_URL: Final = ".shardyard/checkpoints"
-
-TIMEOUT_MS: Final = 10_000
-ASK_AGAIN_S: Final = 0.1
 RESTORE_TIMEOUT_MS: Final = 600_000
 """So long that every byte of a large checkpoint can be checked."""
 F = TypeVar("F", bound=Callable[..., Any])
 
-_coordinator = click.option(
-    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of --state)."
-)
-_state = click.option("--state", metavar="DIR", help="The state folder of `shardyard up` (default: yard.state).")
 _job = click.option("--job", metavar="NAME", help="The job's name. Needed if there are checkpoints of several jobs.")
 _number = click.option(
-    "--number", type=click.IntRange(1), metavar="N", help="The checkpoint's number, as `list` shows it."
+    "--number", type=click.IntRange(1), metavar="N", help="The checkpoint's number, as `checkpoint list` shows it."
 )
 
 
-def _where(command: F) -> F:
-    """Adds --url, and the settings that locate checkpoints without it. The command gets `url`."""
+def _storage_options(command: F) -> F:
+    """Adds --url, and the settings that locate checkpoints without it. The command gets the `library` there."""
 
     @wraps(command)
     def called(*, url: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any) -> Any:
+        from shardyard.checkpoints.library import CheckpointLibrary
+        from shardyard.storage.storage import open_storage
         from shardyard_launcher.yard.state_file import checkpoints_of
 
-        return command(
-            url=url or checkpoints_of(load_given(config, sets, {"yard.state": state}).loaded.settings), **given
-        )
+        url = url or checkpoints_of(load_given(config, sets, {"yard.state": state}).loaded.settings)
+        return command(library=CheckpointLibrary(open_storage(url)), **given)
 
     option = click.option(
         "--url",
@@ -60,7 +51,7 @@ def _where(command: F) -> F:
         help="Folder or URL of the checkpoints, such as s3://bucket/path (default: job.checkpoint.url, or a folder in"
         " the state folder).",
     )
-    return cast(F, option(_state(settings_options(called))))
+    return cast(F, option(state_option(settings_options(called))))
 
 
 @click.group()
@@ -69,12 +60,12 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@_where
+@_storage_options
 @click.option("--job", metavar="NAME", help="List this job's checkpoints only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_command(url: str, job: str | None, as_json: bool) -> int:
+def list_command(library: CheckpointLibrary, job: str | None, as_json: bool) -> int:
     """List the checkpoints of all jobs, the oldest first."""
-    library = _library(url)
+    url = library.storage.url
     jobs = library.jobs() if job is None else (job,)
     found = [(name, listed) for name in jobs for listed in library.list_checkpoints(name)]
     best = [entry for entry in (_best_entry(library, name) for name in jobs) if entry is not None]
@@ -85,22 +76,21 @@ def list_command(url: str, job: str | None, as_json: bool) -> int:
     if found:
         _show(found)
     for entry in best:
-        click.echo(_say_best(entry))
+        click.echo(_describe_best(entry))
     if not found and not best:
         click.echo(f"no checkpoints in {url}")
     return 0
 
 
 @checkpoint.command()
-@_where
+@_storage_options
 @_job
 @_number
-def verify(url: str, job: str | None, number: int | None) -> int:
-    """Read all files of a job's checkpoints, and name the damaged ones.
+def verify(library: CheckpointLibrary, job: str | None, number: int | None) -> int:
+    """Check all files of a job's checkpoints.
 
-    The exit status is 1 if a file is damaged.
+    Every byte is read, and damaged files are named. The exit status is 1 if a file is damaged.
     """
-    library = _library(url)
     name = _the_job(library, job)
     numbers = library.numbers(name)
     findings = library.verify(name, number)
@@ -117,7 +107,7 @@ def verify(url: str, job: str | None, number: int | None) -> int:
 
 
 @checkpoint.command()
-@_where
+@_storage_options
 @_job
 @_number
 @click.option(
@@ -137,21 +127,27 @@ def verify(url: str, job: str | None, number: int | None) -> int:
 @click.option("--force", is_flag=True, help="Overwrite OUT if it exists.")
 @click.argument("out", type=click.Path(path_type=Path))
 def export(
-    url: str, job: str | None, number: int | None, form: str, best: bool, table: str | None, force: bool, out: Path
+    library: CheckpointLibrary,
+    job: str | None,
+    number: int | None,
+    form: str,
+    best: bool,
+    table: str | None,
+    force: bool,
+    out: Path,
 ) -> int:
     """Write the model of a checkpoint to the file OUT.
 
-    The model is parameters, buffers and tables. The default is the newest checkpoint.
+    The file has parameters, buffers and tables. The default is the newest checkpoint.
     """
     from shardyard.domain.errors import InvalidRequest
 
-    library = _library(url)
     name = _the_job(library, job)
     if best and number is not None:
-        raise InvalidRequest("--best and --number exclude each other", why="", todo="give one of them")
+        raise InvalidRequest("--best and --number cannot be combined", why="", todo="give one of them")
     if best and table is not None:
         raise InvalidRequest(
-            "--best and --table exclude each other",
+            "--best and --table cannot be combined",
             why="the version that an evaluator keeps has no tables",
             todo="give one of them",
         )
@@ -159,35 +155,33 @@ def export(
         raise InvalidRequest(f"{out} exists already", why="", todo="give another name, or --force")
     if table is not None:
         what = checkpoint_export.export_table(library, name, number, table, out)
+    elif best:
+        what = checkpoint_export.export_best(library, name, form, out)
     else:
-        what = (
-            checkpoint_export.export_best(library, name, form, out)
-            if best
-            else checkpoint_export.export_model(library, name, number, form, out)
-        )
+        what = checkpoint_export.export_model(library, name, number, form, out)
     click.echo(f"{out}: {what}")
     return 0
 
 
 @checkpoint.command()
 @click.argument("job", required=False, default="")
-@_coordinator
-@_state
-@settings_options
-def take(job: str, coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
-    """Take a checkpoint of a running job now, and wait until it is committed.
+@yard_options
+def take(settings: Settings, job: str) -> int:
+    """Take a checkpoint of a running job now.
 
-    Without JOB: of the only job that runs.
+    The command waits until the checkpoint is written. JOB is a job's name. Without it, the only job that runs is used.
     """
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.transport.error_codes import from_detail
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S, CoordinatorClient
+    from shardyard_launcher.yard.state_file import coordinator_of
 
     request = wire.TakeCheckpointRequest(job_name=job)
-    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: "the checkpoint") as wait:
+    with CoordinatorClient(coordinator_of(settings)) as client, ExplainedWait(lambda: "the checkpoint") as wait:
         while True:
-            reply = peer.call(methods.TAKE_CHECKPOINT, request, timeout_ms=TIMEOUT_MS)
+            reply = client.call(methods.TAKE_CHECKPOINT, request, "to take a checkpoint")
             if reply.HasField("failure"):
                 raise from_detail(reply.failure)
             if reply.done:
@@ -206,19 +200,8 @@ def take(job: str, coordinator: str | None, state: str | None, config: str | Non
     "--url", metavar="URL", help="Folder or URL of the checkpoint (default: where the job writes its checkpoints)."
 )
 @click.option("--cancel", is_flag=True, help="Cancel an earlier `restore` for the next run.")
-@_coordinator
-@_state
-@settings_options
-def restore(
-    job: str,
-    number: int | None,
-    url: str | None,
-    cancel: bool,
-    coordinator: str | None,
-    state: str | None,
-    config: str | None,
-    sets: tuple[str, ...],
-) -> int:
+@yard_options
+def restore(settings: Settings, job: str, number: int | None, url: str | None, cancel: bool) -> int:
     """Return a job to a checkpoint.
 
     A running job returns to it now. If the job does not run, its next run starts from the checkpoint. The default is
@@ -228,13 +211,15 @@ def restore(
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S, CoordinatorClient
+    from shardyard_launcher.yard.state_file import coordinator_of
 
     request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel)
-    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: f"job {job} to go back") as wait:
-        until = time.monotonic() + RESTORE_TIMEOUT_MS / 1000
+    what, until = f"to restore job {job}", time.monotonic() + RESTORE_TIMEOUT_MS / 1000
+    with CoordinatorClient(coordinator_of(settings)) as client, ExplainedWait(lambda: f"job {job} to go back") as wait:
         while True:
             try:
-                reply = peer.call(methods.RESTORE_CHECKPOINT, request, timeout_ms=RESTORE_TIMEOUT_MS)
+                reply = client.call(methods.RESTORE_CHECKPOINT, request, what, timeout_ms=RESTORE_TIMEOUT_MS)
                 break
             except NotReady:
                 if time.monotonic() > until:
@@ -242,56 +227,31 @@ def restore(
             wait.tick()
             time.sleep(ASK_AGAIN_S)
     for each in reply.damaged:
-        click.echo(f"checkpoint {each} is damaged, and passed over: see `shardyard checkpoint verify`", err=True)
+        click.echo(f"checkpoint {each} is damaged and is not used; see `shardyard checkpoint verify`", err=True)
     if cancel:
-        click.echo(f"the next run of job {job} begins anew")
+        click.echo(f"the next run of job {job} starts from the beginning")
         return 0
-    what = "goes back to" if reply.running else "begins its next run with"
-    click.echo(f"job {job} {what} checkpoint {reply.number}, step {reply.step:,}, in {reply.url}")
+    how = "goes back to" if reply.running else "starts its next run from"
+    click.echo(f"job {job} {how} checkpoint {reply.number}, step {reply.step:,}, in {reply.url}")
     return 0
 
 
 @checkpoint.command()
-@_where
+@_storage_options
 @_job
 @click.option(
     "--keep", type=click.IntRange(2), required=True, help="How many of the newest checkpoints to keep; at least 2."
 )
-def prune(url: str, job: str | None, keep: int) -> int:
+def prune(library: CheckpointLibrary, job: str | None, keep: int) -> int:
     """Delete old and unfinished checkpoints.
 
     Files that the kept checkpoints need stay.
     """
-    library = _library(url)
     name = _the_job(library, job)
     pruned = library.prune(name, keep)
     gone = f"checkpoints {', '.join(map(str, pruned.checkpoints))}" if pruned.checkpoints else "no checkpoint"
     click.echo(f"job {name}: deleted {gone}; {pruned.files} files, {pruned.nbytes:,} bytes")
     return 0
-
-
-@contextmanager
-def _asked(coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> Iterator[Peer]:
-    """The coordinator to ask."""
-    from shardyard.domain.errors import CoordinatorUnavailable
-    from shardyard.transport.grpc_client import GrpcNetwork
-    from shardyard_launcher.yard.state_file import coordinator_of
-
-    address = coordinator_of(
-        load_given(config, sets, {"yard.state": state, "coordinator": coordinator}).loaded.settings
-    )
-    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
-    try:
-        yield peer
-    finally:
-        peer.close()
-
-
-def _library(url: str) -> CheckpointLibrary:
-    from shardyard.checkpoints.library import CheckpointLibrary
-    from shardyard.storage.storage import open_storage
-
-    return CheckpointLibrary(open_storage(url))
 
 
 def _the_job(library: CheckpointLibrary, job: str | None) -> str:
@@ -316,7 +276,7 @@ def _the_job(library: CheckpointLibrary, job: str | None) -> str:
 # ---- list
 
 
-def _best_entry(library: CheckpointLibrary, job: str) -> dict[str, object] | None:
+def _best_entry(library: CheckpointLibrary, job: str) -> dict[str, Any] | None:
     from shardyard.checkpoints.best import BestFolder
     from shardyard.domain.errors import CheckpointDamaged
 
@@ -330,25 +290,21 @@ def _best_entry(library: CheckpointLibrary, job: str) -> dict[str, object] | Non
     return {
         "job": job,
         "damage": None,
-        "metric": found.metric,
-        "mode": found.mode,
-        "value": found.value,
-        "step": found.step,
-        "created": found.created,
+        **{name: getattr(found, name) for name in ("metric", "mode", "value", "step", "created")},
         "run": int(found.job),
         "bytes": found.written.nbytes,
         "url": folder.url,
     }
 
 
-def _say_best(entry: dict[str, Any]) -> str:
+def _describe_best(entry: dict[str, Any]) -> str:
     if entry["damage"] is not None:
         return f"best of job {entry['job']}: damaged: {entry['damage']}"
     said = f"{entry['metric']} {entry['value']:.6g} ({entry['mode']}) of step {entry['step']:,}"
     return f"best of job {entry['job']}: {said}, {entry['bytes']:,} bytes; export it with --best"
 
 
-def _entry(job: str, listed: Listed) -> dict[str, object]:
+def _entry(job: str, listed: Listed) -> dict[str, Any]:
     manifest = listed.manifest
     if manifest is None:
         return {"job": job, "number": listed.number, "damage": "" if listed.damage is None else listed.damage.what}
@@ -377,35 +333,21 @@ def _entry(job: str, listed: Listed) -> dict[str, object]:
 
 
 def _show(found: list[tuple[str, Listed]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from shardyard_launcher.terminal.tables import new_table, show
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
     has_tables = any(listed.manifest is not None and listed.manifest.layout.tables for _, listed in found)
-    columns = ("job", "number", "step", "mode", "created", "bytes", "of them new")
-    for column in (*columns, *(["rows of tables"] if has_tables else []), "says"):
-        table.add_column(column, overflow="fold")
+    columns = ["job", "number", "step", "mode", "created", "bytes", "of them new", *["rows of tables"][:has_tables]]
+    table = new_table(*columns, "says")
     for job, listed in found:
         entry = _entry(job, listed)
         if listed.manifest is None:
-            unknown = ["-"] * (len(columns) - 2 + has_tables)
-            table.add_row(job, str(listed.number), *unknown, "its manifest is damaged: see `verify`")
+            unknown = ["-"] * (len(columns) - 2)
+            table.add_row(job, str(listed.number), *unknown, "its manifest is damaged; see `checkpoint verify`")
             continue
         created = datetime.datetime.fromisoformat(listed.manifest.created).astimezone()
-        table.add_row(
-            job,
-            str(listed.number),
-            f"{listed.manifest.step:,}",
-            listed.manifest.mode.value,
-            created.strftime("%Y-%m-%d %H:%M:%S"),
-            f"{entry['bytes']:,}",
-            f"{entry['new_bytes']:,}",
-            *([_say_tables(entry)] if has_tables else []),
-            "",
-        )
-    # without a terminal, make lines wide enough for a table's rows
-    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
-
-
-def _say_tables(entry: dict[str, Any]) -> str:
-    return ", ".join(f"{table['name']} {table['rows']:,}" for table in entry["tables"]) or "-"
+        cells = [job, str(listed.number), f"{listed.manifest.step:,}", listed.manifest.mode.value]
+        cells += [created.strftime("%Y-%m-%d %H:%M:%S"), f"{entry['bytes']:,}", f"{entry['new_bytes']:,}"]
+        if has_tables:
+            cells.append(", ".join(f"{each['name']} {each['rows']:,}" for each in entry["tables"]) or "-")
+        table.add_row(*cells, "")
+    show(table)

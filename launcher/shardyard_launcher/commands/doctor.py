@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.terminal.options import yard_options
 
 if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
     from shardyard_launcher.probes.findings import Finding
 
 
 @click.command()
-@click.option(
-    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
-)
-@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@settings_options
-def doctor(coordinator: str | None, state: str | None, as_json: bool, config: str | None, sets: tuple[str, ...]) -> int:
-    """Probe this machine, and the way to a yard; say what is wrong."""
+@yard_options
+def doctor(settings: Settings, as_json: bool) -> int:
+    """Check this machine and the way to a yard.
+
+    One line says what was found, and what to do about it. The exit status is 1 if a line says FAILED.
+    """
     from shardyard.runtime import log
     from shardyard_launcher.probes.findings import Verdict
 
-    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     log.setup(settings.log.format, settings.log.level)
     found: list[Finding] = []
     for finding in _examine(settings.coordinator, Path(settings.yard.state)):
@@ -60,7 +59,7 @@ def _examine(coordinator: str, state: Path) -> Iterator[Finding]:
     if coordinator:
         yield from network.probe(coordinator)
     else:
-        said = f"no yard is up in {state}, and no coordinator was named"
-        yield warning("name", said, "to probe the way to one give --coordinator HOST:PORT")
+        said = f"no yard is up in {state}, so only this machine is checked"
+        yield warning("name", said, "give --coordinator HOST:PORT to check the way to a yard")
     for probe in machine.probes(state):
         yield from carry_out(probe)

@@ -14,18 +14,25 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from shardyard_launcher.commands.roles import exit_status
-from shardyard_launcher.terminal.options import ADDRESS, StopSignals, load_given, log_option, settings_options
+from shardyard_launcher.terminal.options import (
+    StopSignals,
+    coordinator_option,
+    load_given,
+    log_option,
+    require_script,
+    settings_options,
+    state_option,
+)
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
-    from shardyard.transport.interfaces import Peer
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
 TIMEOUT_MS: Final = 3_000
 LOOK_S: Final = 0.1
@@ -40,10 +47,8 @@ WINDOW_MS: Final = 600_000
 @click.option(
     "--into", metavar="URL", help="Folder or URL for the best version (default: beside the job's checkpoints)."
 )
-@click.option(
-    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
-)
-@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
+@coordinator_option
+@state_option
 @settings_options
 @log_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
@@ -72,10 +77,7 @@ def evaluate(
 
     if not follow:
         raise errors.ConfigurationError("`shardyard eval` needs --follow", why="", todo="add --follow")
-    if not Path(command[0]).is_file():
-        raise errors.ConfigurationError(
-            f"script {command[0]} does not exist", why="", todo="check the path; options come before the script"
-        )
+    require_script(command[0])
     own = {"job.name": job, "evaluator.every_s": every, "evaluator.into": into}
     given = load_given(config, sets, {**own, "coordinator": coordinator, "yard.state": state, "log.format": log_format})
     settings = given.loaded.settings
@@ -98,15 +100,13 @@ def _follow(
     environment: Mapping[str, str],
     stop: threading.Event,
 ) -> int:
-    from shardyard.domain import errors
-    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
     from shardyard_launcher.yard.restart_policy import GivenUp, RestartPolicy
 
-    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     grace_ms = settings.membership.coordinator_grace_ms
     restarts = RestartPolicy(restarts_max=settings.evaluator.restarts_max, window_ms=WINDOW_MS)
-    try:
-        job = _await_job(peer, name, grace_ms, stop)
+    with CoordinatorClient(address) as client:
+        job = _await_job(client, name, grace_ms, stop)
         if job is None:
             return 130
         follows = {**environment, "SHARDYARD_COORDINATOR": address, "SHARDYARD_FOLLOWS": str(job.job)}
@@ -115,23 +115,21 @@ def _follow(
             if code == 0 or stop.is_set():
                 return exit_status(code)
             how = f"was ended by signal {-code}" if code < 0 else f"exited ({code})"
-            if not _goes_on(peer, job.job, grace_ms, stop):
+            if not _goes_on(client, job.job, grace_ms, stop):
                 click.echo(f"{command[0]} {how}, and job {job.name} has ended", err=True)
                 return exit_status(code)
             decided = restarts.died(command[0], _now_ms())
             if isinstance(decided, GivenUp):
                 click.echo(
-                    f"error: {command[0]} {how}, and is not started again (evaluator.restarts_max is "
+                    f"error: {command[0]} {how}, and is not restarted (evaluator.restarts_max is "
                     f"{settings.evaluator.restarts_max} within {WINDOW_MS // 60_000} minutes)",
                     err=True,
                 )
                 return exit_status(code)
             said = f"{decided.number} of {settings.evaluator.restarts_max}"
-            click.echo(f"{command[0]} {how}; it is started again ({said})", err=True)
+            click.echo(f"{command[0]} {how}; it is restarted ({said})", err=True)
             if stop.wait(max(0, decided.at_ms - _now_ms()) / 1000):
                 return 130
-    finally:
-        peer.close()
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], stop: threading.Event) -> int:
@@ -158,7 +156,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], stop: threading
     return code
 
 
-def _await_job(peer: Peer, name: str, grace_ms: int, stop: threading.Event) -> wire.JobStatus | None:
+def _await_job(client: CoordinatorClient, name: str, grace_ms: int, stop: threading.Event) -> wire.JobStatus | None:
     """The job to follow; None once `stop` is set. Raises InvalidRequest if several jobs run and none is named,
     CoordinatorUnavailable."""
     from shardyard.domain import errors
@@ -166,7 +164,7 @@ def _await_job(peer: Peer, name: str, grace_ms: int, stop: threading.Event) -> w
 
     with ExplainedWait(lambda: f"job {name or 'of any name'} to begin") as wait:
         while not stop.is_set():
-            jobs = [job for job in _unfinished(peer, grace_ms, stop) if not name or job.name == name]
+            jobs = [job for job in _unfinished(client, grace_ms, stop) if not name or job.name == name]
             if len(jobs) > 1:
                 names = ", ".join(sorted(job.name for job in jobs))
                 raise errors.InvalidRequest(f"{len(jobs)} jobs run: {names}", why="", todo="say which with --job")
@@ -177,25 +175,23 @@ def _await_job(peer: Peer, name: str, grace_ms: int, stop: threading.Event) -> w
     return None
 
 
-def _goes_on(peer: Peer, job: int, grace_ms: int, stop: threading.Event) -> bool:
-    return any(each.job == job for each in _unfinished(peer, grace_ms, stop))
+def _goes_on(client: CoordinatorClient, job: int, grace_ms: int, stop: threading.Event) -> bool:
+    return any(each.job == job for each in _unfinished(client, grace_ms, stop))
 
 
-def _unfinished(peer: Peer, grace_ms: int, stop: threading.Event) -> list[wire.JobStatus]:
+def _unfinished(client: CoordinatorClient, grace_ms: int, stop: threading.Event) -> list[wire.JobStatus]:
     """Jobs that have not ended; none once `stop` is set. Waits for an unavailable coordinator for the grace time.
     Raises CoordinatorUnavailable."""
     from shardyard.domain import errors
     from shardyard.runtime.waits import ExplainedWait
-    from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
     ended = (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED)
     give_up = time.monotonic() + grace_ms / 1000
-    with ExplainedWait(lambda: f"the {peer.name} to answer") as wait:
+    with ExplainedWait(lambda: "the coordinator to answer") as wait:
         while not stop.is_set():
             try:
-                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
-                return [job for job in status.jobs if job.state not in ended]
+                return [job for job in client.status(timeout_ms=TIMEOUT_MS).jobs if job.state not in ended]
             except (errors.Unavailable, errors.NotReady):
                 if time.monotonic() >= give_up:
                     raise

@@ -7,47 +7,35 @@ is condemned.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.terminal.options import yard_options
 
 if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
     from shardyard.transport.interfaces import Network
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
-TIMEOUT_MS: Final = 10_000
+_LIST: Final = "to list the batches in quarantine"
 INDICES_SHOWN_MAX: Final = 16
 
 
 @click.command()
 @click.argument("job", required=False)
-@click.option(
-    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard of `shardyard up`)."
-)
-@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the indices of all samples.")
-@settings_options
-def quarantined(
-    job: str | None,
-    coordinator: str | None,
-    state: str | None,
-    as_json: bool,
-    config: str | None,
-    sets: tuple[str, ...],
-) -> int:
+@yard_options
+def quarantined(settings: Settings, job: str | None, as_json: bool) -> int:
     """Show the batches that were taken out of training.
 
-    A batch is quarantined if it has killed workers, or if its gradients were not finite. JOB is a name or an id.
-    Without it: of all jobs.
+    A batch is quarantined if it has killed workers, or if its gradients were not finite. JOB is a job's name or id.
+    Without it, the batches of all jobs are shown.
     """
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.yard.state_file import coordinator_of
 
-    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     found = ask(GrpcNetwork(), coordinator_of(settings), job)
     batches = [batch for name, reply in found for batch in described(name, reply)]
     if as_json:
@@ -64,28 +52,20 @@ def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, 
     NotFound if there is none."""
     from shardyard.domain import errors
     from shardyard.domain.ids import JobId
-    from shardyard.runtime.waits import WaitRegistry
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
-    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    wait_registry = WaitRegistry()
-    try:
-        with wait_registry.over(lambda: f"the {peer.name} to say what jobs there are"):
-            jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS).jobs
+    with CoordinatorClient(coordinator, network) as client:
+        jobs = client.status().jobs
         chosen = [each for each in jobs if job in (None, each.name, str(JobId(each.job)))]
         if job is not None and not chosen:
             known = ", ".join(sorted({each.name for each in jobs})) or "none"
-            raise errors.NotFound(f"no job {job!r} in this yard, whose jobs are: {known}", why="", todo="")
-        found = []
-        for each in chosen:
-            request = wire.ListQuarantinedRequest(job=each.job)
-            with wait_registry.over(lambda: f"the {peer.name} to list what is in quarantine"):
-                found.append((each.name, peer.call(methods.LIST_QUARANTINED, request, timeout_ms=TIMEOUT_MS)))
-        return found
-    finally:
-        wait_registry.close()
-        peer.close()
+            raise errors.NotFound(f"this yard has no job {job!r}; its jobs are: {known}", why="", todo="")
+        return [
+            (each.name, client.call(methods.LIST_QUARANTINED, wire.ListQuarantinedRequest(job=each.job), _LIST))
+            for each in chosen
+        ]
 
 
 def described(job: str, reply: wire.ListQuarantinedReply) -> list[dict[str, object]]:
@@ -128,12 +108,9 @@ def _why(batch: dict[str, object]) -> str:
 
 
 def _show(batches: Sequence[dict[str, object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from shardyard_launcher.terminal.tables import new_table, show
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("job", "feed", "epoch", "batch", "why", "positions", "indices in the dataset"):
-        table.add_column(column, overflow="fold")
+    table = new_table("job", "feed", "epoch", "batch", "why", "positions", "indices in the dataset")
     for each in batches:
         where = (
             f"{each['batch']} of data shard {each['data_shard']}"
@@ -154,5 +131,4 @@ def _show(batches: Sequence[dict[str, object]]) -> None:
             f"{positions[0]} to {positions[1] - 1}",
             shown + (f" and {more} more (--json)" if more > 0 else ""),
         )
-    # without a terminal, make lines wide enough for a table's rows
-    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
+    show(table)

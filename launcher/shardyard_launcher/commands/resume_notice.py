@@ -14,13 +14,11 @@ from typing import Final
 
 import psutil
 
-from shardyard.domain import errors
 from shardyard.runtime.waits import ExplainedWait
-from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.status.report import TIMEOUT_MS
 from shardyard_launcher.status.words import describe_checkpoint, describe_restored
+from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
 LATE_MS: Final = 10_000
 """How much longer than a lease, within which dead servers are noticed, lost partitions are waited for."""
@@ -28,33 +26,32 @@ LOOK_S: Final = 0.1
 UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
 
 
-def say_what_goes_on(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
+def report_jobs(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
     """Says a line for each unfinished job of an earlier yard, once its partitions have servers again. This takes
     `lease_ms` and a moment. For a yard that was started just now. Raises CoordinatorUnavailable."""
-    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     give_up = time.monotonic() + (lease_ms + LATE_MS) / 1000
     told: set[int] = set()
     waiting: list[str] = []
-    try:
-        with ExplainedWait(lambda: f"the partitions of {', '.join(waiting)} to be restored") as wait:
-            while True:
-                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
-                late = time.monotonic() >= give_up or stop.is_set()
-                waiting = []
-                for job in status.jobs:
-                    if job.state not in UNFINISHED or job.job in told:
-                        continue
-                    if late or not _is_lost(status, job):
-                        told.add(job.job)
-                        say(describe_job(status, job))
-                    else:
-                        waiting.append(f"job {job.name}")
-                if not waiting:
-                    return
-                wait.tick()
-                stop.wait(LOOK_S)
-    finally:
-        peer.close()
+    with (
+        CoordinatorClient(coordinator) as client,
+        ExplainedWait(lambda: f"the partitions of {', '.join(waiting)} to be restored") as wait,
+    ):
+        while True:
+            status = client.status(timeout_ms=TIMEOUT_MS)
+            late = time.monotonic() >= give_up or stop.is_set()
+            waiting = []
+            for job in status.jobs:
+                if job.state not in UNFINISHED or job.job in told:
+                    continue
+                if late or not _is_lost(status, job):
+                    told.add(job.job)
+                    say(describe_job(status, job))
+                else:
+                    waiting.append(f"job {job.name}")
+            if not waiting:
+                return
+            wait.tick()
+            stop.wait(LOOK_S)
 
 
 def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:

@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -26,29 +27,38 @@ F = TypeVar("F", bound=Callable[..., Any])
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 _coordinator = click.option("--coordinator", metavar=ADDRESS, help="The coordinator's address.")
-_bind = click.option("--bind", metavar=ADDRESS, help="The address to listen on. Port 0 takes a free port.")
-_advertise = click.option(
-    "--advertise",
-    metavar=ADDRESS,
-    help="The address at which other processes reach this one (default: that of --bind; the machine's name if it "
-    "listens on all addresses).",
-)
 
 
 def launcher_options(command: F) -> F:
-    """How a launcher ties a process to itself: see shardyard_launcher.yard.role_process."""
-    command = click.option("--awaits-go", is_flag=True, hidden=True)(command)
-    return click.option("--ends-with", type=int, hidden=True)(command)
+    """How a launcher ties a process to itself (shardyard_launcher.yard.role_process). The process is tied before the
+    command runs."""
+
+    @click.option("--ends-with", type=int, hidden=True)
+    @click.option("--awaits-go", is_flag=True, hidden=True)
+    @wraps(command)
+    def called(*, ends_with: int | None, awaits_go: bool, **given: Any) -> Any:
+        _tie(ends_with, awaits_go)
+        return command(**given)
+
+    return cast(F, called)
+
+
+def _role_options(command: F) -> F:
+    """The options of all roles."""
+    command = launcher_options(log_option(settings_options(command)))
+    command = click.option(
+        "--advertise",
+        metavar=ADDRESS,
+        help="The address at which other processes reach this one (default: that of --bind; the machine's name if it "
+        "listens on all addresses).",
+    )(command)
+    return click.option("--bind", metavar=ADDRESS, help="The address to listen on. Port 0 takes a free port.")(command)
 
 
 @click.command()
 @click.option("--coordinator", "own", metavar=ADDRESS, help="The same as --advertise.")
-@_bind
-@_advertise
 @click.option("--state", metavar="DIR", help="Folder of its journal. Without it the coordinator cannot be restarted.")
-@settings_options
-@log_option
-@launcher_options
+@_role_options
 def coordinator(
     own: str | None,
     bind: str | None,
@@ -57,21 +67,17 @@ def coordinator(
     config: str | None,
     sets: tuple[str, ...],
     log_format: str | None,
-    ends_with: int | None,
-    awaits_go: bool,
 ) -> int:
-    """Run a yard's coordinator: it assigns partitions to servers and data to workers."""
-    tie(ends_with, awaits_go)
-    given = load_given(config, sets, {"log.format": log_format})
-    settings = given.loaded.settings
+    """Run a coordinator: it assigns partitions to servers and data to workers."""
+    settings = load_given(config, sets, {"log.format": log_format}).loaded.settings
     _set_up_log("coordinator", settings)
-    where, told = addresses(bind or f"{settings.yard.bind}:{settings.yard.coordinator_port}", advertise or own)
+    where, known_as = addresses(bind or f"{settings.yard.bind}:{settings.yard.coordinator_port}", advertise or own)
     from shardyard_coordinator.service import process
 
     with StopSignals() as signals:
         process.serve(
             bind=where,
-            advertise=told,
+            advertise=known_as,
             settings=settings,
             state=None if state is None else Path(state),
             stop=signals.stop,
@@ -82,11 +88,7 @@ def coordinator(
 
 @click.command()
 @_coordinator
-@_bind
-@_advertise
-@settings_options
-@log_option
-@launcher_options
+@_role_options
 def server(
     coordinator: str | None,
     bind: str | None,
@@ -94,22 +96,18 @@ def server(
     config: str | None,
     sets: tuple[str, ...],
     log_format: str | None,
-    ends_with: int | None,
-    awaits_go: bool,
 ) -> int:
     """Run a server: it holds parameters and updates them."""
-    tie(ends_with, awaits_go)
-    given = _given(coordinator, config, sets, log_format)
-    settings = given.loaded.settings
+    settings = _given(coordinator, config, sets, log_format).loaded.settings
     _set_up_log("server", settings)
-    where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
+    where, known_as = addresses(bind or f"{settings.yard.bind}:0", advertise)
     from shardyard_ps_server.service import process
 
     with StopSignals() as signals:
         process.serve(
             coordinator=settings.coordinator,
             bind=where,
-            advertise=told,
+            advertise=known_as,
             settings=settings,
             stop=signals.stop,
             ready=_ready,
@@ -119,8 +117,6 @@ def server(
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @_coordinator
-@_bind
-@_advertise
 @click.option(
     "--workers", type=click.IntRange(min=1), help="How many training processes a launch starts (default: yard.workers)."
 )
@@ -129,9 +125,7 @@ def server(
     is_flag=True,
     help="Start programs for callers on other machines too. Anybody who reaches the port can then run programs here.",
 )
-@settings_options
-@log_option
-@launcher_options
+@_role_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
 def agent(
     coordinator: str | None,
@@ -142,19 +136,16 @@ def agent(
     config: str | None,
     sets: tuple[str, ...],
     log_format: str | None,
-    ends_with: int | None,
-    awaits_go: bool,
     command: tuple[str, ...],
 ) -> int:
     """Run an agent: it starts and watches training processes.
 
-    With a script, the agent launches it, and ends when the script ends, with its exit code.
+    With a script, the agent launches the script and ends with its exit code.
     """
-    tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
     _set_up_log("agent", settings)
-    where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
+    where, known_as = addresses(bind or f"{settings.yard.bind}:0", advertise)
     _pass_on(given)
     from shardyard_worker.agent import process as agent_process
 
@@ -162,7 +153,7 @@ def agent(
         code = agent_process.serve(
             coordinator=settings.coordinator,
             bind=where,
-            advertise=told,
+            advertise=known_as,
             workers=workers or settings.yard.workers,
             settings=settings,
             allow_remote_launch=allow_remote_launch,
@@ -223,14 +214,14 @@ def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], l
     return given
 
 
-def tie(ends_with: int | None, awaits_go: bool) -> None:
+def _tie(ends_with: int | None, awaits_go: bool) -> None:
     """Ends this process with its launcher; or makes it wait until the launcher has recorded it."""
     from shardyard_worker.agent.bootstrap import die_with_parent
 
     if ends_with is not None:
         die_with_parent(ends_with, signal.SIGTERM)
     if awaits_go and not sys.stdin.readline():
-        sys.exit("the launcher has gone before this process could begin")
+        sys.exit("the process that started this one ended before this one could begin")
 
 
 def _set_up_log(role: str, settings: Settings) -> None:

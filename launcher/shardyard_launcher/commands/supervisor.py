@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardyard_launcher.commands.roles import launcher_options, tie
+from shardyard_launcher.commands.roles import launcher_options
 from shardyard_launcher.terminal.options import StopSignals, load_given, log_option, settings_options
 
 if TYPE_CHECKING:
@@ -50,16 +50,8 @@ class StartFailed(Exception):
 @settings_options
 @log_option
 @launcher_options
-def supervisor(
-    state: str,
-    config: str | None,
-    sets: tuple[str, ...],
-    log_format: str | None,
-    ends_with: int | None,
-    awaits_go: bool,
-) -> int:
+def supervisor(state: str, config: str | None, sets: tuple[str, ...], log_format: str | None) -> int:
     """Start and watch the yard of a state folder, which names this process."""
-    tie(ends_with, awaits_go)
     from shardyard.runtime import log
     from shardyard_launcher.yard.state_file import SUPERVISOR
 

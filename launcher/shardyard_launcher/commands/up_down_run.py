@@ -17,22 +17,29 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from shardyard_launcher.commands.roles import exit_status
-from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
+from shardyard_launcher.terminal.options import (
+    ADDRESS,
+    Given,
+    StopSignals,
+    load_given,
+    log_option,
+    require_script,
+    settings_options,
+    state_option,
+)
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
     from shardyard_launcher.scripts.script import Script
-    from shardyard_launcher.yard.local_cluster import LocalCluster
     from shardyard_launcher.yard.running_yard import RunningYard
 
 _PASSES_ARGUMENTS = {"allow_interspersed_args": False}
 """What follows the script is its own."""
 _began = click.option("--began", type=int, hidden=True, help="When `make up` began, in seconds since 1970.")
-_state = click.option("--state", metavar="DIR", help="Folder of logs, journal and process ids (default: yard.state).")
 
 
 @click.command(context_settings=_PASSES_ARGUMENTS)
-@_state
+@state_option
 @_began
 @settings_options
 @log_option
@@ -47,14 +54,15 @@ def up(
 ) -> int:
     """Start a yard that stays up, and run a script on it.
 
-    A yard is a coordinator, servers and an agent on this machine. If it is up already, it is used. Without a script the
-    command starts the yard only.
+    A yard is a coordinator, servers and an agent on this machine. A yard that is up already is used. Without a script,
+    the command only starts the yard. `shardyard down` stops it.
     """
     from shardyard_launcher.commands.supervisor import StartFailed
     from shardyard_launcher.yard.local_cluster import Interrupted
 
     given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
-    _check_script(command)
+    if command:
+        require_script(command[0])
     folder = Path(given.loaded.settings.yard.state)
     with StopSignals() as signals:
         try:
@@ -66,7 +74,7 @@ def up(
             click.echo(failed.said, err=True)
             return failed.exit_code
         if ours:
-            _say_what_goes_on(yard, given.loaded.settings, signals)
+            _report_jobs(yard, given.loaded.settings, signals)
         code = 0
         if command:
             script = _script(command, given, whole=True, workers=0)
@@ -83,7 +91,7 @@ def up(
 
 
 @click.command()
-@_state
+@state_option
 @click.option("--purge", is_flag=True, help="Delete logs and journal as well.")
 @settings_options
 def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
@@ -94,7 +102,7 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
     settings = load_given(config, sets, {"yard.state": state}).loaded.settings
     folder = Path(settings.yard.state)
     if not folder.is_dir():
-        click.echo(f"no yard is up (there is no {folder})")
+        click.echo(f"no yard is up in {folder}")
         return 0
     with locked(folder):
         found = read_state(folder)
@@ -125,29 +133,26 @@ def run(
     log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Run a script on a yard that is started for it and stopped at its end.
+    """Run a script on a yard of its own.
 
-    The yard takes free ports and a temporary state folder. With --coordinator the script runs on that yard instead.
+    The yard is started for the script, on free ports, and stopped when the script ends. With --coordinator, the script
+    runs on a yard that is up already.
     """
     own: dict[str, object] = {"coordinator": coordinator, "yard.workers": workers, "log.format": log_format}
     given = load_given(config, sets, own)
-    _check_script(command)
+    require_script(command[0])
     settings = given.loaded.settings
     with StopSignals() as signals:
         if settings.coordinator:
-            code = _run_on_running(settings.coordinator, command, given, workers or 0, signals)
+            from shardyard_launcher.scripts.script import find_agent
+
+            script = _script(command, given, whole=False, workers=workers or 0)
+            agent = find_agent(settings.coordinator)
+            # the agent and the script notice what happens to a yard that was not started here
+            code = _follow(settings.coordinator, agent, script, signals, list, sys.stderr)
         else:
             code = _run_alone(given, command, signals)
     return signals.exit_code or code
-
-
-def _run_on_running(
-    coordinator: str, command: tuple[str, ...], given: Given, workers: int, signals: StopSignals
-) -> int:
-    from shardyard_launcher.scripts.script import find_agent
-
-    script = _script(command, given, whole=False, workers=workers)
-    return _follow(coordinator, find_agent(coordinator), script, signals, _nothing_to_check, sys.stderr)
 
 
 def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
@@ -158,10 +163,16 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
     settings = settings.model_copy(update={"yard": settings.yard.model_copy(update={"coordinator_port": 0})})
     with run_folder() as folder:
         cluster = LocalCluster(settings, folder, tied=True)
+
+        def tend() -> list[str]:
+            news = cluster.tend()
+            cluster.check()
+            return news
+
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(cluster.coordinator, cluster.agent, script, signals, lambda: _tend(cluster), sys.stderr)
+            code = _follow(cluster.coordinator, cluster.agent, script, signals, tend, sys.stderr)
             if code == 0:
                 await_last_checkpoints(cluster.coordinator, signals.stop)
             return code
@@ -169,12 +180,6 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
             return 130
         finally:
             cluster.stop()
-
-
-def _tend(cluster: LocalCluster) -> list[str]:
-    news = cluster.tend()
-    cluster.check()
-    return news
 
 
 def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[RunningYard, bool]:
@@ -196,12 +201,12 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
             if not standing.gone:
                 if not standing.supervised:
                     standing = supervise_again(settings, folder, found)
-                    click.echo(f"nobody watched the yard of {folder}; a new supervisor does now")
+                    click.echo(f"the yard of {folder} had lost its supervisor; started another")
                 standing.await_whole(signals.stop)
                 click.echo(f"the yard of {folder} is up already; using it")
                 _note_differences(settings, standing)
                 return standing, False
-            click.echo(f"the last yard of {folder} has died; starting a new one")
+            click.echo(f"no process of the last yard of {folder} is left; starting a new yard")
             standing.stop()
             forget_state(folder)
         check_free(yard.bind, yard.coordinator_port)
@@ -213,8 +218,8 @@ def _note_differences(settings: Settings, yard: RunningYard) -> None:
     running = sum(process.role == "server" for process in yard.state.roles)
     if running != settings.yard.servers:
         click.echo(
-            f"note: it has {running} servers, and the settings say {settings.yard.servers}; "
-            "`shardyard down` first to start it anew",
+            f"note: it has {running} servers, and the settings ask for {settings.yard.servers}; to start it with these "
+            "settings, run `shardyard down` first",
             err=True,
         )
 
@@ -250,28 +255,19 @@ def _follow(
         return signals.exit_code or 130
     if ended.exit_code:
         said = launched.first_error(ended)
-        click.echo(f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{said}", err=True)
+        click.echo(f"error: {script.path} failed; process {ended.first_error_index} failed first:\n{said}", err=True)
     return exit_status(ended.exit_code)
 
 
-def _say_what_goes_on(yard: RunningYard, settings: Settings, signals: StopSignals) -> None:
+def _report_jobs(yard: RunningYard, settings: Settings, signals: StopSignals) -> None:
     from shardyard.domain import errors
-    from shardyard_launcher.commands.resume_notice import say_what_goes_on
+    from shardyard_launcher.commands.resume_notice import report_jobs
     from shardyard_launcher.terminal.error_output import print_error
 
     try:
-        say_what_goes_on(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
-    except errors.CoordinatorUnavailable as error:  # whoever needs it will say so
+        report_jobs(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
+    except errors.CoordinatorUnavailable as error:  # the script that needs it will say so
         print_error(error)
-
-
-def _check_script(command: tuple[str, ...]) -> None:
-    from shardyard.domain import errors
-
-    if command and not Path(command[0]).is_file():
-        raise errors.ConfigurationError(
-            f"script {command[0]} does not exist", why="", todo="check the path; options come before the script"
-        )
 
 
 def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int) -> Script:
@@ -284,11 +280,6 @@ def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int
         workers=workers,
         restarts_max=given.loaded.settings.yard.restarts_max,
     )
-
-
-def _nothing_to_check() -> list[str]:
-    """For a yard that was not started here: its agent and the script notice what happens to it."""
-    return []
 
 
 def _take_down(yard: RunningYard, folder: Path) -> None:
@@ -312,7 +303,7 @@ def _purge(folder: Path) -> str:
     for name in ("settings.yaml", LOCK_FILE):
         (folder / name).unlink(missing_ok=True)
     if any(folder.iterdir()):
-        return f"deleted the logs and the journal in {folder}; the rest of it is not of a yard"
+        return f"deleted the logs and the journal in {folder}; other files stay there"
     folder.rmdir()
     return f"deleted {folder} with its logs and journal"
 
@@ -324,9 +315,9 @@ def _say_where(yard: RunningYard, folder: Path, settings: Settings) -> None:
     option = "" if settings.yard.state == YardSettings().state else f" --state {folder}"
     lines = [
         "",
-        f"the yard is up; its coordinator: {yard.coordinator}",
-        f"your own script on it:  SHARDYARD_COORDINATOR={yard.coordinator} {sys.executable} SCRIPT.py",
-        f"how it does:            {'make status' if by_make else f'shardyard status{option}'}",
-        f"stop it:                {'make down' if by_make else f'shardyard down{option}'}",
+        f"the yard is up, with its coordinator at {yard.coordinator}",
+        f"  run a script on it:  SHARDYARD_COORDINATOR={yard.coordinator} {sys.executable} SCRIPT.py",
+        f"  see its state:       {'make status' if by_make else f'shardyard status{option}'}",
+        f"  stop it:             {'make down' if by_make else f'shardyard down{option}'}",
     ]
     click.echo("\n".join(lines))

@@ -67,7 +67,7 @@ def disk(state: Path) -> Sequence[Finding]:
     where = f"the state folder {state}" if folder == state.absolute() else f"{folder}, where {state} would be made,"
     elsewhere = "set yard.state to a folder that this user can write to"
     if not folder.is_dir():
-        return [failed("disk", f"{folder} is no folder", elsewhere)]
+        return [failed("disk", f"{folder} is not a folder", elsewhere)]
     times_ms = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -86,9 +86,9 @@ def disk(state: Path) -> Sequence[Finding]:
     fsync_ms = statistics.median(times_ms)
     said = f"{where} can be written, {_size(free)} free, fsync of {FSYNC_BYTES // 1024} KiB in {fsync_ms:.2f} ms"
     if free < FREE_BYTES_MIN:
-        return [warning("disk", said, f"less than {_size(FREE_BYTES_MIN)} is soon used up by logs: free some")]
+        return [warning("disk", said, f"logs soon fill less than {_size(FREE_BYTES_MIN)}: free some of the disk")]
     if fsync_ms > FSYNC_MS_MAX:
-        return [warning("disk", said, f"over {FSYNC_MS_MAX:g} ms is slow, and what must be durable waits for it")]
+        return [warning("disk", said, f"over {FSYNC_MS_MAX:g} ms is slow, and each durable write waits for it")]
     return [ok("disk", said)]
 
 
@@ -160,9 +160,9 @@ def malloc() -> Sequence[Finding]:
 def grpcio() -> Sequence[Finding]:
     have = version("grpcio")
     if TRIED:
-        return [ok("grpcio", f"{have}, which was tried")]
-    said = f"{have} was not tried, so only its public interface is used"
-    return [warning("grpcio", said, "small exchanges cost more; constraints.txt has a version that was tried")]
+        return [ok("grpcio", f"{have}, which is tested")]
+    said = f"{have} is not tested, so only its public interface is used"
+    return [warning("grpcio", said, "small messages cost more; constraints.txt has a tested version")]
 
 
 def torch() -> Sequence[Finding]:
@@ -192,10 +192,10 @@ def torch() -> Sequence[Finding]:
     if told["devices"]:
         found.append(ok("CUDA", f"{told['built']}: {', '.join(told['devices'])}"))
     elif told["built"]:
-        said = f"torch was built for CUDA {told['built']}, and finds no device"
+        said = f"torch was built for CUDA {told['built']}, but finds no device"
         found.append(ok("CUDA", f"{said}; workers use the CPU"))
     else:
-        found.append(ok("CUDA", "torch was built without it; workers use the CPU"))
+        found.append(ok("CUDA", "torch was built without CUDA; workers use the CPU"))
     return found
 
 

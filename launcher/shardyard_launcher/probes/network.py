@@ -7,17 +7,16 @@ shown.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
-import queue
 import socket
 import ssl
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -41,6 +40,9 @@ MEMBERS_MAX: Final = 256
 MEMBERS_AT_ONCE: Final = 32
 MEMBERS_SHOWN_MAX: Final = 20
 MARGIN_MS: Final = 2_000
+MEMBER_MS: Final = int(ADDRESSES_MAX * CONNECT_S * 1000) + MARGIN_MS
+"""For one member's address; MEMBERS_MS for all."""
+MEMBERS_MS: Final = -(-MEMBERS_MAX // MEMBERS_AT_ONCE) * MEMBER_MS + MARGIN_MS
 SKEW_MS_MAX: Final = 1_000
 """Between two wall clocks; more is told."""
 
@@ -76,7 +78,7 @@ def probe(address: str) -> Iterator[Finding]:
         Probe("status", calls_ms, lambda: _status(address, status)),
         Probe("release", 5_000, lambda: _releases(status[0].status)),
         Probe("clock", 5_000, lambda: _clock(status[0])),
-        Probe("members", _members_ms(), lambda: _members(status[0].status)),
+        Probe("members", MEMBERS_MS, lambda: _members(status[0].status)),
     ]
     for step in steps:
         found = carry_out(step)
@@ -87,15 +89,20 @@ def probe(address: str) -> Iterator[Finding]:
 
 def _name(host: str, port: int, known: list[tuple[str, int]]) -> Sequence[Finding]:
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        known.extend(_resolve(host, port))
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         todo = (
             "check the spelling, and that this machine's name service (or /etc/hosts) knows it; or give its IP address"
         )
         return [failed("name", f"{host} does not resolve ({why})", todo)]
-    known.extend(dict.fromkeys((str(where[0]), int(where[1])) for *_, where in found))
     return [ok("name", f"{host} is {', '.join(ip for ip, _ in known)}"), *_proxy(host)]
+
+
+def _resolve(host: str, port: int) -> list[tuple[str, int]]:
+    """The addresses of a name. Raises OSError, UnicodeError."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((str(where[0]), int(where[1])) for *_, where in found))
 
 
 def _proxy(host: str) -> Sequence[Finding]:
@@ -134,7 +141,7 @@ def connect(where: tuple[str, int]) -> tuple[str, str] | None:
         )
     except ConnectionRefusedError:
         return (
-            "refuses connections: nobody listens there",
+            "refuses connections: no process listens there",
             "start `shardyard coordinator` (or `shardyard up`) there, or check the port and where it binds",
         )
     except OSError as error:
@@ -146,20 +153,20 @@ def _tls(address: str, where: tuple[str, int]) -> Sequence[Finding]:
     spoken = _language(where)
     own_port = "give the port of the coordinator itself (7070 unless it was set)"
     if spoken == "h2":
-        said = "plain HTTP/2: nothing is encrypted, and no caller is known (this release has no TLS)"
+        said = "plain HTTP/2: nothing is encrypted, and callers are not identified (this release has no TLS)"
         if ipaddress.ip_address(where[0].partition("%")[0]).is_loopback:
             return [ok("tls", f"{said}; it stays on this machine")]
         return [warning("tls", said, "use a network that you trust, or a tunnel")]
     if spoken == "tls":
-        said = f"{address} speaks TLS, and this release speaks plain HTTP/2 alone"
+        said = f"{address} speaks TLS, and this release speaks plain HTTP/2 only"
         return [failed("tls", said, f"{own_port}, or a tunnel that ends TLS on this machine")]
     if spoken == "http1":
-        return [failed("tls", f"{address} is a web server of HTTP/1, no gRPC", own_port)]
+        return [failed("tls", f"{address} is an HTTP/1 web server, not a gRPC server", own_port)]
     if spoken == "silent":
         said = f"{address} accepts connections but says nothing within {CONNECT_S:g} s"
-        todo = f"the process may be stopped (SIGSTOP) or stuck, else it is none of ours: {own_port}"
+        todo = f"the process may be stopped (SIGSTOP) or stuck, or be another program: {own_port}"
         return [failed("tls", said, todo)]
-    return [failed("tls", f"{address} speaks no HTTP/2, and ends the connection", own_port)]
+    return [failed("tls", f"{address} does not speak HTTP/2, and closes the connection", own_port)]
 
 
 def _language(where: tuple[str, int]) -> str:
@@ -222,14 +229,18 @@ def _grpc(address: str) -> Sequence[Finding]:
         if said == "NOT_FOUND":
             return [_not_the_coordinator(address, ask)]
     if said == "SERVING":
-        return [ok("grpc", f"the coordinator at {address} says that it serves")]
+        return [ok("grpc", f"the coordinator at {address} reports that it serves")]
     if said == "NOT_SERVING":
         return [
-            failed("grpc", f"the coordinator at {address} says that it does not serve", "it starts or stops: ask again")
+            failed(
+                "grpc",
+                f"the coordinator at {address} reports that it does not serve",
+                "it is starting or stopping: try again",
+            )
         ]
     if said == "UNIMPLEMENTED":
         todo = "check the port, which belongs to another program"
-        return [failed("grpc", f"{address} speaks gRPC, but is no service of shardyard", todo)]
+        return [failed("grpc", f"{address} speaks gRPC, but is not a service of shardyard", todo)]
     if said == "DEADLINE_EXCEEDED":
         todo = "the process is stopped (SIGSTOP) or stuck: look at it there, or restart it"
         return [failed("grpc", f"{address} did not answer within {CALL_MS / 1000:g} s", todo)]
@@ -294,19 +305,14 @@ def _clock(answer: _Answer) -> Sequence[Finding]:
     to people who read logs of several machines, and for the times of checkpoints."""
     theirs = answer.status.time_ms
     if not theirs:
-        return [ok("clock", "the coordinator is of a release that does not tell the time")]
+        return [ok("clock", "the coordinator's release does not report its time")]
     # the status was given at some moment between the question and its answer
     ahead_ms = max(0, theirs - answer.came_ms) - max(0, answer.asked_ms - theirs)
     if abs(ahead_ms) <= SKEW_MS_MAX:
         return [ok("clock", f"the coordinator's is within {SKEW_MS_MAX / 1000:g} s of this machine's")]
     way = "ahead of" if ahead_ms > 0 else "behind"
     said = f"the coordinator's is {abs(ahead_ms) / 1000:.1f} s {way} this machine's"
-    return [warning("clock", said, "set both by a time service (NTP): their logs tell different times till then")]
-
-
-def _members_ms() -> int:
-    rounds = -(-MEMBERS_MAX // MEMBERS_AT_ONCE)
-    return int(rounds * ADDRESSES_MAX * CONNECT_S * 1000) + MARGIN_MS
+    return [warning("clock", said, "set both by a time service (NTP); until then their logs show different times")]
 
 
 def _members(status: wire.StatusReply) -> Sequence[Finding]:
@@ -314,58 +320,38 @@ def _members(status: wire.StatusReply) -> Sequence[Finding]:
     reachable = [member for member in status.members if member.address][:MEMBERS_MAX]
     if not reachable:
         return []
-    refusals = _reach_all([member.address for member in reachable])
-    found = [
-        failed(
-            "members",
-            f"{ROLES.get(member.role, 'member')} {Incarnation(member.incarnation)} {_shown(member.address)} {refusal}",
-            "workers here could not use it: check its --advertise, and what lies between",
-        )
-        for member, refusal in zip(reachable, refusals, strict=True)
-        if refusal
-    ]
+    probes = [Probe("members", MEMBER_MS, partial(_member, member)) for member in reachable]
+    with ThreadPoolExecutor(MEMBERS_AT_ONCE) as pool:  # each probe ends at its deadline
+        found = [finding for findings in pool.map(carry_out, probes) for finding in findings]
     left_out = len(found) - MEMBERS_SHOWN_MAX
     if left_out > 0:
-        rest = failed("members", f"and {left_out} others", "")
-        return [*found[:MEMBERS_SHOWN_MAX], rest]
+        return [*found[:MEMBERS_SHOWN_MAX], failed("members", f"and {left_out} others", "")]
     number = f"{len(reachable)} addresses" if len(reachable) > 1 else "the one address"
     return found or [ok("members", f"{number} can be reached from here")]
 
 
-def _reach_all(addresses: Sequence[str]) -> Sequence[str]:
-    """For each address what is wrong, empty if nothing is. Threads that hang are abandoned, and reported as such."""
-    refusals = ["had no result in time: its name does not resolve, or this machine is too slow"] * len(addresses)
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in range(len(addresses)):
-        waiting.put(index)
-
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                index = waiting.get_nowait()
-                refusals[index] = _reach(addresses[index])
-
-    until = time.monotonic() + (_members_ms() - MARGIN_MS) / 1000
-    threads = [threading.Thread(target=work, name="probe member", daemon=True) for _ in addresses[:MEMBERS_AT_ONCE]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return tuple(refusals)
+def _member(member: wire.MemberStatus) -> Sequence[Finding]:
+    """A finding if the member's address cannot be reached."""
+    refusal = _reach(member.address)
+    if not refusal:
+        return []
+    who = f"{ROLES.get(member.role, 'member')} {Incarnation(member.incarnation)} {_shown(member.address)}"
+    return [
+        failed("members", f"{who} {refusal}", "workers here could not use it: check its --advertise and the network")
+    ]
 
 
 def _reach(address: str) -> str:
     """Empty if a process listens, else what is wrong."""
     try:
-        host, port = split_address(address)
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        known = _resolve(*split_address(address))
     except errors.ConfigurationError as error:
         return error.what
     except (OSError, UnicodeError) as error:
         return f"does not resolve from here ({error})"
     refusals = []
-    for *_, where in found[:ADDRESSES_MAX]:
-        refusal = connect((str(where[0]), int(where[1])))
+    for where in known[:ADDRESSES_MAX]:
+        refusal = connect(where)
         if refusal is None:
             return ""
         refusals.append(refusal[0])

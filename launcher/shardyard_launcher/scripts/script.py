@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -27,6 +27,7 @@ from shardyard.transport.interfaces import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_worker.agent.error_report import ShownOutput
 
 CALL_TIMEOUT_MS: Final = 10_000
@@ -305,26 +306,16 @@ def _times(number: int) -> str:
 
 def find_agent(coordinator: str) -> str:
     """The address of an agent of a running yard. Raises CoordinatorUnavailable, NotReady."""
-    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    wait_registry = WaitRegistry()
-    try:
-        with wait_registry.over(lambda: f"the {peer.name} to name an agent"):
-            status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_TIMEOUT_MS)
-    finally:
-        wait_registry.close()
-        peer.close()
-    for member in _agents(status):
-        return member.address
+    with CoordinatorClient(coordinator) as client:
+        members = client.status().members
+    agents = [member for member in members if member.role == wire.ROLE_AGENT and member.address]
+    if agents:
+        # an agent on this machine sees the same paths
+        here = os.uname().nodename
+        return min(agents, key=lambda member: (member.host != here, member.incarnation)).address
     raise errors.NotReady(
         f"the yard of {coordinator} has no agent",
         why="an agent starts the training processes",
         todo=f"start one (`shardyard agent --coordinator {coordinator} --workers N`), or start the script by hand: "
         f"SHARDYARD_COORDINATOR={coordinator} python SCRIPT",
     )
-
-
-def _agents(status: wire.StatusReply) -> Iterator[wire.MemberStatus]:
-    """Agents on this machine come first, because they see the same paths."""
-    host = os.uname().nodename
-    agents = [member for member in status.members if member.role == wire.ROLE_AGENT and member.address]
-    yield from sorted(agents, key=lambda member: (member.host != host, member.incarnation))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,12 +17,13 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.status import words
 from shardyard_launcher.status.report import LocalReport, YardReport, enum_text, mode_of
+from shardyard_launcher.terminal.tables import new_table
 
 RESTARTS_SHOWN_MAX: Final = 10
 RED, YELLOW = "red", "yellow"
 
 
-def show(report: YardReport, console: Console) -> None:
+def as_tables(report: YardReport) -> RenderableType:
     status = report.status
     uptime = words.describe_duration(status.uptime_ms)
     parts: list[RenderableType] = [
@@ -36,7 +37,7 @@ def show(report: YardReport, console: Console) -> None:
         parts.append(Text("no jobs yet"))
     for job in sorted(status.jobs, key=lambda job: job.job):
         parts += _job_tables(report, job)
-    console.print(Group(*parts))
+    return Group(*parts)
 
 
 def _local_tables(local: LocalReport | None) -> list[RenderableType]:
@@ -44,7 +45,7 @@ def _local_tables(local: LocalReport | None) -> list[RenderableType]:
         return []
     found: list[RenderableType] = []
     if local.restarts:
-        table = _table("process", "pid", "ended", "restart", "when")
+        table = new_table("process", "pid", "ended", "restart", "when")
         for restart in local.restarts[-RESTARTS_SHOWN_MAX:]:
             of = f"{restart.number} of {restart.restarts_max} within {restart.window_ms / 1000:g} s"
             ago_ms = max(0, int((time.time() - restart.died_s) * 1000))
@@ -69,16 +70,9 @@ def _title(text: str) -> Text:
     return Text("\n" + text, style="bold")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _members_table(report: YardReport) -> Table:
     names = {job.job: job.name for job in report.status.jobs}
-    table = _table("role", "id", "address", "host", "pid", "seen", "job", "step", "says")
+    table = new_table("role", "id", "address", "host", "pid", "seen", "job", "step", "says")
     for member in sorted(report.status.members, key=lambda m: (m.role, m.incarnation)):
         worker = member.role == wire.ROLE_WORKER
         said = report.servers.get(member.incarnation)
@@ -138,7 +132,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
 
 
 def _progress_table(report: YardReport, job: wire.JobStatus) -> Table:
-    table = _table("state", "mode", "workers", "step", "samples", "samples/s", "metrics")
+    table = new_table("state", "mode", "workers", "step", "samples", "samples/s", "metrics")
     mode = mode_of(job)
     more = {
         "sync": f", {job.logical_ranks} ranks",
@@ -200,7 +194,7 @@ def _findings(report: YardReport, job: wire.JobStatus) -> Iterator[Text]:
 
 
 def _feeds_table(job: wire.JobStatus) -> Table:
-    table = _table("feed", "samples", "epochs", "free", "leased", "done", "quarantined", "finished")
+    table = new_table("feed", "samples", "epochs", "free", "leased", "done", "quarantined", "finished")
     for feed in job.feeds:
         numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done, feed.quarantined]
         table.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
@@ -223,7 +217,7 @@ def _owners_shown(report: YardReport, job: wire.JobStatus) -> list[common.Partit
 
 def _partitions_table(report: YardReport, job: int, owners: list[common.PartitionOwner]) -> Table:
     versions = report.versions(job)
-    table = _table("server", "address", "partitions", "versions")
+    table = new_table("server", "address", "partitions", "versions")
     owned: dict[tuple[int, str], list[int]] = {}
     for owner in owners:
         owned.setdefault((owner.server, owner.address), []).append(owner.partition)
@@ -236,7 +230,7 @@ def _partitions_table(report: YardReport, job: int, owners: list[common.Partitio
 
 
 def _rows_table(report: YardReport, job: wire.JobStatus) -> Table:
-    table = _table("table", "dim", "optimizer", "rows", "ids", "memory", "disk", "index", "admitted", "expired")
+    table = new_table("table", "dim", "optimizer", "rows", "ids", "memory", "disk", "index", "admitted", "expired")
     for each in job.tables:
         held = report.table(job.job, each)
         cells = [each.name, str(each.dim), each.optimizer, f"{held['rows']:,}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Any, Final
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
@@ -20,6 +20,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_launcher.yard.running_yard import RunningYard
 from shardyard_launcher.yard.state_file import RoleRestart, read_state
 
@@ -65,9 +66,11 @@ class YardReport:
             "uncompensated": sum(each.uncompensated for each in found),
         }
 
-    def table(self, job: int, table: wire.TableStatus) -> TableReport:
-        """A table over all servers. If no server reports it, for example because the job has ended, `rows` is what was
-        last reported to the coordinator."""
+    def table(self, job: int, table: wire.TableStatus) -> dict[str, Any]:
+        """A table over all servers, as JSON shows it. If no server reports it, for example because the job has ended,
+        `rows` is what was last reported to the coordinator. `load`: how full the index is, None if no server reports
+        it. `disk_refused`: by server, why its disk takes no more rows. `servers`: how many servers report the
+        table."""
         found = [
             (said.server, each)
             for said in self.answers
@@ -95,25 +98,6 @@ class YardReport:
         }
 
 
-class TableReport(TypedDict):
-    """`load`: the share of the index's places that ids take, None if no server reports it. `disk_refused`: by server,
-    why its disk takes no more rows. `servers`: how many servers report the table."""
-
-    name: str
-    dim: int
-    optimizer: str
-    rows: int
-    ids: int
-    bytes: int
-    rows_on_disk: int
-    disk_bytes: int
-    disk_refused: list[str]
-    load: float | None
-    admitted: int
-    expired: int
-    servers: int
-
-
 @dataclass(frozen=True)
 class LocalReport:
     """A yard that `shardyard up` started on this machine. `supervisor`: its process id, 0 without one; `given_up`: by
@@ -138,13 +122,11 @@ def read_local(folder: Path, coordinator: str) -> LocalReport | None:
 
 def ask(network: Network, coordinator: str, local: LocalReport | None = None) -> YardReport:
     """Raises CoordinatorUnavailable; a server that does not answer is part of the report."""
-    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
-        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+        with CoordinatorClient(coordinator, network) as client:
+            status = client.status(timeout_ms=TIMEOUT_MS)
     except errors.CoordinatorUnavailable as error:
         raise _explained(error, local) from None
-    finally:
-        peer.close()
     asked = [member for member in status.members if member.role == wire.ROLE_SERVER]
     servers: dict[int, Server] = {}
     wait_registry = WaitRegistry()

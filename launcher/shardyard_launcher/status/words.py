@@ -13,22 +13,22 @@ def describe_consistency(consistency: wire.Consistency) -> str:
 
 
 def describe_switch(switch: wire.SwitchStatus) -> str:
-    """For example `to bounded, 3 steps; worker 1.4 has not gone over yet`."""
+    """For example `to bounded, 3 steps; worker 1.4 has not changed yet`."""
     said = f"to {describe_consistency(switch.consistency)}"
     if switch.step:
-        return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
+        return f"{said} before step {switch.step:,}; its partitions have not changed yet"
     if switch.draining:
-        return f"{said}; to be done first: {switch.draining}"
+        return f"{said}; first must end: {switch.draining}"
     if switch.HasField("step"):
-        return f"{said}; {len(switch.behind)} workers have not said yet how far they have come"
+        return f"{said}; {len(switch.behind)} workers have not reported yet how far they are"
     if not switch.servers:
-        return f"{said}; not all servers have gone over yet"
+        return f"{said}; not all servers have changed yet"
     if not switch.behind:
         return said
     listed = ", ".join(str(Incarnation(worker)) for worker in switch.behind[:8])
     more = f" and {len(switch.behind) - 8} more" if len(switch.behind) > 8 else ""
     several = len(switch.behind) > 1
-    return f"{said}; worker{'s' if several else ''} {listed}{more} {'have' if several else 'has'} not gone over yet"
+    return f"{said}; worker{'s' if several else ''} {listed}{more} {'have' if several else 'has'} not changed yet"
 
 
 def describe_stop(stop: wire.Stop) -> str:

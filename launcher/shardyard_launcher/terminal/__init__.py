@@ -1,7 +1,8 @@
 """What all commands share at the terminal. This folder knows no command.
 
-In: options, settings and errors. Out: loaded settings, a signal as an event, and an error as text.
+In: options, settings and errors. Out: loaded settings, a signal as an event, answers of a coordinator, and text.
 
-`options` has `-c`, `--set`, `--log-format` and the end by a signal. `error_output` prints an error: what happened, why,
-and what to do.
+- `options`: the options for settings and for finding a yard, and the end by a signal. Read it first.
+- `coordinator_client`: a command's connection to a coordinator.
+- `tables`: tables for people. `error_output`: an error as text: what happened, why, and what to do.
 """

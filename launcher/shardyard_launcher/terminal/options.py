@@ -10,18 +10,27 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 if TYPE_CHECKING:
     from shardyard.config.configuration import Flag, Loaded
+    from shardyard.domain.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ADDRESS = "HOST:PORT"
+
+coordinator_option = click.option(
+    "--coordinator", metavar=ADDRESS, help="The coordinator's address (default: that of the yard in --state)."
+)
+state_option = click.option(
+    "--state", metavar="DIR", help="The folder of a yard on this machine (default: the setting yard.state)."
+)
 
 
 def settings_options(command: F) -> F:
@@ -38,10 +47,38 @@ def settings_options(command: F) -> F:
     )(command)
 
 
+def yard_options(command: F) -> F:
+    """Adds --coordinator, --state, -c and --set. The command gets the `settings` that they make."""
+
+    @wraps(command)
+    def called(
+        *, coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any
+    ) -> Any:
+        flags: dict[str, object] = {"coordinator": coordinator, "yard.state": state}
+        return command(settings=load_given(config, sets, flags).loaded.settings, **given)
+
+    return cast(F, coordinator_option(state_option(settings_options(called))))
+
+
 def log_option(command: F) -> F:
     return click.option("--log-format", type=click.Choice(["auto", "human", "json"]), help="The format of log lines.")(
         command
     )
+
+
+def require_script(path: str) -> None:
+    """Raises ConfigurationError if there is no such file."""
+    if not Path(path).is_file():
+        raise _no_script(path)
+
+
+def _no_script(path: str) -> ConfigurationError:
+    from shardyard.domain.errors import ConfigurationError
+
+    todo = "check the path; the command's own options come before the script"
+    if path.startswith("-"):
+        todo = "put the command's own options before the script; `--help` lists them"
+    return ConfigurationError(f"there is no script {path}", why="", todo=todo)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from shardyard.config.configuration import PREFIX
 from shardyard.config.settings import AUTO, COLD_FOLDER, WAL_FOLDER, Settings
 from shardyard.domain import errors
 from shardyard.runtime.waits import ExplainedWait
-from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_launcher.yard.restart_policy import GivenUp, RestartPolicy
 from shardyard_launcher.yard.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
 from shardyard_launcher.yard.state_file import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
@@ -336,16 +335,10 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
 def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
     """Waits until no job waits for its last checkpoint any more and no evaluator reads a finished job's values, which
     the coordinator bounds; or until `stop`. Raises CoordinatorUnavailable."""
-    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    try:
-        with ExplainedWait(lambda: "the job's last checkpoint to be written, and read by its evaluators") as wait:
-            while True:
-                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
-                if not any(map(_is_ending, status.jobs)) or stop.wait(POLL_S):
-                    return
-                wait.tick()
-    finally:
-        peer.close()
+    what = "the job's last checkpoint to be written, and read by its evaluators"
+    with CoordinatorClient(coordinator) as client, ExplainedWait(lambda: what) as wait:
+        while any(map(_is_ending, client.status(timeout_ms=STATUS_TIMEOUT_MS).jobs)) and not stop.wait(POLL_S):
+            wait.tick()
 
 
 def _is_ending(job: wire.JobStatus) -> bool:
@@ -355,11 +348,8 @@ def _is_ending(job: wire.JobStatus) -> bool:
 
 def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:
     """Which of the servers and the agent the coordinator does not know. Raises CoordinatorUnavailable."""
-    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    try:
-        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
-    finally:
-        peer.close()
+    with CoordinatorClient(coordinator) as client:
+        status = client.status(timeout_ms=STATUS_TIMEOUT_MS)
     known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
     return [process for process in members if process.pid not in known]
 

@@ -12,10 +12,10 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from shardyard.config.settings import AUTO, CHECKPOINTS, NEVER, Settings
 from shardyard.domain import errors
@@ -31,6 +31,10 @@ JOURNAL: Final = "coordinator"
 SUPERVISOR: Final = "supervisor"
 RESTARTS_KEPT: Final = 50
 """The latest restarts that the file remembers."""
+
+T = TypeVar("T", RoleProcess, "RoleRestart")
+_TYPES: Final[dict[str, Callable[[Any], Any]]] = {each.__name__: each for each in (str, int, float, bool, Path)}
+"""The types of the values in a state file, by their names in the dataclasses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +78,11 @@ class YardState:
         return next((process.address for process in self.processes if process.role == role), "")
 
     def write(self, folder: Path) -> None:
-        entries = [
-            {
-                "name": process.name,
-                "role": process.role,
-                "pid": process.pid,
-                "created_s": process.created_s,
-                "log": str(process.log),
-                "address": process.address,
-                "ready": process.ready,
-            }
-            for process in self.processes
-        ]
         text = json.dumps(
             {
                 "format": FORMAT,
                 "coordinator": self.address_of("coordinator"),
-                "processes": entries,
+                "processes": [{**asdict(process), "log": str(process.log)} for process in self.processes],
                 "restarts": [asdict(restart) for restart in self.restarts[-RESTARTS_KEPT:]],
                 "given_up": dict(self.given_up),
             }
@@ -111,8 +103,8 @@ def read_state(folder: Path) -> YardState | None:
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']}, expected {FORMAT}")
         return YardState(
-            tuple(map(_process, document["processes"])),
-            tuple(map(_restart, document.get("restarts", ()))),
+            tuple(_read(RoleProcess, {"ready": bool(each["address"]), **each}) for each in document["processes"]),
+            tuple(_read(RoleRestart, each) for each in document.get("restarts", ())),
             {str(name): str(why) for name, why in document.get("given_up", {}).items()},
         )
     except (FileNotFoundError, NotADirectoryError):
@@ -147,28 +139,9 @@ def checkpoints_of(settings: Settings) -> str:
     return str(Path(settings.yard.state) / JOURNAL / CHECKPOINTS) if url in (AUTO, NEVER) else url
 
 
-def _process(entry: Any) -> RoleProcess:
-    return RoleProcess(
-        name=str(entry["name"]),
-        role=str(entry["role"]),
-        pid=int(entry["pid"]),
-        created_s=float(entry["created_s"]),
-        log=Path(entry["log"]),
-        address=str(entry["address"]),
-        ready=bool(entry.get("ready", entry["address"])),
-    )
-
-
-def _restart(entry: Any) -> RoleRestart:
-    return RoleRestart(
-        name=str(entry["name"]),
-        pid=int(entry["pid"]),
-        ending=str(entry["ending"]),
-        died_s=float(entry["died_s"]),
-        number=int(entry["number"]),
-        restarts_max=int(entry["restarts_max"]),
-        window_ms=int(entry["window_ms"]),
-    )
+def _read(kind: type[T], entry: dict[str, Any]) -> T:
+    """A dataclass with the entry's values. Raises KeyError, TypeError, ValueError."""
+    return kind(**{each.name: _TYPES[str(each.type)](entry[each.name]) for each in fields(kind)})
 
 
 def forget_state(folder: Path) -> None:

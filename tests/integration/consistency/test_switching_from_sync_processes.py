@@ -24,7 +24,7 @@ def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_goes_over(
         settings,
         "consistency.mode=bounded",
         "consistency.staleness=2",
-        told="job probe goes over to bounded, 2 steps\n",
+        told="job probe changes to bounded, 2 steps\n",
         mode=common.UPDATE_MODE_ASYNC,
     )
     assert found == wire.Consistency(number=1, mode=BOUNDED, staleness=2)

@@ -42,18 +42,18 @@ def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_is_switche
         script.wait_for("computed 4")
     yard.coordinator.wait_for("checkpoint 2 of step")
     first = set_(yard, "consistency.mode=bounded", "consistency.staleness=2")
-    assert (first.returncode, first.stdout) == (0, "job probe goes over to bounded, 2 steps\n"), first.stderr
+    assert (first.returncode, first.stdout) == (0, "job probe changes to bounded, 2 steps\n"), first.stderr
     victim, _ = started.pop()
     victim.kill()
     yard.kill_server(1)
     yard.kill_coordinator()
     yard.restart_coordinator()
     yard.restart_server(1)
-    assert until_set(yard, "probe", "consistency.staleness=5") == "job probe goes over to bounded, 5 steps\n"
+    assert until_set(yard, "probe", "consistency.staleness=5") == "job probe changes to bounded, 5 steps\n"
     told = until_set(yard, "consistency.mode=async", "--wait")
     assert told.splitlines() == [
-        "job probe goes over to async",
-        "all servers and workers of job probe have gone over",
+        "job probe changes to async",
+        "all servers and workers of job probe have changed",
     ]
     results = [finish(script, out) for script, out in started]
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2

@@ -27,7 +27,7 @@ def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_goes_over_
         when,
         settings,
         "consistency.mode=sync",
-        told="job probe goes over to sync\n",
+        told="job probe changes to sync\n",
         mode=common.UPDATE_MODE_SYNC,
     )
     assert found == wire.Consistency(number=1, mode=SYNC)

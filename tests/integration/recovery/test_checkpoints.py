@@ -176,7 +176,7 @@ def test_run_of_a_yard_that_lost_its_journal_begins_with_a_checkpoint_on_another
     try:
         ordered = shardyard("checkpoint", "restore", "probe", "--url", str(kept), "--coordinator", second.address)
         assert ordered.wait() == 0, ordered.output
-        assert re.fullmatch(r"job probe begins its next run with checkpoint \d+, step \d+, in .+", ordered.output)
+        assert re.fullmatch(r"job probe starts its next run from checkpoint \d+, step \d+, in .+", ordered.output)
         second.kill_coordinator()
         second.restart_coordinator()
         other, _ = probes.start("own", coordinator=second.address, **settings)

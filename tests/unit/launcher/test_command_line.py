@@ -48,7 +48,7 @@ from shardyard_launcher.commands.roles import addresses, exit_status
 from shardyard_launcher.scripts.progress import FirstStep, JobChoice, LiveDisplay, PlainDisplay, progress_line
 from shardyard_launcher.scripts.script import launch_environment
 from shardyard_launcher.status.as_json import to_json
-from shardyard_launcher.status.as_tables import show
+from shardyard_launcher.status.as_tables import as_tables
 from shardyard_launcher.status.report import LocalReport, YardReport
 from shardyard_launcher.status.words import describe_size
 from shardyard_launcher.terminal.options import load_given
@@ -77,7 +77,7 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "--bogus", "script.py"], "--bogus"),
         (["agent", "--frob", "--", "script.py"], "--frob"),
         (["run"], "Missing argument"),
-        (["run", "nothing.py"], "script nothing.py does not exist"),
+        (["run", "nothing.py"], "there is no script nothing.py"),
         (["server"], "the coordinator's address is missing"),
         (["agent"], "the coordinator's address is missing"),
         (["server", "--coordinator", "nowhere"], "expected HOST:PORT"),
@@ -180,9 +180,9 @@ def test_order_for_the_next_run_is_given_and_taken_back(
     assert main([*restore, "--cancel"]) == 1
     assert "nothing was ordered for the next run of job 'digits'" in capsys.readouterr().err
     assert main([*restore, "--number", "3", "--url", str(kept)]) == 0
-    assert capsys.readouterr().out == f"job digits begins its next run with checkpoint 3, step 0, in {kept}\n"
+    assert capsys.readouterr().out == f"job digits starts its next run from checkpoint 3, step 0, in {kept}\n"
     assert main([*restore, "--cancel"]) == 0
-    assert capsys.readouterr().out == "the next run of job digits begins anew\n"
+    assert capsys.readouterr().out == "the next run of job digits starts from the beginning\n"
     assert main([*restore, "--cancel"]) == 1, "it was taken back"
 
 
@@ -195,8 +195,8 @@ def test_damaged_checkpoint_is_passed_over_and_told(
     next((kept / "digits" / f"{4:012d}").glob("*.safetensors")).write_bytes(b"")
     assert main(["checkpoint", "restore", "digits", "--url", str(kept), "--coordinator", coordinator]) == 0
     captured = capsys.readouterr()
-    assert "with checkpoint 3" in captured.out
-    assert "checkpoint 4 is damaged, and passed over" in captured.err
+    assert "from checkpoint 3" in captured.out
+    assert "checkpoint 4 is damaged and is not used" in captured.err
 
 
 def test_checkpoint_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,7 +312,7 @@ def test_set_waits_no_longer_for_what_somebody_has_taken_back(capsys: pytest.Cap
     finally:
         listener.stop()
     assert (code, standings) == (1, [])
-    assert "somebody has taken that back" in capsys.readouterr().err
+    assert "keeps its mode: the change was cancelled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -350,12 +350,12 @@ def test_set_waits_until_all_servers_and_workers_go_by_it(ends: bool, capsys: py
         listener.stop()
     assert asked == [wire.SwitchConsistencyRequest(job_name="digits", mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=3)]
     captured = capsys.readouterr()
-    told = "job digits goes over to bounded, 3 steps\n"
+    told = "job digits changes to bounded, 3 steps\n"
     if ends:
         assert (code, seen, captured.out, captured.err) == (1, 3, told, "job digits has ended\n")
     else:
         assert (code, seen) == (0, len(standings))
-        assert captured.out == f"{told}all servers and workers of job digits have gone over\n"
+        assert captured.out == f"{told}all servers and workers of job digits have changed\n"
 
 
 def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_given(
@@ -377,7 +377,7 @@ def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_giv
     finally:
         listener.stop()
     assert asked == [wire.SwitchConsistencyRequest(staleness=3)]
-    assert capsys.readouterr().out == "job digits goes already by bounded, 3 steps\n"
+    assert capsys.readouterr().out == "job digits already uses bounded, 3 steps\n"
 
 
 @pytest.mark.parametrize(
@@ -774,7 +774,7 @@ def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
     ):
         stop.worker, stop.settled, stop.step = worker, settled, step
         shown = io.StringIO()
-        show(found, Console(file=shown, width=200))
+        Console(file=shown, width=200).print(as_tables(found))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
         told = json.loads(to_json(found))["jobs"][1]["stop"]
         assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
@@ -786,15 +786,15 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
     fourth, many = (1 << 32) + 4, [(1 << 32) + number for number in range(1, 11)]
     listed = ", ".join(f"1.{number}" for number in range(1, 9))
     for servers, behind, said in (
-        (False, [fourth], "switched to bounded, 3 steps; not all servers have gone over yet\n"),
-        (True, [fourth], "switched to bounded, 3 steps; worker 1.4 has not gone over yet\n"),
-        (True, many, f"switched to bounded, 3 steps; workers {listed} and 2 more have not gone over yet\n"),
+        (False, [fourth], "switched to bounded, 3 steps; not all servers have changed yet\n"),
+        (True, [fourth], "switched to bounded, 3 steps; worker 1.4 has not changed yet\n"),
+        (True, many, f"switched to bounded, 3 steps; workers {listed} and 2 more have not changed yet\n"),
         (True, [], "switched to bounded, 3 steps\n"),
     ):
         switch = wire.SwitchStatus(consistency=BOUNDED, servers=servers, behind=behind)
         found.status.jobs[1].consistency.CopyFrom(switch)
         shown = io.StringIO()
-        show(found, Console(file=shown, width=200))
+        Console(file=shown, width=200).print(as_tables(found))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
         told = json.loads(to_json(found))["jobs"][1]["switch"]
         assert told == {
@@ -811,13 +811,13 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
 def test_status_says_before_which_step_a_synchronous_job_goes_over() -> None:
     found = report()
     for step, said in (
-        (0, "switched to bounded, 3 steps; 2 workers have not said yet how far they have come\n"),
-        (1_210, "switched to bounded, 3 steps before step 1,210; its partitions have not gone over yet\n"),
+        (0, "switched to bounded, 3 steps; 2 workers have not reported yet how far they are\n"),
+        (1_210, "switched to bounded, 3 steps before step 1,210; its partitions have not changed yet\n"),
     ):
         switch = wire.SwitchStatus(consistency=BOUNDED, behind=[4, 5], step=step)
         found.status.jobs[1].consistency.CopyFrom(switch)
         shown = io.StringIO()
-        show(found, Console(file=shown, width=200))
+        Console(file=shown, width=200).print(as_tables(found))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
         assert json.loads(to_json(found))["jobs"][1]["switch"]["before_step"] == (step or None)
 
@@ -828,8 +828,8 @@ def test_status_says_which_data_shards_are_to_be_done_before_a_job_goes_over_to_
     switch = wire.SwitchStatus(consistency=sync, behind=[4], step=0, draining="data shard 0.1.2 (worker 1.4)")
     found.status.jobs[1].consistency.CopyFrom(switch)
     shown = io.StringIO()
-    show(found, Console(file=shown, width=200))
-    assert "switched to sync; to be done first: data shard 0.1.2 (worker 1.4)\n" in re.sub(
+    Console(file=shown, width=200).print(as_tables(found))
+    assert "switched to sync; first must end: data shard 0.1.2 (worker 1.4)\n" in re.sub(
         r" +\n", "\n", shown.getvalue()
     )
     told = json.loads(to_json(found))["jobs"][1]["switch"]
@@ -841,7 +841,7 @@ def test_status_says_that_a_job_is_hybrid() -> None:
     job = found.status.jobs[1]
     job.ClearField("staleness")
     job.mode, job.logical_ranks, job.rows_at_once = common.UPDATE_MODE_SYNC, 4, True
-    show(found, Console(file=shown, width=200))
+    Console(file=shown, width=200).print(as_tables(found))
     assert "hybrid, 4 ranks" in shown.getvalue()
     assert json.loads(to_json(found))["jobs"][1]["mode"] == "hybrid"
 
@@ -853,7 +853,7 @@ def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     found.status.jobs[1].waits.append("a server for partition 3, 4, for 5.1 s")
     local = LocalReport(1, (), {}, ("server-1 (pid 4); its log is s.log",))
     found = YardReport(found.coordinator, found.status, found.servers, local)
-    show(found, Console(file=shown, width=400))
+    Console(file=shown, width=400).print(as_tables(found))
     text = shown.getvalue()
     assert "  waits for the journal j to be written, for 7.0 s\n" in text
     assert "; waits for step 40 of partition 3, for checkpoint 12, for 6.0 s" in " ".join(text.split())
@@ -948,7 +948,7 @@ def test_sizes_are_told_in_their_unit(nbytes: int, text: str) -> None:
 def test_status_tables_show_members_jobs_and_versions() -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     try:
-        show(report(), console)
+        console.print(as_tables(report()))
     finally:
         console.file.close()
     text = console.export_text()
@@ -973,7 +973,7 @@ def test_ended_job_shows_the_partitions_that_are_held_still() -> None:
 
 def shown_status(found: YardReport) -> str:
     console = Console(width=200, file=io.StringIO(), record=True)
-    show(found, console)
+    console.print(as_tables(found))
     return console.export_text()
 
 

@@ -247,7 +247,7 @@ def test_port_of_another_protocol_is_recognised(said: bytes) -> None:
     with listening(answer) as address:
         found = last(address)
     assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
-    assert "speaks no HTTP/2" in found.said
+    assert "does not speak HTTP/2" in found.said
 
 
 def test_plain_text_is_said_and_warned_of_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_grpc_of_somebody_else_is_told() -> None:
         finally:
             server.stop(0).wait()
     assert (found.probe, found.verdict) == ("grpc", Verdict.FAILED)
-    assert "is no service of shardyard" in found.said
+    assert "is not a service of shardyard" in found.said
 
 
 def test_coordinator_that_refuses_to_tell_its_status_is_told() -> None:
@@ -432,7 +432,7 @@ def test_state_folder_that_is_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     found = only(machine.disk(tmp_path / "state"))
     assert found.verdict is Verdict.FAILED
-    assert "is no folder" in found.said
+    assert "is not a folder" in found.said
 
 
 def test_folder_that_cannot_be_written_fails() -> None:
@@ -493,7 +493,7 @@ def test_library_of_another_kind_or_release_is_warned_of(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("source", "verdicts", "said"),
     [
-        ("__version__ = '2.9'", [Verdict.OK, Verdict.OK], "built without it"),
+        ("__version__ = '2.9'", [Verdict.OK, Verdict.OK], "built without CUDA"),
         ("__version__ = '2.9'; built = '13.0'", [Verdict.OK, Verdict.OK], "finds no device"),
         ("__version__ = '2.9'; built = '13.0'; names = ['H200']", [Verdict.OK, Verdict.OK], "13.0: H200"),
         ("raise ImportError('libcudart.so.13: no such file')", [Verdict.FAILED], "libcudart.so.13: no such file"),

@@ -15,7 +15,7 @@ from rich.console import Console
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands.resume_notice import describe_job
 from shardyard_launcher.status.as_json import to_json
-from shardyard_launcher.status.as_tables import show
+from shardyard_launcher.status.as_tables import as_tables
 from shardyard_launcher.status.report import YardReport
 
 NOW_S = 1_700_000_100
@@ -82,7 +82,7 @@ def test_status_shows_checkpoint_and_recovery() -> None:
     status = yard(restored(partitions=8, leased_again=3))
     report = YardReport("here:1", status, {})
     out = io.StringIO()
-    show(report, Console(file=out, width=200))
+    Console(file=out, width=200).print(as_tables(report))
     assert "newest checkpoint: 12 of step 5,000, 0 s old" in out.getvalue()
     assert "restored from checkpoint 11 of step 4,950: 8 partitions, 3 data shards leased anew" in out.getvalue()
     (shown,) = json.loads(to_json(report))["jobs"]
