@@ -127,7 +127,7 @@ def test_asynchronous_snapshot_has_each_partition_whole() -> None:
         second.begin()
         try:
             run = there.follow()
-            view = run._follower.heard.view
+            view = run._session.news.view
             assert view is not None
             for snapshot in itertools.islice(run.snapshots(every_s=0), 20):
                 values = snapshot.state_dict()
@@ -167,7 +167,7 @@ def test_loop_ends_with_the_final_state_when_the_job_has_ended(mode: dict[str, o
             if len(steps) == 1:
                 counting.push(7)
                 job.close()
-                eventually(lambda: run._follower.heard.has_ended)
+                eventually(lambda: run._session.news.has_ended)
         assert steps[-1] == 7
         assert there.status().state == wire.JOB_STATE_FINISHED
         run.close()

@@ -531,7 +531,7 @@ def test_a_lease_that_has_run_out_is_not_mistaken_for_the_version(monkeypatch: p
     with yard() as there, training(there), torch.no_grad():
         model, run = Model(), there.follow()
         for _snapshot in run.snapshots(model, every_s=0):
-            held = run._held
+            held = run._rows.held
             assert held is not None
             eventually(lambda: there.pins == 0)
             held.renew()
@@ -546,7 +546,7 @@ def test_who_does_not_know_yet_how_a_job_takes_pushes_asks_again(mode: dict[str,
     with yard(**mode) as there:
         Training(there.connect()).step()
         run = there.follow()
-        view = run._follower.heard.view
+        view = run._session.news.view
         assert view is not None
         other = UpdateMode.ASYNC if view.mode is UpdateMode.SYNC else UpdateMode.SYNC
         with pytest.raises(errors.NotReady, match="takes pushes in another way"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardyard as sy
+from tests.support.readers import yard
 
 MADE_BY_OTHERS = {"InitialValues", "RowOptimizer"}
 """Scripts name them in annotations alone."""
@@ -41,7 +42,26 @@ EXAMPLES = {
     for name, found in [*NAMES.items(), *(each for item in NAMES.items() for each in methods(*item))]
     if (examples := doctest.DocTestParser().get_examples(inspect.getdoc(found) or ""))
 }
-WITHOUT = {"Run", "Snapshot", "tables.Optimizer"}
+WITHOUT = {"tables.Optimizer"}
+READERS = {"Run", "Snapshot"}
+"""Their examples read a job of a yard that runs elsewhere."""
+
+
+@pytest.fixture
+def trained_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job that has taken its only step, and ends when it is followed."""
+    with yard() as there:
+        job = there.connect()
+        job.register({"bias": torch.zeros(1), "weight": torch.ones(1, 2)}, lr=0.5)
+        job.push({"bias": torch.ones(1), "weight": torch.ones(1, 2)})
+
+        def follow(_: str) -> sy.Run:
+            run = there.follow()
+            job.close()
+            return run
+
+        monkeypatch.setattr(sy, "follow", follow)
+        yield
 
 
 def test_every_public_name_has_an_example() -> None:
@@ -49,11 +69,15 @@ def test_every_public_name_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_prints_what_it_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     for variable in [each for each in os.environ if each.startswith("SHARDYARD")]:
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    if name in READERS:
+        request.getfixturevalue("trained_job")
     example = doctest.DocTest(EXAMPLES[name], {"sy": sy, "torch": torch}, name, None, 0, None)
     said: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=said.append)

@@ -5,6 +5,7 @@ for a reader. A reader that dies leaves only a lease behind, which runs out.
 
 Read `evaluator` first: `sy.follow()` and its snapshots. `reader_session` asks the coordinator for the job's state.
 `pinned_version` pins a version on the servers and looks rows up in it, `snapshots` reads its parameters,
-`pinned_rows` gives its rows to a model's modules. `serving` answers requests from a version that is renewed in the
-background.
+`model_values` puts them into a model. `pinned_rows` gives a version's rows to a model's modules, `snapshot_rows` pins
+those of the newest snapshot. `best` keeps the best version. `serving` answers requests from a version that is renewed
+in the background.
 """

@@ -46,9 +46,6 @@ READ_ROWS_TIMEOUT_MS: Final = 600_000
 GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
 """The errors of a server that does not hold the version."""
 
-Everywhere = Callable[["Sequence[ReadServer]", Callable[["ReadServer"], Any]], list[Any]]
-"""Asks several servers at the same time."""
-
 
 @dataclass(frozen=True)
 class View:
@@ -83,64 +80,59 @@ class Pin:
     rows: bool = False
 
 
-def ask_for(
-    view: View, server: ReadServer, pin: Pin, wait_registry: WaitRegistry, *, wait_ms: int
-) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """Takes or renews a pin on one server. Returns what the server holds and lacks."""
-    generation = view.map.generation
-    wish = PinRequest(
-        view.reader,
-        server.incarnation,
-        generation,
-        pin.name,
-        pin.number,
-        lease_ms=LEASE_MS,
-        wait_ms=wait_ms,
-        rows=pin.rows,
-    )
-    with wait_registry.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
-        reply = server.peer.call(methods.PIN, pull_messages.pin_to_wire(wish), timeout_ms=CALL_TIMEOUT_MS)
-    return pull_messages.pinned_from_wire(reply, server.partitions)
+@dataclass(frozen=True)
+class ViewServers:
+    """The servers of a view. `call_all` asks several of them at the same time."""
 
+    view: View
+    servers: tuple[ReadServer, ...]
+    call_all: Callable[[Sequence[ReadServer], Callable[[ReadServer], Any]], list[Any]]
+    wait_registry: WaitRegistry
 
-def release(
-    view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Everywhere, wait_registry: WaitRegistry
-) -> None:
-    """Releases a pin. A server that cannot be reached drops it when the lease runs out."""
-    request = wire.UnpinRequest(caller=common_messages.caller_to_wire(view.reader), pin=pin.name)
+    def pin(
+        self, server: ReadServer, pin: Pin, *, wait_ms: int = 0
+    ) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
+        """Takes or renews a pin on one server. Returns what the server holds and lacks."""
+        generation = self.view.map.generation
+        wanted = PinRequest(
+            self.view.reader,
+            server.incarnation,
+            generation,
+            pin.name,
+            pin.number,
+            lease_ms=LEASE_MS,
+            wait_ms=wait_ms,
+            rows=pin.rows,
+        )
+        with self.wait_registry.over(lambda: f"{server.peer.name} to hold a version of job {self.view.job}"):
+            reply = server.peer.call(methods.PIN, pull_messages.pin_to_wire(wanted), timeout_ms=CALL_TIMEOUT_MS)
+        return pull_messages.pinned_from_wire(reply, server.partitions)
 
-    def let_go(server: ReadServer) -> None:
-        with suppress(errors.ShardyardError):
-            server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
+    def unpin(self, pin: Pin) -> None:
+        """Releases a pin. A server that cannot be reached drops it when the lease runs out."""
+        request = wire.UnpinRequest(caller=common_messages.caller_to_wire(self.view.reader), pin=pin.name)
 
-    with wait_registry.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
-        everywhere(servers, let_go)
+        def release(server: ReadServer) -> None:
+            with suppress(errors.ShardyardError):
+                server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
+
+        with self.wait_registry.over(lambda: f"{len(self.servers)} servers to let a version of job {self.view.job} go"):
+            self.call_all(self.servers, release)
 
 
 class PinnedVersion:
     """`versions`: of all partitions. `as_of` (time.monotonic, seconds): nothing newer had been pushed before this
     moment. The version's age counts from here."""
 
-    def __init__(
-        self,
-        view: View,
-        servers: Sequence[ReadServer],
-        pin: Pin,
-        versions: tuple[Version, ...],
-        as_of: float,
-        everywhere: Everywhere,
-        wait_registry: WaitRegistry,
-    ) -> None:
-        self.view = view
-        self.servers = tuple(servers)
+    def __init__(self, servers: ViewServers, pin: Pin, versions: tuple[Version, ...], as_of: float) -> None:
+        self.view = servers.view
+        self.servers = servers
         self.pin = pin
         self.versions = versions
         self.as_of = as_of
         self._renewed = as_of
-        self._everywhere = everywhere
-        self._wait_registry = wait_registry
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held while leases are renewed or ended
+        self._renewing = threading.Lock()  # held while leases are renewed or ended
         self._lost: errors.VersionPassed | None = None
 
     @property
@@ -163,8 +155,8 @@ class PinnedVersion:
         MalformedPayload."""
         self.check()
         found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
-        by_server = {server.incarnation: questions(asked, server.partitions) for server in self.servers}
-        asks = [server for server in self.servers if by_server[server.incarnation]]
+        by_server = {server.incarnation: questions(asked, server.partitions) for server in self.servers.servers}
+        asks = [server for server in self.servers.servers if by_server[server.incarnation]]
 
         def ask(server: ReadServer) -> None:
             for question in by_server[server.incarnation]:
@@ -185,21 +177,21 @@ class PinnedVersion:
                     raise self._lose(error) from None
                 question.put(memoryview(answer.data), found)
 
-        with self._wait_registry.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
+        with self.servers.wait_registry.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
             if len(asks) == 1:
                 ask(asks[0])
             else:
-                self._everywhere(asks, ask)
+                self.servers.call_all(asks, ask)
         return found
 
     def read_rows(self, table: int, dim: int, partition: PartitionId) -> list[tuple[Int64s, Float32s]]:
         """Reads all rows of a table in a partition, in pieces, each id once. Ids that have got a row since are
         included, with the values that they read as in this version. Waits while the server reads the table for another
         reader. Raises VersionPassed, MalformedPayload."""
-        server = next(server for server in self.servers if partition in server.partitions)
+        server = next(server for server in self.servers.servers if partition in server.partitions)
         what = f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
         patience = RetryPolicy(0, self.check, what)
-        with self._wait_registry.over(lambda: patience.explanation):
+        with self.servers.wait_registry.over(lambda: patience.explanation):
             return patience.call(partial(self._read_rows, server, partition, table, dim))
 
     def _read_rows(
@@ -223,35 +215,33 @@ class PinnedVersion:
 
     def renew(self) -> None:
         """Renews the leases from now on. A server that does not answer may still hold the version."""
-        with self._turn:
+        with self._renewing:
             if not self.is_lost:
                 self._renew()
 
     def _renew(self) -> None:
-        def ask(server: ReadServer) -> tuple[PulledPart, ...]:
-            return ask_for(self.view, server, self.pin, self._wait_registry, wait_ms=0)[0]
-
         asked = time.monotonic()
         try:
-            held = {part.partition: part.version for parts in self._everywhere(self.servers, ask) for part in parts}
+            replies = self.servers.call_all(self.servers.servers, lambda server: self.servers.pin(server, self.pin))
         except errors.Unavailable:
             return
         except errors.ShardyardError as error:
             self._lose(error)
             return
+        held = {part.partition: part.version for parts, _ in replies for part in parts}
         # the second: a new pin may have the same version, but rows of another moment (hybrid)
         is_another = any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions))
         if is_another or (time.monotonic() - self._renewed) * 1000 >= LEASE_MS:
             self._lose(errors.VersionPassed("its lease had run out when it was to be renewed"))
-            release(self.view, self.servers, self.pin, self._everywhere, self._wait_registry)
+            self.servers.unpin(self.pin)
         self._renewed = asked
 
     def release(self) -> None:
         """From now on it answers no look-up."""
         with self._lock:
             self._lost = self._lost or errors.VersionPassed(f"step {self.step} of job {self.view.job}, which was left")
-        with self._turn:
-            release(self.view, self.servers, self.pin, self._everywhere, self._wait_registry)
+        with self._renewing:
+            self.servers.unpin(self.pin)
 
     def _lose(self, error: errors.ShardyardError) -> errors.ShardyardError:
         with self._lock:

@@ -10,11 +10,12 @@ not answer, the reader waits at most the grace time. Must not know: values, serv
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,11 +31,12 @@ from shardyard_worker.reader.pinned_version import View
 log = logging.getLogger("shardyard.evaluator")
 
 ASK_MS: Final = 1_000
+TRY_AGAIN_MS: Final = 500
 LOOK_AGAIN_MS: Final = 200
 CALL_TIMEOUT_MS: Final = 3_000
-TELL_LAST_MS: Final = 5_000
+REPORT_LAST_MS: Final = 5_000
 """How long a reader that leaves tries to send its last reports."""
-TOLD_MAX: Final = 256
+REPORTS_MAX: Final = 256
 """Reports that wait while the coordinator is away. If there are more, the oldest are dropped."""
 
 
@@ -61,10 +63,10 @@ class ReaderSession:
         self._reader = secrets.token_bytes(16)
         self._grace_ms = grace_ms
         self._changed = threading.Condition()
-        self._heard: JobNews | None = None
+        self._news: JobNews | None = None
         self._asked = 0
         self._lost: errors.ShardyardError | None = None
-        self._to_tell: deque[wire.ReportEvaluationRequest] = deque(maxlen=TOLD_MAX)
+        self._reports: deque[wire.ReportEvaluationRequest] = deque(maxlen=REPORTS_MAX)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._known_layout: View | None = None
@@ -76,8 +78,8 @@ class ReaderSession:
         """Waits until there is such a job. Waits for the coordinator at most its grace time. Raises
         CoordinatorUnavailable, InvalidRequest, NotFound for a number that the coordinator does not know."""
         silent_since: float | None = None
-        said = ""
-        with ExplainedWait(lambda: f"job {self.name or 'of any name'} to begin{said}", logger=log) as wait:
+        last = ""
+        with ExplainedWait(lambda: f"job {self.name or 'of any name'} to begin{last}", logger=log) as wait:
             while True:
                 try:
                     self._ask()
@@ -91,36 +93,49 @@ class ReaderSession:
                     silent_since = now if silent_since is None else silent_since
                     if (now - silent_since) * 1000 >= self._grace_ms:
                         raise
-                    said = f" ({error.what})"
+                    last = f" ({error.what})"
                 wait.tick()
                 time.sleep(LOOK_AGAIN_MS / 1000)
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
     @property
-    def heard(self) -> JobNews:
-        """The last news. Raises the error that the job or its coordinator was lost by, unless the job had ended
-        before."""
+    def news(self) -> JobNews:
+        """The last news. If the coordinator was lost before the job ended, raises that error."""
         with self._changed:
-            assert self._heard is not None, "not begun"
-            if self._lost is not None and not self._heard.has_ended:
+            assert self._news is not None, "not begun"
+            if self._lost is not None and not self._news.has_ended:
                 raise self._lost.anew()
-            return self._heard
+            return self._news
 
     def wait(self, until: float, over: Callable[[JobNews], bool] = lambda _: False) -> JobNews:
         """Waits until `until` (time.monotonic), the job has ended, or `over` is true. Returns the last news."""
         while True:
-            heard = self.heard
+            news = self.news
             left = until - time.monotonic()
-            if left <= 0 or heard.has_ended or over(heard):
-                return heard
+            if left <= 0 or news.has_ended or over(news):
+                return news
             with self._changed:
                 self._changed.wait(min(left, LOOK_AGAIN_MS / 1000))
 
-    def tell(self, request: wire.ReportEvaluationRequest) -> None:
-        """Returns at once."""
+    def ongoing(self) -> JobNews:
+        """As `news`, but raises the job's failure too."""
+        news = self.news
+        if news.failure is not None:
+            raise news.failure
+        return news
+
+    def wait_for_news(self, news: JobNews) -> None:
+        """Waits a little, or until there is newer news."""
+        self.wait(time.monotonic() + TRY_AGAIN_MS / 1000, lambda now: now is not news)
+        if news.has_ended:
+            time.sleep(LOOK_AGAIN_MS / 1000)
+
+    def report(self, step: int, metrics: Mapping[str, float], best: wire.KeptBest | None = None) -> None:
+        """Reports an evaluation. Returns at once. Metrics that are not finite are left out."""
+        shown = [wire.Metric(name=name, value=value) for name, value in metrics.items() if math.isfinite(value)]
         with self._changed:
-            self._to_tell.append(request)
+            self._reports.append(wire.ReportEvaluationRequest(job=self.job, step=step, metrics=shown, best=best))
 
     def close(self) -> None:
         """Sends the reports that are left, and says that this reader leaves. A second call does nothing."""
@@ -130,8 +145,8 @@ class ReaderSession:
         if self._thread is not None:
             self._thread.join(CALL_TIMEOUT_MS / 1000 + 1)
         try:
-            if self._heard is not None:
-                self._tell_last()
+            if self._news is not None:
+                self._report_last()
         finally:
             self.wait_registry.close()
             self._peer.close()
@@ -143,7 +158,7 @@ class ReaderSession:
         while not self._stop.wait(ASK_MS / 1000):
             try:
                 self._ask()
-                self._tell()
+                self._send_reports()
                 answered = time.monotonic()
             except (errors.Unavailable, errors.NotReady) as error:
                 if (time.monotonic() - answered) * 1000 >= self._grace_ms:
@@ -182,16 +197,16 @@ class ReaderSession:
             self._known_layout = view
         failure = from_detail(reply.failure) if reply.HasField("failure") else None
         with self._changed:
-            self._heard = JobNews(reply.state, failure, view, common_messages.text(reply.url, "the URL of checkpoints"))
+            self._news = JobNews(reply.state, failure, view, common_messages.text(reply.url, "the URL of checkpoints"))
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _send_reports(self) -> None:
         """Sends the reports that wait. Raises Unavailable. A report that is refused is logged."""
         while True:
             with self._changed:
-                if not self._to_tell:
+                if not self._reports:
                     return
-                request = self._to_tell[0]
+                request = self._reports[0]
             try:
                 with self.wait_registry.over(lambda: f"the {self._peer.name} to take an evaluation"):
                     self._peer.call(methods.REPORT_EVALUATION, request, timeout_ms=CALL_TIMEOUT_MS)
@@ -200,24 +215,24 @@ class ReaderSession:
             except errors.ShardyardError as error:
                 log.warning("the coordinator does not take the evaluation of step %d: %s", request.step, error.what)
             with self._changed:
-                if self._to_tell and self._to_tell[0] is request:
-                    self._to_tell.popleft()
+                if self._reports and self._reports[0] is request:
+                    self._reports.popleft()
 
-    def _tell_last(self) -> None:
-        until = time.monotonic() + TELL_LAST_MS / 1000
+    def _report_last(self) -> None:
+        until = time.monotonic() + REPORT_LAST_MS / 1000
         goodbye = wire.FollowJobRequest(job=self.job, reader=self._reader, leaves=True)
         while True:
             try:
-                self._tell()
+                self._send_reports()
                 with self.wait_registry.over(lambda: f"the {self._peer.name} to let this reader go"):
                     self._peer.call(methods.FOLLOW_JOB, goodbye, timeout_ms=CALL_TIMEOUT_MS)
                 return
             except (errors.Unavailable, errors.NotReady) as error:
                 if time.monotonic() >= until:
-                    if self._to_tell:
-                        log.warning("%d evaluations were not told: %s", len(self._to_tell), error.what)
+                    if self._reports:
+                        log.warning("%d evaluations were not reported: %s", len(self._reports), error.what)
                     return
                 time.sleep(LOOK_AGAIN_MS / 1000)
             except errors.ShardyardError as error:
-                log.debug("left without a word: %s", error)
+                log.debug("left without telling the coordinator: %s", error)
                 return

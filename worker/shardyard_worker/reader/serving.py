@@ -18,20 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from shardyard.config.settings import ServingSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import Version
 from shardyard.runtime.waits import ExplainedWait
 from shardyard_worker.embedding.modules import flat_ids
 from shardyard_worker.embedding.table import tables_of
+from shardyard_worker.reader.model_values import load_into
 from shardyard_worker.reader.pinned_rows import PinnedRows, bind
 from shardyard_worker.reader.pinned_version import Leases, PinnedVersion, View, numbers_of
 from shardyard_worker.reader.reader_session import ReaderSession
@@ -53,9 +54,6 @@ CLOSE_MS: Final = 4_000
 SPARE_MODELS_MAX: Final = 2
 """Unused copies of the model that are kept for later versions."""
 
-Load = Callable[[torch.nn.Module, Sequence[str], Sequence[npt.NDArray[Any]]], None]
-"""Sets a model's parameters and buffers, by name."""
-
 
 @dataclass(frozen=True)
 class ServedRows:
@@ -68,7 +66,7 @@ class ServedRows:
     age_ms: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServingCounts:
     """Counts since serving began. `rows`: unique ids looked up; `hits`: those whose rows were cached; `versions`:
     versions taken; `waits`: requests that waited for a version."""
@@ -81,16 +79,6 @@ class ServingCounts:
     @property
     def hit_share(self) -> float:
         return self.hits / self.rows if self.rows else 0.0
-
-
-@dataclass(frozen=True)
-class ServingOptions:
-    """`staleness_ms`: the maximum age of a version when an answer begins. `wait_ms`: how long a request waits for one.
-    `cached_rows`: the number of rows cached of each table, of one version at a time."""
-
-    staleness_ms: int
-    wait_ms: int
-    cached_rows: int
 
 
 class ServedVersion:
@@ -136,14 +124,6 @@ class ServedVersion:
         if self._model is None:
             raise errors.InvalidRequest("the model of a version, where none was given", todo="run.serve(model)")
         return self._model
-
-    @property
-    def held(self) -> PinnedVersion:
-        return self._held
-
-    @property
-    def hot(self) -> FrequencyCache | None:
-        return self._hot
 
     def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns rows by table, shape (*ids.shape, dim), float32, for ids of any shape, int64 or int32. All tables
@@ -196,24 +176,22 @@ class ServedModel:
 
     def __init__(
         self,
-        follower: ReaderSession,
+        session: ReaderSession,
         snapshots: Snapshots,
-        options: ServingOptions,
+        settings: ServingSettings,
         model: torch.nn.Module | None,
-        load: Load,
     ) -> None:
-        self._follower = follower
+        self._session = session
         self._snapshots = snapshots
-        self._options = options
+        self._settings = settings
         self._given = model
-        self._load = load
         self._leases = Leases()
         self._changed = threading.Condition()
         self._current: ServedVersion | None = None
         self._models: list[torch.nn.Module] = []
         self._failed: errors.ShardyardError | None = None
         self._why = ""
-        self._counts = [0, 0, 0, 0]
+        self._counts = ServingCounts()
         self._readers = 0
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -230,7 +208,7 @@ class ServedModel:
         table that the job does not have, DTypeMismatch, TooLarge, the error that the job failed with, CoordinatorLost,
         NotFound if the job has ended and its servers have dropped it.
         """
-        until = time.monotonic() + self._options.wait_ms / 1000
+        until = time.monotonic() + self._settings.wait_ms / 1000
         while True:
             with self._version(until) as (version, age_ms):
                 try:
@@ -238,23 +216,23 @@ class ServedModel:
                 except errors.VersionPassed as error:
                     if time.monotonic() >= until:
                         raise
-                    self._pass(version, error)
+                    self._replace(version, error)
 
     @contextmanager
     def version(self) -> Iterator[ServedVersion]:
         """Gives one version that does not change inside the block: for several look-ups, or for the model. Raises as
         `look_up`; inside the block it raises VersionPassed if servers have dropped the version."""
-        with self._version(time.monotonic() + self._options.wait_ms / 1000) as (version, _):
+        with self._version(time.monotonic() + self._settings.wait_ms / 1000) as (version, _):
             try:
                 yield version
             except errors.VersionPassed as error:
-                self._pass(version, error)
+                self._replace(version, error)
                 raise
 
     @property
     def counts(self) -> ServingCounts:
         with self._changed:
-            return ServingCounts(*self._counts)
+            return replace(self._counts)
 
     @contextmanager
     def _version(self, until: float) -> Iterator[tuple[ServedVersion, float]]:
@@ -270,8 +248,8 @@ class ServedModel:
             entered = self._enter()
             if entered is not None:
                 return entered
-            self._counts[3] += 1
-        with ExplainedWait(self._waited_for, logger=log) as wait:
+            self._counts.waits += 1
+        with ExplainedWait(self._waiting_for, logger=log) as wait:
             while True:
                 self._wake.set()
                 with self._changed:
@@ -281,7 +259,7 @@ class ServedModel:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise errors.DeadlineExceeded(
-                            f"{self._waited_for()} within {self._options.wait_ms} ms",
+                            f"{self._waiting_for()} within {self._settings.wait_ms} ms",
                             why="each answer is of one version that is young enough, or there is none",
                             todo="see `shardyard status` for the state of the servers; raise serving.wait_ms, or "
                             "serving.staleness_ms",
@@ -297,18 +275,18 @@ class ServedModel:
         if self._failed is not None:
             raise self._failed.anew()
         version = self._current
-        if version is None or version.held.is_lost:
+        if version is None or version._held.is_lost:
             return None
         age_ms = version.age_ms
-        if not version.is_last and age_ms > self._options.staleness_ms:
+        if not version.is_last and age_ms > self._settings.staleness_ms:
             return None
         version.users += 1
         self._readers += 1
         return version, age_ms
 
-    def _waited_for(self) -> str:
+    def _waiting_for(self) -> str:
         why = f" ({self._why})" if self._why else ""
-        return f"a version of job {self._follower.name} that is at most {self._options.staleness_ms} ms old{why}"
+        return f"a version of job {self._session.name} that is at most {self._settings.staleness_ms} ms old{why}"
 
     def _leave(self, version: ServedVersion) -> None:
         with self._changed:
@@ -320,17 +298,17 @@ class ServedModel:
         if ends:
             self._end(version)
 
-    def _pass(self, version: ServedVersion, error: errors.VersionPassed) -> None:
+    def _replace(self, version: ServedVersion, error: errors.VersionPassed) -> None:
         """Marks the version as lost: the next one is taken at once."""
         with self._changed:
             self._why = error.what
-        log.info("version at step %d of job %s is lost: %s", version.step, self._follower.name, error.what)
+        log.info("version at step %d of job %s is lost: %s", version.step, self._session.name, error.what)
         self._wake.set()
 
     def _count(self, rows: int, hits: int) -> None:
         with self._changed:
-            self._counts[0] += rows
-            self._counts[1] += hits
+            self._counts.rows += rows
+            self._counts.hits += hits
 
     # ---- versions
 
@@ -341,7 +319,7 @@ class ServedModel:
             try:
                 is_taken = self._refresh()
             except AGAIN as error:
-                self._tell(error.what)
+                self._explain(error.what)
                 is_taken = False
             except errors.ShardyardError as error:
                 self._fail(error)
@@ -351,29 +329,27 @@ class ServedModel:
                 log.exception("the job is not served any more")
                 self._fail(errors.Internal(f"the job is not served any more: {type(error).__name__}: {error}"))
                 return
-            pause_ms = self._options.staleness_ms / REFRESH_SHARE if is_taken else TRY_AGAIN_MS
+            pause_ms = self._settings.staleness_ms / REFRESH_SHARE if is_taken else TRY_AGAIN_MS
             if not is_taken:
                 self._stop.wait(TRY_AGAIN_MS / 1000)
             self._wake.wait(max(0.0, begun + pause_ms / 1000 - time.monotonic()))
 
     def _refresh(self) -> bool:
         """Returns whether the newest version is now the current one."""
-        heard = self._follower.heard
-        if heard.failure is not None:
-            raise heard.failure
-        if heard.view is None:
-            if heard.has_ended:
+        news = self._session.ongoing()
+        if news.view is None:
+            if news.has_ended:
                 self._fail(
-                    errors.NotFound(f"values of job {self._follower.name}, which has ended: servers let them go")
+                    errors.NotFound(f"values of job {self._session.name}, which has ended: servers have dropped them")
                 )
                 return True
-            self._tell("it has no values that can be read now")
+            self._explain("it has no values that can be read now")
             return False
         current = self._current
-        if current is not None and current.is_last and not current.held.is_lost:
+        if current is not None and current.is_last and not current._held.is_lost:
             return True
-        held = self._snapshots.hold(heard.view, step_wait_ms=self._step_wait_ms)
-        if current is not None and _is_same(current.held, held):
+        held = self._snapshots.hold(news.view, step_wait_ms=self._step_wait_ms)
+        if current is not None and _is_same(current._held, held):
             held.release()
             with self._changed:
                 current.as_of, current.is_last = held.as_of, held.view.ended
@@ -381,13 +357,13 @@ class ServedModel:
             return True
         self._leases.keep(held)  # first: reading the values may take longer than a lease
         try:
-            version = self._made(held, current)
+            version = self._make_version(held, current)
         except BaseException:
             self._leases.release(held)
             raise
         with self._changed:
             self._current, self._why = version, ""
-            self._counts[2] += 1
+            self._counts.versions += 1
             if current is not None:
                 current.is_retired = True
             ends = current is not None and not current.users
@@ -398,12 +374,12 @@ class ServedModel:
 
     @property
     def _step_wait_ms(self) -> int:
-        return min(STEP_WAIT_MS_MAX, self._options.staleness_ms // STEP_WAIT_SHARE)
+        return min(STEP_WAIT_MS_MAX, self._settings.staleness_ms // STEP_WAIT_SHARE)
 
-    def _made(self, held: PinnedVersion, former: ServedVersion | None) -> ServedVersion:
-        hot = FrequencyCache(self._options.cached_rows) if self._options.cached_rows else None
-        if hot is not None and former is not None and former.hot is not None:
-            hottest = former.hot.hottest(len(held.view.layout.partitions))
+    def _make_version(self, held: PinnedVersion, former: ServedVersion | None) -> ServedVersion:
+        hot = FrequencyCache(self._settings.cached_rows) if self._settings.cached_rows else None
+        if hot is not None and former is not None and former._hot is not None:
+            hottest = former._hot.hottest(len(held.view.layout.partitions))
             if hottest:
                 hot.begin(hottest, held.look_up([asked for asked, _ in hottest]))
         model = None if self._given is None else self._model_of(held.view)
@@ -416,13 +392,13 @@ class ServedModel:
         return version
 
     def _fill(self, model: torch.nn.Module, held: PinnedVersion, former: ServedVersion | None) -> None:
-        if former is not None and former.held.versions == held.versions:  # it already has these values
+        if former is not None and former._held.versions == held.versions:  # it already has these values
             with torch.no_grad():
                 for target, source in zip(_tensors(model), _tensors(former.model), strict=True):
                     target.copy_(source)
             return
         values = self._snapshots.values(held)
-        self._load(model, [spec.name for spec in held.view.layout.variables], values.arrays)
+        load_into(model, [spec.name for spec in held.view.layout.variables], values.arrays)
 
     def _model_of(self, view: View) -> torch.nn.Module:
         """Returns a copy that no version uses."""
@@ -442,9 +418,9 @@ class ServedModel:
             with self._changed:
                 if len(self._models) < SPARE_MODELS_MAX:
                     self._models.append(version._model)
-        self._leases.release(version.held)
+        self._leases.release(version._held)
 
-    def _tell(self, why: str) -> None:
+    def _explain(self, why: str) -> None:
         with self._changed:
             self._why = why
 

@@ -27,7 +27,7 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network, Peer
 from shardyard.wire import methods, pull_messages, push_messages
 from shardyard.wire.frames import Assembler
-from shardyard_worker.reader.pinned_version import Pin, PinnedVersion, ReadServer, View, ask_for, release
+from shardyard_worker.reader.pinned_version import Pin, PinnedVersion, ReadServer, View, ViewServers
 
 R = TypeVar("R")
 Array = npt.NDArray[Any]
@@ -84,21 +84,20 @@ class Snapshots:
 
     def hold(self, view: View, *, rows: bool = True, step_wait_ms: int = STEP_WAIT_MS) -> PinnedVersion:
         """Holds a version until it is released. `rows`: its tables' rows can be looked up. Raises as `read`."""
-        servers = self._servers(view.map)
-        pin, versions, as_of = self._pin(view, servers, rows=rows, step_wait_ms=step_wait_ms)
-        return PinnedVersion(view, servers, pin, versions, as_of, self._everywhere, self._wait_registry)
+        servers = ViewServers(view, self._servers(view.map), self._call_all, self._wait_registry)
+        return self._pin(servers, rows=rows, step_wait_ms=step_wait_ms)
 
     def values(self, held: PinnedVersion) -> Values:
         """Reads the values of a held version. Raises as `read`."""
-        view, versions = held.view, held.versions
+        view, versions, servers = held.view, held.versions, held.servers.servers
         arrays = self._memory(view.layout)
 
         def pull(server: ReadServer) -> None:
             self._pull(view, server, held.pin.name, versions, arrays)
 
         try:
-            with self._wait_registry.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
-                self._everywhere(held.servers, pull)
+            with self._wait_registry.over(lambda: f"{len(servers)} servers to send a snapshot of job {view.job}"):
+                self._call_all(servers, pull)
         except BaseException:
             self._received, self._arrays = {}, None  # a pull that was given up may still write there
             raise
@@ -106,14 +105,12 @@ class Snapshots:
 
     # ---- pins
 
-    def _pin(
-        self, view: View, servers: Sequence[ReadServer], *, rows: bool, step_wait_ms: int
-    ) -> tuple[Pin, tuple[Version, ...], float]:
-        """Returns a pin, what it holds, and a moment at which that was the newest version or did not exist yet."""
+    def _pin(self, servers: ViewServers, *, rows: bool, step_wait_ms: int) -> PinnedVersion:
+        view = servers.view
         if view.mode is UpdateMode.ASYNC:
             pin, as_of = Pin(secrets.token_bytes(16), None, rows), time.monotonic()
             try:
-                return pin, self._complete(view, servers, pin, step_wait_ms), as_of
+                return PinnedVersion(servers, pin, self._complete(servers, pin, step_wait_ms), as_of)
             except errors.InvalidRequest as refused:
                 if "newest" not in refused.facts:
                     raise
@@ -121,15 +118,16 @@ class Snapshots:
         number: int | None = None  # servers answer with their current step
         ahead = STEPS_AHEAD
         for _ in range(TRIES):
+            # nothing newer exists at this moment, or the step does not exist yet
             pin, as_of = Pin(secrets.token_bytes(16), number, rows), time.monotonic()
             try:
-                versions = self._complete(view, servers, pin, step_wait_ms)
+                versions = self._complete(servers, pin, step_wait_ms)
                 if number is None:  # no server of a synchronous job accepts that
-                    release(view, servers, pin, self._everywhere, self._wait_registry)
+                    servers.unpin(pin)
                     raise _of_another_kind(view)
-                return pin, versions, as_of
-            except _NotReached as standing:  # training has paused, or its steps are long
-                number = standing.step
+                return PinnedVersion(servers, pin, versions, as_of)
+            except _NotReached as current:  # training has paused, or its steps are long
+                number = current.step
             except errors.InvalidRequest as passed:
                 if "newest" not in passed.facts:
                     raise
@@ -137,23 +135,21 @@ class Snapshots:
                 ahead = min(2 * ahead, STEPS_AHEAD_MAX)
         raise errors.NotReady(f"a step of job {view.job} to be read: steps pass faster than they can be named")
 
-    def _complete(self, view: View, servers: Sequence[ReadServer], pin: Pin, step_wait_ms: int) -> tuple[Version, ...]:
+    def _complete(self, servers: ViewServers, pin: Pin, step_wait_ms: int) -> tuple[Version, ...]:
         """Pins on all servers, then waits for the version. Leaves no pin behind if it raises."""
-        until = time.monotonic() + step_wait_ms / 1000
+        view, until = servers.view, time.monotonic() + step_wait_ms / 1000
         try:
             # first named on all servers, then waited for on each
-            said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._wait_registry, wait_ms=0))
+            replies = self._call_all(servers.servers, lambda server: servers.pin(server, pin))
             with self._wait_registry.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
-                while any(missing for _, missing in said):
+                while any(missing for _, missing in replies):
                     if time.monotonic() >= until:
-                        raise _NotReached(_standing(said))
-                    said = self._everywhere(
-                        servers, lambda server: ask_for(view, server, pin, self._wait_registry, wait_ms=SLICE_MS)
-                    )
+                        raise _NotReached(_current_step(replies))
+                    replies = self._call_all(servers.servers, lambda server: servers.pin(server, pin, wait_ms=SLICE_MS))
         except BaseException:
-            release(view, servers, pin, self._everywhere, self._wait_registry)
+            servers.unpin(pin)
             raise
-        found = {part.partition: part.version for parts, _ in said for part in parts}
+        found = {part.partition: part.version for parts, _ in replies for part in parts}
         return tuple(found[PartitionId(partition)] for partition in range(len(view.layout.partitions)))
 
     # ---- values
@@ -163,15 +159,15 @@ class Snapshots:
     ) -> None:
         layout = view.layout
         payload = self._buffer(server.partitions, layout)
-        wish = PullHeader(
+        wanted = PullHeader(
             view.reader, server.incarnation, view.map.generation, server.partitions, 0, exactly=False, pin=pin
         )
         assembler = Assembler(payload.data)
-        frames = server.peer.receive(methods.PULL, pull_messages.pull_to_wire(wish), timeout_ms=PULL_TIMEOUT_MS)
+        frames = server.peer.receive(methods.PULL, pull_messages.pull_to_wire(wanted), timeout_ms=PULL_TIMEOUT_MS)
         for count, frame in enumerate(frames):
             if count == 0:
-                said = push_messages.pulled_from_header(frame.header, server.partitions)
-                if [part.version for part in said.parts] != [versions[number] for number in server.partitions]:
+                pulled = push_messages.pulled_from_header(frame.header, server.partitions)
+                if [part.version for part in pulled.parts] != [versions[number] for number in server.partitions]:
                     raise errors.MalformedPayload(f"{server.peer.name} sends other versions than it has pinned")
             assembler.add(frame)
         assembler.finish()
@@ -199,7 +195,7 @@ class Snapshots:
 
     # ---- servers
 
-    def _servers(self, map_: PartitionMap) -> list[ReadServer]:
+    def _servers(self, map_: PartitionMap) -> tuple[ReadServer, ...]:
         found = []
         for incarnation, owned in map_.by_server().items():
             address = owned[0].address
@@ -209,9 +205,9 @@ class Snapshots:
             found.append(ReadServer(incarnation, self._peers[address], partitions))
         held = {server.partitions for server in found}
         self._received = {partitions: kept for partitions, kept in self._received.items() if partitions in held}
-        return found
+        return tuple(found)
 
-    def _everywhere(self, servers: Sequence[ReadServer], work: Callable[[ReadServer], R]) -> list[R]:
+    def _call_all(self, servers: Sequence[ReadServer], work: Callable[[ReadServer], R]) -> list[R]:
         """Runs `work` for all servers at the same time. Once all have answered, raises the first server's error; of
         steps that have passed, the one with the highest step."""
         calls = [self._threads.submit(work, server) for server in servers]
@@ -233,10 +229,10 @@ class _NotReached(Exception):
         self.step = step
 
 
-def _standing(said: Iterable[tuple[Sequence[PulledPart], Sequence[NotReadyPart]]]) -> int:
+def _current_step(replies: Iterable[tuple[Sequence[PulledPart], Sequence[NotReadyPart]]]) -> int:
     return max(
-        [part.version.number for parts, _ in said for part in parts]
-        + [each.have.number for _, missing in said for each in missing]
+        [part.version.number for parts, _ in replies for part in parts]
+        + [each.have.number for _, missing in replies for each in missing]
     )
 
 

@@ -31,7 +31,7 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.wire import methods, pull_messages
 from shardyard.wire.frames import Frame
 from shardyard_worker.reader import pinned_version
-from shardyard_worker.reader.pinned_version import Leases, Pin, PinnedVersion, ReadServer, View
+from shardyard_worker.reader.pinned_version import Leases, Pin, PinnedVersion, ReadServer, View, ViewServers
 from shardyard_worker.rows.dedup import unique_ids
 from shardyard_worker.rows.row_prefetch import RowQuery
 
@@ -98,19 +98,20 @@ def wait_registry() -> Iterator[WaitRegistry]:
 def made(
     peers: Sequence[Server], pool: ThreadPoolExecutor, wait_registry: WaitRegistry, *, as_of: float | None = None
 ) -> PinnedVersion:
-    def everywhere(servers: Sequence[ReadServer], ask: Callable[[ReadServer], Any]) -> list[Any]:
+    def call_all(servers: Sequence[ReadServer], ask: Callable[[ReadServer], Any]) -> list[Any]:
         calls = [pool.submit(ask, server) for server in servers]
         errors = [error for call in calls if (error := call.exception(DEADLINE_S)) is not None]
         if errors:
             raise errors[0]
         return [call.result() for call in calls]
 
-    servers = [
+    servers = tuple(
         ReadServer(incarnation, peer, (peer.partition,))  # type: ignore[arg-type]
         for incarnation, peer in zip(SERVERS, peers, strict=True)
-    ]
+    )
     begun = time.monotonic() if as_of is None else as_of
-    return PinnedVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, wait_registry)
+    asked = ViewServers(view(), servers, call_all, wait_registry)
+    return PinnedVersion(asked, Pin(bytes(16), None, rows=True), HELD, begun)
 
 
 def two() -> list[Server]:
