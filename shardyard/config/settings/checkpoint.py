@@ -22,16 +22,19 @@ class CheckpointSettings(Section):
         " knows, such as s3://bucket/path; auto: in the coordinator's state folder; never: no checkpoints.",
     )
     every_s: int = Field(
-        default=60, ge=0, le=DURATION_MS_MAX // 1_000, description="Seconds from one checkpoint to the next; 0: any."
+        default=60,
+        ge=0,
+        le=DURATION_MS_MAX // 1_000,
+        description="Seconds between two checkpoints; 0: time does not matter.",
     )
     every_steps: int = Field(
-        default=0, ge=0, le=1_000_000_000, description="Steps from one checkpoint to the next; 0: any."
+        default=0, ge=0, le=1_000_000_000, description="Steps between two checkpoints; 0: steps do not matter."
     )
     every_log_bytes: int = Field(
         default=limits.GIB,
         ge=0,
         le=limits.LOG_BYTES_MAX,
-        description="With job.durability wal: bytes in one server's log from one checkpoint to the next, since they are"
-        " read again when it dies; 0: any.",
+        description="With job.durability wal: a checkpoint is written when one server's log has grown by this"
+        " many bytes, because they are read again when that server dies. 0: the log does not matter.",
     )
-    keep: int = Field(default=3, ge=2, le=10_000, description="How many checkpoints are kept, at least two.")
+    keep: int = Field(default=3, ge=2, le=10_000, description="How many checkpoints are kept; at least two.")

@@ -26,28 +26,30 @@ class CompressionSettings(Section):
         default=WHOLE_ELEMENTS_MAX,
         ge=0,
         le=limits.BLOCK_ELEMENTS_MAX,
-        description="Variables of at most so many elements, or of fewer than two dimensions, are not compressed.",
+        description="Variables with at most this many elements, or with fewer than two dimensions, are not compressed.",
     )
     momentum: Part = Field(
-        default=0.0, description="topk: momentum in the worker, instead of the optimizer's; 0: error feedback alone."
+        default=0.0, description="topk: momentum in the worker, in place of the optimizer's; 0: only error feedback."
     )
     clip: Norm = Field(
-        default=0.0, description="topk: the largest 2-norm of a worker's gradient, which is scaled down to it; 0: any."
+        default=0.0,
+        description="topk: the largest 2-norm of a worker's gradient. A larger one is scaled down to it. 0: no limit.",
     )
     warmup_steps: int = Field(
         default=0,
         ge=0,
         le=1_000_000_000,
-        description="topk: a worker's first pushes, in which the density falls from 25% to its own by quarters.",
+        description="topk: the number of a worker's first pushes over which the density falls from 25% to its"
+        " final value, each time to a quarter.",
     )
     rows_push: RowCode = Field(
         default=RowCode.FLOAT32,
         strict=False,
-        description="How gradients of tables' rows travel; in bf16 and int8 (one scale a row) they are rounded at"
-        " random, without a bias.",
+        description="How gradients of table rows travel. bf16 and int8 (one scale for each row) round at random,"
+        " without bias.",
     )
     rows_pull: RowCode = Field(
-        default=RowCode.FLOAT32, strict=False, description="How rows of tables travel that are looked up."
+        default=RowCode.FLOAT32, strict=False, description="How looked-up rows of tables travel."
     )
 
     @property

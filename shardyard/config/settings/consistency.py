@@ -18,61 +18,66 @@ class ConsistencySettings(Section):
     mode: ConsistencyMode = Field(
         default=ConsistencyMode.ASYNC,
         strict=False,
-        description="sync: a step is the mean over all logical ranks. local: as sync, of what each rank has come to in"
-        " job.consistency.steps steps of its own. hybrid: as sync, but rows of tables are updated as they come. async:"
-        " each push is applied as it comes. bounded: as async, and no worker is more than so many steps ahead of"
-        " another (job.consistency.staleness).",
+        description="async: each push is applied when it arrives. bounded: as async, but no worker is more than"
+        " job.consistency.staleness steps ahead of another. sync: a step applies the mean over all"
+        " logical ranks. local: as sync, but each rank takes job.consistency.steps steps of its own"
+        " between two exchanges. hybrid: as sync, but rows of tables are updated when they arrive.",
     )
     steps: int = Field(
         default=100,
         ge=1,
         le=limits.LOCAL_STEPS_MAX,
-        description="In local mode: the steps that each logical rank takes by itself, a round.",
+        description="In local mode: how many steps each logical rank takes by itself in a round.",
     )
     outer_lr: Rate = Field(
         default=0.7,
-        description="In local mode: the rate of the outer optimizer, SGD with Nesterov's momentum, which takes the"
-        " mean of the ranks' ways as a gradient; 1, without outer_momentum: the mean of their parameters.",
+        description="In local mode: the learning rate of the outer optimizer (SGD with Nesterov's momentum),"
+        " whose gradient is the mean of the ranks' changes in a round. 1 without outer_momentum gives"
+        " the mean of their parameters.",
     )
-    outer_momentum: Part = Field(default=0.9, description="In local mode: the outer optimizer's momentum; 0: none.")
+    outer_momentum: Part = Field(
+        default=0.9, description="In local mode: the momentum of the outer optimizer; 0: none."
+    )
     staleness: int = Field(
         default=3,
         ge=0,
         le=limits.STALENESS_MAX,
-        description="In bounded mode: so many steps of any other worker may be missing in the values that a gradient is"
-        " computed on.",
+        description="In bounded mode: a gradient may be computed on values that lack at most this many steps of"
+        " any other worker.",
     )
     logical_ranks: Annotated[int, Field(ge=1, le=limits.LOGICAL_RANKS_MAX)] | Auto = Field(
         default="auto",
-        description="Equal parts into which a sync step is cut; auto: the workers expected at the job's start.",
+        description="The number of equal parts of a sync step; auto: the number of workers expected at the job's"
+        " start.",
     )
     backup_workers: int = Field(
         default=0,
         ge=0,
         le=limits.LOGICAL_RANKS_MAX - 1,
-        description="In sync mode: a step is taken without so many logical ranks, the latest; what they had is computed"
-        " again when the data set ends. 0: all count.",
+        description="In sync mode: a step does not wait for this many of its logical ranks, the latest. Their"
+        " samples are computed again at the end of the data set. 0: wait for all.",
     )
     backup_patience: Share = Field(
         default=0.1,
-        description="With backup workers: once as many ranks are there as a step needs, the others are waited for a"
-        " little, as a share of the time that steps have taken lately. 0: not at all.",
+        description="With backup workers: when enough ranks have arrived, how long to wait for the others, as a"
+        " share of the time that recent steps took. 0: not at all.",
     )
     staleness_scaling: Literal["never", "inverse"] = Field(
         default="never",
-        description="inverse: the rate of an update is divided by its staleness, the updates applied since the version"
-        " that the gradient was computed on, where that is more than 1. Not in sync mode.",
+        description="inverse: the learning rate of an update is divided by its staleness, if that is more than 1."
+        " Staleness is the number of updates since the version on which the gradient was computed. Not"
+        " in sync mode.",
     )
     delay_compensation: Strength = Field(
         default=0.0,
-        description="DC-ASGD's lambda: so many times the gradient's square, times what the parameter has changed by"
-        " since the version that it was computed on, is added to the gradient; 0: none. Not in sync mode.",
+        description="The lambda of DC-ASGD: lambda * gradient^2 * (the parameter's change since the version on"
+        " which the gradient was computed) is added to the gradient. 0: none. Not in sync mode.",
     )
 
     delay_compensation_decay: Part = Field(
         default=0.0,
-        description="Not 0: lambda is divided, element by element, by the root of a running mean of the gradients'"
-        " squares, in which the past has this weight (DC-ASGD-a); 0: lambda is constant (DC-ASGD-c).",
+        description="Not 0: lambda is divided, for each element, by the root of a running mean of squared"
+        " gradients, in which the past has this weight (DC-ASGD-a). 0: lambda is constant (DC-ASGD-c).",
     )
 
     @property

@@ -28,11 +28,11 @@ SEED_MAX: Final = (1 << 63) - 1
 
 class DataSettings(Section):
     batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
-        default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
+        default="auto", description="How many batches a worker leases at a time; auto: the coordinator chooses."
     )
     poison_deaths: Deaths = Field(
         default=3,
-        description="A batch at which so many workers have died does not count any more, and is listed; 0: never.",
+        description="A batch at which this many workers have died does not count and is listed; 0: never.",
     )
 
 
@@ -41,12 +41,13 @@ class ClipSettings(Section):
 
     norm: Norm = Field(
         default=0.0,
-        description="The largest 2-norm of a gradient over all parameters, on all servers; a larger one is scaled down"
-        " to it. 0: any.",
+        description="The largest 2-norm of a gradient, over all parameters on all servers. A larger gradient is"
+        " scaled down to it. 0: no limit.",
     )
     value: Norm = Field(
         default=0.0,
-        description="The largest absolute value of a gradient's elements; others are brought to it. 0: any.",
+        description="The largest absolute value of a gradient's element. Larger elements are set to it, with"
+        " their sign. 0: no limit.",
     )
 
     @property
@@ -57,12 +58,12 @@ class ClipSettings(Section):
 class JobSettings(Section):
     """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
 
-    name: JobName = Field(default="default", description="The job's name; workers of one name train together.")
+    name: JobName = Field(default="default", description="The job's name. Workers with the same name train together.")
     seed: int = Field(
         default=0,
         ge=0,
         le=SEED_MAX,
-        description="The seed of first values, of the order of samples, of all randomness.",
+        description="The seed of initial values, of the order of samples, and of all other random numbers.",
     )
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
         default="auto",
@@ -73,60 +74,65 @@ class JobSettings(Section):
         Annotated[int, Field(ge=limits.BLOCK_ALIGN_BYTES, le=limits.GIB, multiple_of=limits.BLOCK_ALIGN_BYTES)] | Auto
     ) = Field(
         default="auto",
-        description="A variable larger than this is cut into blocks of this size; auto: half of a partition's fair"
-        " share of the job's bytes, at least 1 MiB, so that variables stay whole where that costs little balance."
-        " Parameters under LAMB are not cut.",
+        description="A larger variable is cut into blocks of this size. auto: half of a partition's fair share of"
+        " the job's bytes, at least 1 MiB, so that a variable is cut only where that improves the"
+        " balance. Parameters under LAMB are not cut.",
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
     )
     workers_expected: int = Field(
-        default=1, ge=1, le=limits.MEMBERS_MAX, description="Workers at the job's start; the launcher sets it."
+        default=1,
+        ge=1,
+        le=limits.MEMBERS_MAX,
+        description="The number of workers at the job's start; the launcher sets it.",
     )
     rank_grace_ms: int = Field(
         default=2_000,
         ge=0,
         le=DURATION_MS_MAX,
-        description="How long a dead worker's logical ranks wait for a joining worker before the living take them.",
+        description="How long a dead worker's logical ranks wait for a joining worker before the living workers"
+        " take them.",
     )
     data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
     checkpoint: CheckpointSettings = Field(
-        default_factory=CheckpointSettings, description="When and where a job is written down."
+        default_factory=CheckpointSettings, description="When and where checkpoints are written."
     )
     compression: CompressionSettings = Field(
         default_factory=CompressionSettings, description="How gradients and values travel."
     )
     clip: ClipSettings = Field(
         default_factory=ClipSettings,
-        description="How the gradient that makes an update is clipped: in sync mode the mean over the ranks, else each"
-        " push's own.",
+        description="How the gradient that makes an update is clipped: in sync mode the mean over the ranks,"
+        " otherwise each push's own.",
     )
     durability: Durability = Field(
         default=Durability.CHECKPOINT,
         strict=False,
-        description="What outlives a server. checkpoint: its partitions go back to the newest checkpoint, and what came"
-        " since is computed again. wal: a push is acknowledged once it is in the server's log, and nothing goes back.",
+        description="What survives the death of a server. checkpoint: its partitions go back to the newest"
+        " checkpoint, and later work is computed again. wal: a push is acknowledged when it is in the"
+        " server's log, and nothing goes back.",
     )
     buffers: BufferMode = Field(
         default=BufferMode.MEAN,
         strict=False,
-        description="Buffers, such as BatchNorm's statistics, after a synchronous step. mean: the mean over the logical"
-        " ranks (of whole numbers the maximum). first: those of logical rank 0.",
+        description="How a synchronous step sets buffers, such as BatchNorm's statistics. mean: to the mean over"
+        " the logical ranks (whole numbers: to the maximum). first: to those of logical rank 0.",
     )
     nonfinite: NonFinite = Field(
         default=NonFinite.SKIP,
         strict=False,
-        description="What becomes of work whose gradient is NaN or infinite. skip: it does not count, and is listed."
-        " fail: the job ends. allow: it counts, and nobody looks.",
+        description="What happens to work whose gradient is NaN or infinite. skip: it does not count, and is"
+        " listed. fail: the job ends. allow: it counts; nothing is checked.",
     )
     nonfinite_max: int = Field(
         default=10,
         ge=0,
         le=1_000_000,
-        description="A worker that sends so many of them one after the other is out of the job; 0: never.",
+        description="A worker that sends this many such gradients in a row is removed from the job; 0: never.",
     )
     idle_ms: int = Field(
-        default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
+        default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for this long is ended."
     )
 
     @property

@@ -16,8 +16,8 @@ from shardyard.config.settings.yard import MembershipSettings, YardSettings
 class MetricsSettings(Section):
     tensorboard: FolderOrNone = Field(
         default="",
-        description="The folder for event files of what job.log is given, for TensorBoard: a run for each worker, in"
-        " DIR/JOB.",
+        description="The folder for TensorBoard event files with the values of job.log. Each worker has a run of"
+        " its own, in DIR/JOB. Empty: none.",
     )
 
 
@@ -39,7 +39,9 @@ class Settings(Section):
     yard: YardSettings = Field(default_factory=YardSettings, description="What the launcher starts, and where.")
     job: JobSettings = Field(default_factory=JobSettings, description="The training run.")
     worker: WorkerSettings = Field(default_factory=WorkerSettings, description="A training process.")
-    membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
+    membership: MembershipSettings = Field(
+        default_factory=MembershipSettings, description="How members are known to be alive."
+    )
     metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
     evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
     serving: ServingSettings = Field(default_factory=ServingSettings, description="A process that answers requests.")

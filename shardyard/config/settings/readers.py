@@ -15,18 +15,18 @@ class EvaluatorSettings(Section):
         default=10,
         ge=0,
         le=DURATION_MS_MAX // 1_000,
-        description="Seconds from one snapshot to the next, at least; 0: each version, as fast as they are evaluated.",
+        description="The least number of seconds between two snapshots; 0: evaluate each version, as fast as possible.",
     )
     into: BestUrl = Field(
         default="auto",
-        description="Where the best version is kept: a folder, or any URL that fsspec knows; auto: beside the job's"
-        " checkpoints.",
+        description="Where the best version is stored: a folder, or any URL that fsspec knows; auto: beside the"
+        " job's checkpoints.",
     )
     restarts_max: int = Field(
         default=3,
         ge=0,
         le=1_000,
-        description="How often `shardyard eval` starts a script again that has died, within ten minutes.",
+        description="How often `shardyard eval` restarts a script that has died, within ten minutes.",
     )
 
 
@@ -37,17 +37,17 @@ class ServingSettings(Section):
         default=1_000,
         ge=10,
         le=DURATION_MS_MAX,
-        description="How old the version of an answer may be when the answer is begun.",
+        description="How old the version of an answer may be when the answer begins.",
     )
     wait_ms: int = Field(
         default=10_000,
         ge=1,
         le=DURATION_MS_MAX,
-        description="How long a request waits for a version that is young enough, before it is refused.",
+        description="How long a request waits for a version that is new enough, before it is refused.",
     )
     cached_rows: int = Field(
         default=0,
         ge=0,
         le=limits.CACHED_ROWS_MAX,
-        description="So many rows of each table, those asked for most, are kept in the process; 0: none.",
+        description="How many rows of each table the process caches. It caches those that are requested most. 0: none.",
     )

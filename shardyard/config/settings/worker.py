@@ -11,16 +11,19 @@ from shardyard.domain import limits
 
 
 class WorkerSettings(Section):
-    device: Device = Field(default="auto", description="Where the model is; auto: a GPU if there is one, else the CPU.")
+    device: Device = Field(
+        default="auto", description="Where the model is; auto: on a GPU if there is one, else on the CPU."
+    )
     threads: int = Field(
-        default=1, ge=0, le=1_024, description="torch's threads per training process; 0 leaves torch's own choice."
+        default=1, ge=0, le=1_024, description="torch's threads in each training process; 0: torch chooses."
     )
     rpc_deadline_ms: int = Field(
         default=30_000, ge=100, le=DURATION_MS_MAX, description="The deadline of one call to a peer."
     )
     same_host: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto: payloads to and from servers on this machine lie in shared memory; never: streams.",
+        description="auto: payloads to and from servers on this machine are in shared memory; never: they travel"
+        " over streams.",
     )
     exchange: Literal["blocking", "overlapped", "delayed"] = Field(
         default="blocking",
@@ -32,26 +35,27 @@ class WorkerSettings(Section):
         default=0,
         ge=0,
         le=limits.CACHED_ROWS_BYTES_MAX,
-        description="About so much memory for rows of tables that a training process has read and keeps for its next"
-        " steps, those that are asked for most; 0: none. Not in sync and local mode.",
+        description="About how many bytes of table rows a training process caches for its next steps. It caches"
+        " those that it looks up most. 0: none. Not in sync and local mode.",
     )
     cached_rows_steps: int = Field(
         default=2,
         ge=1,
         le=limits.CACHED_ROWS_STEPS_MAX,
-        description="For so many steps after the one that it was read for a row is used from there. In bounded mode"
-        " it is a part of job.consistency.staleness.",
+        description="A cached row is used for this many steps after the step for which it was read. In bounded"
+        " mode job.consistency.staleness includes it.",
     )
     cached_rows_own: Literal["included", "lacking"] = Field(
         default="included",
-        description="included: a row from there has all that this worker has pushed, so that a row which it pushes is"
-        " read anew, but of tables with plain SGD; lacking: it may lack own pushes as those of others.",
+        description="included: a cached row has all pushes of this worker. So a row that the worker pushes is"
+        " read again, except in tables with plain SGD. lacking: a cached row may miss your own recent"
+        " pushes, as it may miss those of others.",
     )
     retry_budget_ms: int = Field(
         default=8_000,
         ge=0,
         le=DURATION_MS_MAX,
-        description="How long a worker goes on trying a peer that does not answer before it is called lost.",
+        description="How long a worker keeps retrying a peer that does not answer before it reports it as lost.",
     )
 
     @property

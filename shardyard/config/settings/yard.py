@@ -33,33 +33,36 @@ class YardSettings(Section):
     )
     wal: Folder = Field(
         default=AUTO,
-        description="The folder for the logs of servers on this machine, which need them when one of them dies"
-        " (job.durability wal); auto: wal, in yard.state.",
+        description="The folder for the write-ahead logs of servers on this machine (job.durability wal). Keep it"
+        " when a server dies: its log restores the partitions. auto: wal, in yard.state.",
     )
     memory_bytes_max: int = Field(
         default=0,
         ge=0,
         le=MEMORY_BYTES_MAX,
-        description="Memory that rows of embedding tables, with their index, take on each server, about; colder rows go"
-        " to a file in yard.cold. 0: no bound, and no file.",
+        description="About how many bytes the rows of embedding tables, with their index, may take in memory on"
+        " each server. Colder rows go to a file in yard.cold. 0: no limit, and no file.",
     )
     cold: Folder = Field(
         default=AUTO,
-        description="The folder for these files, on a local disk; they have no names, and go with the server; auto:"
-        " cold, in yard.state.",
+        description="The folder for files with cold rows, on a local disk. The files have no names and disappear"
+        " with the server. auto: cold, in yard.state.",
     )
     restarts_max: int = Field(
-        default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
+        default=1,
+        ge=0,
+        le=1_000,
+        description="How often the agent restarts a training process that a signal has killed.",
     )
     role_restarts_max: int = Field(
         default=5,
         ge=0,
         le=1_000,
-        description="How often the launcher starts a dead coordinator, server or agent again, each, within "
-        "yard.role_restarts_window_ms.",
+        description="How often the launcher restarts a dead coordinator, server or agent. Counted for each"
+        " process, within yard.role_restarts_window_ms.",
     )
     role_restarts_window_ms: int = Field(
-        default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which such restarts are counted."
+        default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which these restarts are counted."
     )
 
     @property
@@ -72,15 +75,19 @@ class YardSettings(Section):
 
 
 class MembershipSettings(Section):
-    heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between a member's signs of life.")
+    heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between two heartbeats of a member.")
     lease_ms: int = Field(
-        default=4_000, ge=30, le=DURATION_MS_MAX, description="A member silent for so long is declared dead."
+        default=4_000,
+        ge=30,
+        le=DURATION_MS_MAX,
+        description="A member is declared dead when it has been silent for this long.",
     )
     coordinator_grace_ms: int = Field(
         default=COORDINATOR_GRACE_MS,
         ge=1,
         le=DURATION_MS_MAX,
-        description="How long members go on without a coordinator, which may be started again; then it is lost.",
+        description="How long members continue without a coordinator, which may be restarted. After that it"
+        " counts as lost.",
     )
 
     @model_validator(mode="after")
