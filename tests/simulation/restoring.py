@@ -28,7 +28,7 @@ from shardyard_coordinator.work.step_times import StepTimes
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")
-UNORDERED = ("held", "_closed")
+UNORDERED = ("held", "last_closed")
 
 
 def state_of(machine: Machine) -> object:

@@ -16,6 +16,7 @@ from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import mode_switch
 from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.data_shards import DataShards
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_worker.session.step_barrier import StepBarrier
 from tests.simulator.mutations import first_red
@@ -120,13 +121,8 @@ def forgets_where_ranks_stand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deals_the_epoch_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = DataLedger.place
-
-    def place(ledger: DataLedger, feed: int) -> tuple[int, int, int]:
-        epochs, _, per_shard = real(ledger, feed)
-        return epochs, 0, per_shard
-
-    monkeypatch.setattr(DataLedger, "place", place)
+    real = DataShards.place
+    monkeypatch.setattr(DataShards, "place", lambda shards: (real(shards)[0], 0))
 
 
 @pytest.mark.timeout(600)

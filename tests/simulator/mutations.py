@@ -24,7 +24,7 @@ from shardyard_coordinator.flows import recovery as recovery_flow
 from shardyard_coordinator.members.membership import Membership
 from shardyard_coordinator.storage import recovery
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
-from shardyard_coordinator.work import data_ledger
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
@@ -217,7 +217,7 @@ def lives_are_alike(patch: Patch) -> None:
 @mutation("A11", "async-checkpoint", 12)
 def closed_is_closed(patch: Patch) -> None:
     """data shards that a restore has taken back stay closed"""
-    patch.setattr(data_ledger.DataLedger, "reopen", lambda self, kept: [])
+    patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
 
 
 @mutation("A11", "async-checkpoint", 19)

@@ -33,8 +33,7 @@ from shardyard_coordinator.storage.recovery import Recovery, Restored
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.storage.restored_residuals import RestoredResiduals
 from shardyard_coordinator.work.data_ledger import DataLedger
-from shardyard_coordinator.work.departed import Departed
-from shardyard_coordinator.work.losses import LostPushes, LostResiduals
+from shardyard_coordinator.work.losses import Departed, LostPushes, LostResiduals
 from shardyard_coordinator.work.quarantine import Suspects
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -154,7 +153,7 @@ class JobState:
         """The batch at which the lease of a data shard began, if it is known."""
         if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
             return None
-        return self.feeds.first_of(source)
+        return self.feeds.feed(source.feed).first_of(source)
 
     def require_unfinished(self) -> None:
         """Raises the job's failure, or NotFound if the job is finished."""

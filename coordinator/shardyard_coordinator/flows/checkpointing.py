@@ -25,7 +25,7 @@ from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import lost_pushes
 from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
-from shardyard_coordinator.work import data_ledger
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.step_ledger import StepLedger
 
@@ -62,10 +62,12 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     assert deployed.map is not None
     assert book.url is not None
     # before any partition is cut (rule A9)
-    entries = [[kind, body] for kind, body in job.feeds.copied]
+    entries = [[kind, body] for kind, body in checkpoint_copy.entries_for_copy(job.feeds)]
     ledger = {"entries": entries, "closed": job.feeds.closed, "token": job.tokens.latest}
-    # lower tokens belong to ended leases, and future tokens are higher
-    floor = Token(min(job.feeds.tokens, default=job.tokens.latest + 1)) if _forgets(job) else Token(0)
+    floor = Token(0)
+    if isinstance(job.feeds, DataLedger):
+        # lower tokens belong to ended leases, and future tokens are higher
+        floor = Token(min((lease.token for lease in job.feeds.leases), default=job.tokens.latest + 1))
     step = job.progress.step
     if book.committed is not None and job.ranks is None:
         # after a restart of the coordinator no worker may have reported yet; the partitions of a synchronous job know
@@ -108,7 +110,7 @@ def committed(job: JobState, number: int) -> None:
     if isinstance(job.feeds, StepLedger):
         # no partition goes back before that step: it goes back to the newest checkpoint, or, on command, to one that
         # has closed the same feeds
-        job.feeds.forget_made_up(job.book.committed.data_ledger)
+        checkpoint_copy.forget_made_up(job.feeds, job.book.committed.data_ledger)
 
 
 def fail(job: JobState, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
@@ -136,14 +138,10 @@ def _forget_sources(job: JobState) -> list[Effect]:
     newest, map_ = job.book.committed, job.deployment.map
     assert newest is not None
     assert map_ is not None
-    if not _forgets(job):
+    if not isinstance(job.feeds, DataLedger):  # ranks are few, and their tokens last as long as the job
         return []
-    return [ForgetSources(job.id, map_, data_ledger.done_in(newest.data_ledger), newest.gone, newest.floor)]
-
-
-def _forgets(job: JobState) -> bool:
-    """False for a synchronous job: its ranks are few, and their tokens last as long as the job."""
-    return isinstance(job.feeds, DataLedger)
+    done = checkpoint_copy.done_data_shards(newest.data_ledger)
+    return [ForgetSources(job.id, map_, done, newest.gone, newest.floor)]
 
 
 # ---- what the newest checkpoint has
@@ -178,7 +176,7 @@ def has_all_data(job: JobState) -> bool:
 
 def has_all_steps_of(job: JobState, feed: int) -> bool:
     """The same as `has_steps_before`, for a feed."""
-    return not isinstance(job.feeds, StepLedger) or has_steps_before(job, job.feeds.end(feed))
+    return not isinstance(job.feeds, StepLedger) or has_steps_before(job, job.feeds.feed(feed).end)
 
 
 def has_steps_before(job: JobState, end: int) -> bool:

@@ -95,12 +95,13 @@ def close_lease(job: JobState, returned: LeaseReturned, next_sequence: int, gene
         return return_lease(job, returned)
     source, worker = returned.data_shard, returned.caller.incarnation
     if isinstance(job.feeds, StepLedger):
-        known = job.feeds.is_closed(returned.feed)
-        done = job.feeds.close(returned.feed, next_sequence=next_sequence)
+        steps = job.feeds.feed(returned.feed)
+        known = steps.done
+        done = steps.close(next_sequence)
         job.progress.reach(next_sequence)
         closed = []
         if done and not known:
-            closed.append(step_ledger.feed_closed(returned.feed, job.feeds.end(returned.feed)))
+            closed.append(step_ledger.feed_closed(returned.feed, steps.end))
         return [
             *job.records(closed),
             Reply(LeaseClosed(_is_in_checkpoint(job, returned.feed, next_sequence, done=done))),
@@ -127,7 +128,7 @@ def _is_closed(job: JobState, returned: LeaseReturned) -> bool:
     if isinstance(job.feeds, StepLedger):
         if source is not None:
             raise errors.InvalidRequest(f"{source} in {job.title}, which is synchronous and has no data shards")
-        return job.feeds.is_closed(returned.feed)
+        return job.feeds.feed(returned.feed).done
     if source is None or source.feed != returned.feed:
         raise errors.InvalidRequest(
             f"the lease to close is of {source or 'no data shard'} and of feed {returned.feed}; "

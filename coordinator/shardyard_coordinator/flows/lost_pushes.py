@@ -24,8 +24,7 @@ from shardyard_coordinator.core.effects import (
 from shardyard_coordinator.core.events import RebaseRequested, WatermarksRead
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.work import losses
-from shardyard_coordinator.work.departed import Nexts
-from shardyard_coordinator.work.losses import LostRange
+from shardyard_coordinator.work.losses import LostRange, Nexts
 
 
 def rebase(job: JobState, asked: RebaseRequested) -> list[Effect]:

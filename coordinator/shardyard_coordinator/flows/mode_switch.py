@@ -23,7 +23,7 @@ from shardyard_coordinator.modes.mode_setting import SETTING, consistency_body, 
 from shardyard_coordinator.placement import table_specs
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.storage.checkpoint_book import Committed
-from shardyard_coordinator.work import ledger_conversion
+from shardyard_coordinator.work import checkpoint_copy, ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import LeaseWait
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -265,7 +265,7 @@ def _restore_all(job: JobState, begun: Sequence[tuple[DataShardSource, int]], st
     assert layout is not None
     listed = [[source.feed, source.epoch, source.index, batch] for source, batch in begun]
     ledger: dict[str, object] = {
-        "entries": [[kind, body] for kind, body in feeds.copied],
+        "entries": [[kind, body] for kind, body in checkpoint_copy.entries_for_copy(feeds)],
         "closed": feeds.closed,
         "token": job.tokens.latest,
         "begun": listed,

@@ -28,9 +28,8 @@ from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.storage.log_owners import LogOwner
 from shardyard_coordinator.storage.recovery import Attempt, Restored
 from shardyard_coordinator.storage.restore_point import RestorePoint
-from shardyard_coordinator.work import data_ledger, step_ledger
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.data_ledger import DataLedger
-from shardyard_coordinator.work.step_ledger import StepLedger
 
 # ---- a run that begins with a checkpoint
 
@@ -39,10 +38,7 @@ def begin_with(job: JobState, origin: RestorePoint) -> list[Effect]:
     """Begins a run from a checkpoint of another run, before any worker joins. Raises DamagedRecord."""
     job.origin = origin
     job.progress.reach(origin.step)
-    if isinstance(job.feeds, StepLedger):
-        job.feeds.begin_with(origin.data_ledger, origin.step)
-    else:
-        job.feeds.begin_with(origin.data_ledger)
+    checkpoint_copy.begin_with(job.feeds, origin.data_ledger, origin.step)
     job.tokens.seen(origin.token)
     begun: Entry = ("job_resumed", {})
     given: Entry = ("token_given", {"token": job.tokens.latest})
@@ -108,7 +104,7 @@ def _check_order(job: JobState, origin: RestorePoint) -> None:
         )
     if origin.job != job.id or origin.layout != job.deployment.layout:
         raise errors.InvalidRequest(f"{origin} is of another run than {job.title}", why="", todo=todo)
-    finished = job.feeds.loses_finished(origin.data_ledger)
+    finished = checkpoint_copy.finished_since(job.feeds, origin.data_ledger)
     if finished is not None:
         raise errors.InvalidRequest(
             f"{job.title} has gone through data set {finished}, which {origin} has in part",
@@ -179,6 +175,7 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     attempt, record = started
     # a worker that does not follow a staleness bound yet does not report that it has no more work
     workers = frozenset(filter(job.mode.follows_latest, job.workers))
+    leases = job.feeds.leases if isinstance(job.feeds, DataLedger) else []
     restore = RestorePartitions(
         spec_of(job),
         attempt.map,
@@ -186,9 +183,9 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
         bases(job, attempt.partitions),
         attempt.life,
         attempt.partitions,
-        tuple(sorted(job.feeds.working & workers)) if isinstance(job.feeds, DataLedger) else (),
-        data_ledger.begun_in(newest.data_ledger),
-        step_ledger.stood_in(newest.data_ledger),
+        tuple(sorted({lease.worker for lease in leases} & workers)),
+        checkpoint_copy.begun_in_steps(newest.data_ledger),
+        checkpoint_copy.first_step(newest.data_ledger),
     )
     return [*job.records([record]), restore]
 
@@ -282,7 +279,7 @@ def _take_map(job: JobState, map_: PartitionMap) -> list[DataShardSource]:
     if job.deployment.stage is Stage.RESTORING:
         job.deployment.stage = Stage.OPEN
         return []
-    return [] if job.log_owners is not None else job.feeds.reopen(job.book.committed.data_ledger)
+    return [] if job.log_owners is not None else checkpoint_copy.reopen(job.feeds, job.book.committed.data_ledger)
 
 
 def _has_begun(job: JobState) -> None:

@@ -129,7 +129,7 @@ def decide_step(job: JobState, step: int, ranks: tuple[Rank, ...], now_ms: int) 
     if ranks and ranks[-1] >= len(book.all):
         raise errors.InvalidRequest(f"logical rank {ranks[-1]} of {job.title}, which has {len(book.all)}")
     feeds.verdicts.tell(step, ranks)
-    left_out = feeds.due(step)
+    left_out = feeds.verdicts.due(step, feeds.working(step))
     records: list[Effect] = []
     again_ms = 0
     if left_out:
@@ -142,7 +142,7 @@ def decide_step(job: JobState, step: int, ranks: tuple[Rank, ...], now_ms: int) 
         records += job.records([straggler_verdicts.steps_decided(step, [left_out], dropped)])
         times.decide(step, now_ms)
     left_ms = times.left_ms(step + 1, now_ms)
-    if left_ms and not feeds.is_full(step + 1):
+    if left_ms and len(feeds.working(step + 1)) < feeds.logical_ranks:  # it may need one particular rank
         left_ms = 0
     return [*records, Reply(StepDecision(feeds.verdicts.members(step), left_ms, again_ms))]
 
@@ -203,7 +203,7 @@ def _check_reported(job: JobState, said: NotFiniteReported) -> LeasedSource | No
         return source
     if isinstance(job.feeds, StepLedger) and isinstance(source, RankSource) and said.first == said.last:
         _check_rank(job, source, worker, said.token)
-        return source if job.feeds.has_step(said.first) else None
+        return source if job.feeds.feed_of(said.first) is not None else None
     if job.ranks is not None or source != WorkerSource(worker):
         raise errors.InvalidRequest(f"{said.work} by worker {worker} in {job.title}")
     return None

@@ -46,6 +46,7 @@ from shardyard_coordinator.service.residual_collection import (
 )
 from shardyard_coordinator.service.server_client import ServerClient
 from shardyard_coordinator.storage.restore_point import RestorePoint, of_record
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.data_ledger import new_data_ledger
 from shardyard_coordinator.work.step_ledger import StepLedger
 
@@ -280,7 +281,7 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
     sync = manifest.mode is UpdateMode.SYNC
     feeds = StepLedger(logical_ranks=ranks, backup_workers=backup_workers) if sync else new_data_ledger()
     try:
-        feeds.begin_with(manifest.data_ledger)
+        checkpoint_copy.begin_with(feeds, manifest.data_ledger)
         # as the journal will return it
         of_record(Body(json.loads(json.dumps(origin.entry[1]))))
     except DamagedRecord as error:

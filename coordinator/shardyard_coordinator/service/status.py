@@ -63,7 +63,7 @@ def list_quarantined(machine: Machine, number: JobId) -> wire.ListQuarantinedRep
             worker=each.condemned.worker,
         )
     for feed in sorted({batch.feed for batch in reply.batches}):
-        spec = job.feeds.spec(feed)
+        spec = job.feeds.feed(feed).spec
         reply.feeds.add(feed=feed, samples=spec.samples, shuffle=spec.shuffle)
     return reply
 

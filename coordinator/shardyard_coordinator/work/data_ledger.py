@@ -15,9 +15,9 @@ from typing import Final
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, NotFound, StaleToken
 from shardyard.domain.ids import Incarnation, Token
-from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShards, LeasedSource
-from shardyard_coordinator.records import Body, DamagedRecord, Entry, checked_items, checked_number, require
-from shardyard_coordinator.work.data_shards import HOLDERS_NAMED_MAX, DataShards
+from shardyard.domain.push_names import DataLease, DataShardSource, LeasedSource
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+from shardyard_coordinator.work.data_shards import HOLDERS_NAMED_MAX, DataShards, HeldShard
 from shardyard_coordinator.work.feeds import (
     FeedCounts,
     FeedDone,
@@ -26,11 +26,10 @@ from shardyard_coordinator.work.feeds import (
     LeaseWait,
     QuarantinedBatch,
     check_opening,
-    entries_of,
     feed_of,
     feed_opened,
 )
-from shardyard_coordinator.work.quarantine import Quarantine, QuarantinedWork
+from shardyard_coordinator.work.quarantine import Quarantine
 
 DATA_SHARDS_PER_WORKER_MIN: Final = 4
 """Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
@@ -45,23 +44,29 @@ class DataLedger:
         self._batches = batches_per_data_shard
         self._workers_expected = workers_expected
         self._next_token = next_token
-        self._feeds: list[DataShards] = []
+        self.opened: list[DataShards] = []
         self.quarantine = Quarantine()
-        self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
+        self.last_closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
 
     def __len__(self) -> int:
-        return len(self._feeds)
+        return len(self.opened)
+
+    def feed(self, number: int) -> DataShards:
+        """Raises NotFound."""
+        if number >= len(self.opened):
+            raise NotFound(f"feed {number} has not been opened; {len(self.opened)} have", todo="open it first")
+        return self.opened[number]
 
     def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
         """The first worker that opens a feed decides its spec. Raises FeedConflict, InvalidRequest, TooLarge."""
-        check_opening(feed, spec, [each.spec for each in self._feeds])
-        found = self._add(feed, spec) if feed == len(self._feeds) else self._feeds[feed]
+        check_opening(feed, spec, [each.spec for each in self.opened])
+        found = self._add(feed, spec) if feed == len(self.opened) else self.opened[feed]
         return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
 
     def lease(self, feed: int, worker: Incarnation, *, fresh: bool = True) -> DataLease | LeaseWait | FeedDone:
         """A data shard for the worker; the one that it holds already, if any. `fresh`: also one that was never leased.
         Raises NotFound."""
-        shards = self._require(feed)
+        shards = self.feed(feed)
         number = shards.held_by(worker)
         if number is None:
             begun = shards.begun
@@ -75,34 +80,25 @@ class DataLedger:
 
     def held(self, worker: Incarnation) -> list[DataShardSource]:
         """The data shards that are leased to the worker."""
-        found = [(shards, shards.held_by(worker)) for shards in self._feeds]
+        found = [(shards, shards.held_by(worker)) for shards in self.opened]
         return [shards.source(number) for shards, number in found if number is not None]
 
     @property
-    def working(self) -> frozenset[Incarnation]:
-        """The workers that hold a lease."""
-        return frozenset(held.worker for shards in self._feeds for held in shards.held.values())
+    def leases(self) -> list[HeldShard]:
+        """The leases that are held."""
+        return [held for shards in self.opened for held in shards.held.values()]
 
     @property
     def is_drained(self) -> bool:
         """Whether all data shards that were ever leased are done."""
-        return not any(shards.held or shards.returned for shards in self._feeds)
+        return not any(shards.held or shards.returned for shards in self.opened)
 
     @property
     def holders(self) -> str:
         """For people: the data shards that were begun and are not done. The first ones are named with their workers."""
-        free = [str(shards.source(number)) for shards in self._feeds for number in shards.returned]
-        held = [shards.holders for shards in self._feeds if shards.held]
+        free = [str(shards.source(number)) for shards in self.opened for number in shards.returned]
+        held = [shards.holders for shards in self.opened if shards.held]
         return ", ".join([*held, *(f"{source} (nobody)" for source in free[:HOLDERS_NAMED_MAX])])
-
-    def place(self, feed: int) -> tuple[int, int, int]:
-        """How far a drained feed is: the whole epochs that count, the samples that count from the start of the next
-        epoch's permutation, and the batches of each data shard. Raises NotFound."""
-        shards = self._require(feed)
-        assert self.is_drained
-        epoch, index = divmod(shards.begun, shards.per_epoch)
-        begun = shards.span(shards.source(shards.begun - 1))[1] if index else 0
-        return epoch, begun, shards.batches_per_data_shard
 
     def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
         """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
@@ -110,14 +106,8 @@ class DataLedger:
             raise InvalidRequest(f"{source} in an asynchronous job")
         if self.is_closed(source, worker, token):
             raise StaleToken(f"{source} was closed under token {token}", facts={"token": str(token)})
-        if batch >= self._feeds[source.feed].batches(source):
-            raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
-
-    def first_of(self, source: DataShardSource) -> int | None:
-        """The batch at which the lease of a data shard began; None if that is not known, or if no worker holds it."""
-        shards = self._require(source.feed)
-        held = shards.held.get(shards.number(source))
-        return None if held is None else held.first
+        if batch >= self.opened[source.feed].batches(source):
+            raise InvalidRequest(f"batch {batch} of {source}, which has {self.opened[source.feed].batches(source)}")
 
     def release(
         self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
@@ -125,21 +115,21 @@ class DataLedger:
         """The worker is gone. What it held is leased next. `reached`: the final next sequence of each of its
         sources."""
         freed = []
-        for shards in self._feeds:
+        for shards in self.opened:
             number = shards.held_by(worker)
             if number is not None:
                 source = shards.source(number)
                 shards.give_back(number, reached.get(source))
                 freed.append(source)
-        self._closed.pop(worker, None)
+        self.last_closed.pop(worker, None)
         return freed
 
     def is_closed(self, source: DataShardSource, worker: Incarnation, token: Token) -> bool:
         """True if this lease was closed as done before: the worker asks again. False if the worker holds the lease.
         Raises StaleToken if it does not, NotFound."""
-        shards = self._require(source.feed)
+        shards = self.feed(source.feed)
         number = shards.number(source)
-        if self._closed.get(worker) == (source, token):
+        if self.last_closed.get(worker) == (source, token):
             return True
         held = shards.held.get(number)
         if held is None or held.worker != worker or held.token != token:
@@ -155,26 +145,13 @@ class DataLedger:
         next sequence over all partitions. Raises StaleToken, NotFound."""
         if self.is_closed(source, worker, token):
             return True
-        shards = self._feeds[source.feed]
+        shards = self.opened[source.feed]
         number = shards.number(source)
         if next_sequence < shards.batches(source):
             shards.give_back(number, next_sequence)
             return False
         self._end(shards, number, worker, token)
         return True
-
-    @property
-    def tokens(self) -> list[Token]:
-        """The tokens of the leases that are held."""
-        return [held.token for shards in self._feeds for held in shards.held.values()]
-
-    @property
-    def done(self) -> tuple[DoneDataShards, ...]:
-        return tuple(
-            DoneDataShards(each.feed, each.per_epoch, each.begun, frozenset((*each.returned, *each.held)))
-            for each in self._feeds
-            if each.begun
-        )
 
     def counts(self, last: int) -> tuple[FeedCounts, ...]:
         """The counts of the `last` feeds opened."""
@@ -185,7 +162,7 @@ class DataLedger:
                     for left in self.quarantine
                 )
             )
-            for each in self._feeds[-last:]
+            for each in self.opened[-last:]
         )
 
     def samples_done(self) -> int:
@@ -194,20 +171,16 @@ class DataLedger:
         for each in self.quarantined():
             source = each.condemned.source
             assert isinstance(source, DataShardSource)
-            left_out += each.end - each.begin if self._feeds[source.feed].is_done(source) else 0
-        return sum(each.samples_done for each in self._feeds) - left_out
+            left_out += each.end - each.begin if self.opened[source.feed].is_done(source) else 0
+        return sum(each.samples_done for each in self.opened) - left_out
 
     def quarantined(self) -> Iterator[QuarantinedBatch]:
         """All batches that do not count, in the order of the verdicts."""
         for condemned in self.quarantine:
             source = condemned.source
             assert isinstance(source, DataShardSource)
-            begin, end = self._feeds[source.feed].batch_span(source, condemned.sequence)
+            begin, end = self.opened[source.feed].batch_span(source, condemned.sequence)
             yield QuarantinedBatch(source.feed, source.epoch, condemned, begin, end)
-
-    def spec(self, feed: int) -> FeedSpec:
-        """Raises NotFound."""
-        return self._require(feed).spec
 
     # ---- records
 
@@ -216,8 +189,8 @@ class DataLedger:
         the leases that are held."""
         opened: list[Entry] = []
         leases: list[Entry] = []
-        closed = sorted(self._closed.items())
-        for shards in self._feeds:
+        closed = sorted(self.last_closed.items())
+        for shards in self.opened:
             ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
             held = sorted(shards.held.items())
             opening = FeedOpening(shards.batches_per_data_shard, shards.per_epoch, 0, done=False)
@@ -233,41 +206,14 @@ class DataLedger:
         return [*opened, *leases, *self.quarantine.entries()]
 
     @property
-    def copied(self) -> list[Entry]:
-        """The same records as `entries`, for a checkpoint that is begun."""
-        return self.entries()
-
-    @property
     def closed(self) -> int:
         """How many data shards are done, over all feeds."""
-        return sum(each.done for each in self._feeds)
+        return sum(each.done for each in self.opened)
 
     @property
     def finished(self) -> bool:
         """Whether there was data, and all of it is done."""
-        return bool(self._feeds) and all(each.done == each.total for each in self._feeds)
-
-    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
-        """Frees and returns the data shards that were done since a checkpoint was begun with the ledger `kept`:
-        partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
-        then = _read(kept)
-        reopened: list[DataShardSource] = []
-        for shards in self._feeds:
-            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
-            sources = {shards.source(number): None for number in shards.reopen(before)}
-            reopened += sources
-            self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
-        return reopened
-
-    def begin_with(self, kept: Mapping[str, object]) -> None:
-        """Takes over the ledger of another run's checkpoint. What was leased is free. Raises DamagedRecord."""
-        assert not self._feeds
-        then = _read(kept)
-        for shards in then._feeds:
-            shards.returned, shards.held = sorted([*shards.returned, *shards.held]), {}
-            shards.forget_reached()
-            self._feeds.append(shards)
-        self.quarantine = then.quarantine
+        return bool(self.opened) and all(each.done == each.total for each in self.opened)
 
     def continue_feed(
         self, spec: FeedSpec, epoch: int, samples: int, per_shard: int | None
@@ -275,7 +221,7 @@ class DataLedger:
         """Adds a feed of which whole epochs were counted as steps, and `samples` of the epoch after them. Returns the
         data shard that is partly counted, with the number of its batches that are; None if there is none. `per_shard`:
         batches of a data shard; None: the ledger chooses."""
-        shards = self._add(len(self._feeds), spec, per_shard)
+        shards = self._add(len(self.opened), spec, per_shard)
         # a step begins at the start of a data shard, or of one of its pushes
         index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
         shards.begun = epoch * shards.per_epoch + index
@@ -287,33 +233,24 @@ class DataLedger:
         shards.begun += 1
         return begun
 
-    def batches_per_data_shard(self, feed: int) -> int:
-        """Raises NotFound."""
-        return self._require(feed).batches_per_data_shard
-
-    def loses_finished(self, kept: Mapping[str, object]) -> int | None:
-        """The first feed that has finished since a checkpoint was begun with the ledger `kept`."""
-        then = _read(kept)
-        for shards in self._feeds:
-            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
-            if shards.done == shards.total and (before is None or before.done < before.total):
-                return shards.feed
-        return None
-
     def restore(self, kind: str, body: Body) -> None:
         """Applies a record of `entries`, or one of its kinds. Raises DamagedRecord."""
         if kind == "feed_opened":
-            feed, spec = feed_of(body, len(self._feeds))
+            feed, spec = feed_of(body, len(self.opened))
             per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
-            self._feeds.append(DataShards(feed, spec, per_shard, per_epoch))
+            self.opened.append(DataShards(feed, spec, per_shard, per_epoch))
             return
         if kind == "batch_quarantined":
             condemned = self.quarantine.restore(body)
-            require(self._has(condemned), f"#{condemned.sequence} of {condemned.source} does not exist")
+            source = condemned.source
+            known = isinstance(source, DataShardSource) and any(
+                shards.feed == source.feed and shards.has(source, condemned.sequence) for shards in self.opened
+            )
+            require(known, f"#{condemned.sequence} of {source} does not exist")
             return
         if kind == "feed_closed":
             raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
-        shards = self._feeds[body.number("feed", most=len(self._feeds) - 1)]
+        shards = self.opened[body.number("feed", most=len(self.opened) - 1)]
         if kind == "feed_progress":
             shards.restore_progress(body)
         elif kind == "data_leased":
@@ -331,60 +268,21 @@ class DataLedger:
         """`per_shard`: batches of a data shard; None: the ledger chooses."""
         batches = spec.units(spec.batch_size, "batch")
         # gradients are accumulated within a data shard
-        chosen = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
+        wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
+        wanted = self._batches or max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
+        chosen = -(-wanted // spec.accumulate) * spec.accumulate
         made = DataShards(feed, spec, per_shard or chosen, -(-batches // (per_shard or chosen)))
-        self._feeds.append(made)
+        self.opened.append(made)
         return made
 
     def _end(self, shards: DataShards, number: int, worker: Incarnation, token: Token) -> None:
         del shards.held[number]
-        self._closed[worker] = (shards.source(number), token)
-
-    def _has(self, condemned: QuarantinedWork) -> bool:
-        source = condemned.source
-        if not isinstance(source, DataShardSource) or source.feed >= len(self._feeds):
-            return False
-        return self._feeds[source.feed].has(source, condemned.sequence)
-
-    def _choose(self, batches: int) -> int:
-        wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
-        return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
-
-    def _require(self, feed: int) -> DataShards:
-        if feed >= len(self._feeds):
-            raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
-        return self._feeds[feed]
+        self.last_closed[worker] = (shards.source(number), token)
 
 
 def new_data_ledger() -> DataLedger:
     """A ledger to read a checkpoint's records into. It leases nothing."""
     return DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
-
-
-def _read(kept: Mapping[str, object]) -> DataLedger:
-    """The ledger in a checkpoint. Raises DamagedRecord."""
-    then = new_data_ledger()
-    for kind, body in entries_of(kept):
-        then.restore(kind, body)
-    return then
-
-
-def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], ...]:
-    """The data shards that were partly computed as steps while the job was synchronous, from the ledger in a
-    checkpoint. All partitions have counted their batches below the number beside them. Raises DamagedRecord."""
-    body = Body(kept)
-    found: list[tuple[DataShardSource, int]] = []
-    for item in body.items("begun") if body.has("begun") else ():
-        feed, epoch, index, batch = (
-            checked_number(each, "a data shard that is begun") for each in checked_items(item, "begun", count=4)
-        )
-        found.append((DataShardSource(feed, epoch, index), batch))
-    return tuple(found)
-
-
-def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
-    """The closed data shards of the ledger in a checkpoint. Raises DamagedRecord."""
-    return _read(kept).done
 
 
 def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:

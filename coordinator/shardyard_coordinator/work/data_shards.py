@@ -89,6 +89,18 @@ class DataShards:
         begin += batch * self.spec.batch_size
         return begin, min(begin + self.spec.batch_size, end)
 
+    def first_of(self, source: DataShardSource) -> int | None:
+        """The batch at which the lease of a data shard began; None if that is not known, or if no worker holds it.
+        Raises NotFound."""
+        held = self.held.get(self.number(source))
+        return None if held is None else held.first
+
+    def place(self) -> tuple[int, int]:
+        """How far a drained feed is: the whole epochs that count, and the samples that count from the start of the next
+        epoch's permutation."""
+        epoch, index = divmod(self.begun, self.per_epoch)
+        return epoch, self.span(self.source(self.begun - 1))[1] if index else 0
+
     def is_done(self, source: DataShardSource) -> bool:
         number = self.number(source)
         return number < self.begun and number not in self.held and number not in self.returned

@@ -19,16 +19,15 @@ def take_over_steps(ledger: DataLedger, steps: StepLedger, step: int) -> list[tu
     partly counted, with the number of its batches that are."""
     assert not len(ledger)
     begun: list[tuple[DataShardSource, int]] = []
-    for feed in range(len(steps)):
-        epoch, samples = steps.place(feed, step)
-        part = ledger.continue_feed(steps.spec(feed), epoch, samples, steps.batches_per_data_shard(feed) or None)
+    for feed in steps.opened:
+        part = ledger.continue_feed(feed.spec, *feed.place(step), feed.batches_per_data_shard or None)
         if part is not None:
             begun.append(part)
     for left_out in steps.quarantined():
         if isinstance(left_out.condemned.source, DataShardSource):  # from before there were steps
             ledger.quarantine.add(left_out.condemned)
             continue
-        size, batches = steps.spec(left_out.feed).batch_size, ledger.batches_per_data_shard(left_out.feed)
+        size, batches = steps.feed(left_out.feed).spec.batch_size, ledger.feed(left_out.feed).batches_per_data_shard
         for at in range(left_out.begin, left_out.end, size):
             index, rest = divmod(at, batches * size)
             source = DataShardSource(left_out.feed, left_out.epoch, index)
@@ -40,10 +39,10 @@ def take_over_data(steps: StepLedger, ledger: DataLedger, step: int) -> None:
     """Fills an empty step ledger from a data ledger whose begun data shards are all done. The first step is `step`.
     Raises InvalidRequest if the rest cannot be dealt in steps."""
     assert not len(steps)
+    assert ledger.is_drained
     check(steps, ledger)
-    for feed in range(len(ledger)):
-        epochs, samples, per_shard = ledger.place(feed)
-        steps.continue_feed(ledger.spec(feed), step, (epochs, samples), per_shard)
+    for shards in ledger.opened:
+        steps.continue_feed(shards.spec, step, shards.place(), shards.batches_per_data_shard)
     for condemned in ledger.quarantine:
         steps.quarantine.add(condemned)
 
@@ -58,5 +57,5 @@ def check(steps: StepLedger, ledger: DataLedger) -> None:
                 why="in a synchronous job the steps of one data set follow those of the other",
                 todo="go through each job.batches to its end",
             )
-    for feed in range(len(ledger)):
-        steps.check_feed(ledger.spec(feed))
+    for shards in ledger.opened:
+        steps.check_feed(shards.spec)

@@ -309,7 +309,7 @@ def test_job_does_not_go_back_over_data_that_its_scripts_have_left_behind() -> N
     yard, worker, origin = running()
     for _ in range(10):
         yard.handle(events.Ticked())
-    per_feed = yard.machine.jobs[0].feeds._feeds[0].total  # type: ignore[union-attr]
+    per_feed = yard.machine.jobs[0].feeds.feed(0).total  # type: ignore[union-attr]
     for _ in range(per_feed):
         close(yard, worker)
     with pytest.raises(InvalidRequest, match="has gone through data set 0"):

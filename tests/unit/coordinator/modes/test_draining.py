@@ -240,9 +240,9 @@ def test_data_shards_and_steps_by_turns_have_each_sample_of_an_epoch_once(
         for kind, body in steps.entries():
             again.restore(kind, Body(body))
         assert again.entries() == steps.entries()
-        end = min(40 + steps_taken, steps.end(0))
+        end = min(40 + steps_taken, steps.feed(0).end)
         for step, rank in itertools.product(range(40, end), range(ranks)):
-            epoch, begin, last = steps._feeds[0].span(rank, step)
+            epoch, begin, last = steps.feed(0).span(rank, step)
             counted[epoch] += range(begin, last)
         assert steps.samples_done(step=end) == sum(map(len, counted))
         back = leases(other)  # the job's settings are others now: names mean what they did all the same

@@ -93,7 +93,7 @@ def test_feed_of_a_stopped_job_is_left_once_a_checkpoint_has_its_steps() -> None
     assert (done(2), done(3)) == (False, False)
     book.committed = Committed(2, 3, {})
     assert (done(2), done(3)) == (False, True)
-    assert not yard.machine.jobs[-1].feeds.is_closed(0)
+    assert not yard.machine.jobs[-1].feeds.feed(0).done
 
 
 def test_records_that_do_not_fit_are_refused() -> None:

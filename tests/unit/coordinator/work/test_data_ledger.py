@@ -217,9 +217,9 @@ def test_synchronous_feeds_follow_one_another() -> None:
 def test_synchronous_feed_is_done_when_all_partitions_have_its_last_step() -> None:
     books = StepLedger(logical_ranks=3)
     books.open(0, SPEC)
-    assert not books.close(0, next_sequence=7)
-    assert books.close(0, next_sequence=8)
-    assert books.close(0, next_sequence=0), "done stays done"
+    assert not books.feed(0).close(7)
+    assert books.feed(0).close(8)
+    assert books.feed(0).close(0), "done stays done"
     assert books.open(0, SPEC).done
 
 

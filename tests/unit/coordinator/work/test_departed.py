@@ -9,8 +9,7 @@ from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.service.status import describe
-from shardyard_coordinator.work.departed import DEPARTED_MAX, RETRY_MS, Departed
-from shardyard_coordinator.work.losses import LostRange
+from shardyard_coordinator.work.losses import DEPARTED_MAX, RETRY_MS, Departed, LostRange
 from tests.unit.coordinator.machine.test_end_of_data import Yard
 
 FIRST, SECOND = Incarnation(8), Incarnation(9)

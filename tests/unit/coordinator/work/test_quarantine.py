@@ -19,6 +19,7 @@ from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.service import status
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.quarantine import QUARANTINED_MAX, Quarantine, QuarantinedWork, Suspects
@@ -139,7 +140,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     assert yard.handle(events.LedgerRead(returned, 5)) == effects.LeaseClosed(done=True)
     assert not job.suspects.has(SHARD)
     yard.kill(worker)
-    job.feeds.reopen(job.book.committed.data_ledger)  # type: ignore[union-attr]
+    checkpoint_copy.reopen(job.feeds, job.book.committed.data_ledger)
     again = yard.lease(yard.hire())
     assert (again.source, again.careful_below) == (SHARD, 4), "announced as far as there is something to hear"
 
@@ -275,7 +276,7 @@ def test_checkpoint_lists_what_is_in_quarantine() -> None:
     books.open(0, SPEC)
     books.quarantine.add(QuarantinedWork(SHARD, 1, 3))
     kept = {"entries": [[kind, body] for kind, body in books.entries()]}
-    books.reopen(kept)
+    checkpoint_copy.reopen(books, kept)
     assert books.quarantine.has(SHARD, 1)
 
 

@@ -22,6 +22,7 @@ from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
 from shardyard_coordinator.service import checkpoint_io
 from shardyard_coordinator.service.rpcs import data
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
@@ -113,12 +114,12 @@ def test_a_feed_of_other_rounds_cannot_go_on() -> None:
     first = StepLedger(logical_ranks=2, local_steps=4)
     first.open(0, spec())
     second = StepLedger(logical_ranks=2, local_steps=5)
-    second.begin_with({"entries": [list(entry) for entry in first.entries()]})
+    checkpoint_copy.begin_with(second, {"entries": [list(entry) for entry in first.entries()]})
     with pytest.raises(errors.FeedConflict, match="expected 3, got 2") as raised:
         second.open(0, spec())
     assert raised.value.facts == {"differs": "steps"}
     third = StepLedger(logical_ranks=2, local_steps=4)
-    third.begin_with({"entries": [list(entry) for entry in first.entries()]})
+    checkpoint_copy.begin_with(third, {"entries": [list(entry) for entry in first.entries()]})
     assert third.open(0, spec()).units_per_epoch == 3
 
 
@@ -153,12 +154,12 @@ def test_records_have_what_is_accumulated() -> None:
     ledger = StepLedger(logical_ranks=2)
     ledger.open(0, spec(accumulate=3))
     again = made_anew(StepLedger(logical_ranks=2), ledger.entries())
-    assert again.spec(0).accumulate == 3
+    assert again.feed(0).spec.accumulate == 3
     ((kind, body),) = ledger.entries()
     older = {name: value for name, value in body.items() if name != "accumulate"}
     before = StepLedger(logical_ranks=2)
     before.restore(kind, Body(older))
-    assert before.spec(0).accumulate == 1, "of a release before"
+    assert before.feed(0).spec.accumulate == 1, "of a release before"
     with pytest.raises(DamagedRecord):
         StepLedger(logical_ranks=2).restore(kind, Body({**body, "accumulate": 0}))
 

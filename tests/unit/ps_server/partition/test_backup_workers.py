@@ -26,6 +26,7 @@ from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.flows import work_verdicts
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
+from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -55,7 +56,7 @@ def feed_of(samples: int, epochs: int = 1, batch_size: int = 2) -> FeedSpec:
 
 def positions(ledger: StepLedger, feed: int, step: int, rank: Rank) -> list[tuple[int, int]]:
     """The samples, as epoch and position, that a rank has at a step of the feed."""
-    found = ledger._feeds[feed]
+    found = ledger.feed(feed)
     batch = found.make_up.batch(step, rank)
     if batch is None:
         return []
@@ -81,7 +82,7 @@ def test_promise_2_whoever_comes_late_each_sample_counts_once_an_epoch(
         assert ledger.open(feed, spec).first_step == step
         counted: Counter[tuple[int, int]] = Counter()
         condemned: set[tuple[int, int]] = set()
-        while ledger._feeds[feed].make_up.end != step:
+        while ledger.feed(feed).make_up.end != step:
             assert step < 10_000, "it comes to an end"
             working = [Rank(rank) for rank in range(ranks) if positions(ledger, feed, step, Rank(rank))]
             assert working, "a step is there for some samples"
@@ -91,7 +92,7 @@ def test_promise_2_whoever_comes_late_each_sample_counts_once_an_epoch(
             left_out = None
             for rank in data.draw(st.permutations(range(ranks))):
                 ledger.verdicts.tell(step, [Rank(rank)])
-                left_out = ledger.due(step)
+                left_out = ledger.verdicts.due(step, ledger.working(step))
                 if left_out is not None:
                     break
             assert left_out is not None
@@ -106,7 +107,7 @@ def test_promise_2_whoever_comes_late_each_sample_counts_once_an_epoch(
                 assert taken == sum(counted.values()), "and the books say so"
         assert counted + Counter(condemned) >= Counter({(e, s): 1 for e in range(epochs) for s in range(samples)})
         assert set(counted.values()) <= {1}
-        assert ledger.close(feed, next_sequence=step)
+        assert ledger.feed(feed).close(step)
 
 
 def test_what_is_made_up_is_known_when_the_step_before_is_decided_and_not_earlier() -> None:
@@ -121,7 +122,7 @@ def test_what_is_made_up_is_known_when_the_step_before_is_decided_and_not_earlie
         ledger.made_up(0, 2)
     ledger.decide(1, [])
     assert ledger.made_up(0, 2) == ({R0: (0, R1)}, None)
-    assert not ledger.close(0, next_sequence=3)
+    assert not ledger.feed(0).close(3)
     ledger.decide(2, [R2])  # which had nothing to do
     assert ledger.made_up(0, 3) == ({}, 3)
     assert ledger.made_up(0, 2) == ({R0: (0, R1)}, 3)
@@ -140,7 +141,7 @@ def test_batch_that_is_made_up_for_goes_to_another_rank_each_time() -> None:
         assert batch == (0, R0)
         given_to.append(rank)
         ledger.verdicts.tell(step, {R0, R1, R2} - {rank})
-        assert ledger.due(step) is None, "a step that has samples counts some"
+        assert ledger.verdicts.due(step, ledger.working(step)) is None, "a step that has samples counts some"
         ledger.decide(step, [rank])  # else it would end here
     assert given_to == [0, 1, 2]
 
@@ -149,8 +150,8 @@ def test_a_job_without_backup_workers_ends_as_planned() -> None:
     ledger = StepLedger(logical_ranks=3)
     ledger.open(0, feed_of(12))
     assert ledger.open(1, feed_of(12)).first_step == 2
-    assert not ledger.close(0, next_sequence=1)
-    assert ledger.close(0, next_sequence=2)
+    assert not ledger.feed(0).close(1)
+    assert ledger.feed(0).close(2)
     assert not ledger.verdicts.entries()
 
 
@@ -220,7 +221,7 @@ def test_who_comes_late_is_told_to_wait_where_a_step_can_do_without_him() -> Non
         answer = yard.handle(events.StepReported(yard.workers[2], step, ()))
         assert isinstance(answer, effects.StepDecision)
         advice.append(answer.left_ms)
-    assert [yard.feeds.is_full(step) for step in range(5)] == [True, True, True, True, False]
+    assert [len(yard.feeds.working(step)) == 3 for step in range(5)] == [True, True, True, True, False]
     assert advice == [0, 138, 138, 0]
     yard.restart()
     answer = yard.handle(events.StepReported(yard.workers[2], 3, ()))
@@ -326,19 +327,19 @@ def test_batch_that_came_late_is_never_condemned_under_its_old_name() -> None:
 def test_checkpoint_has_the_verdicts_before_its_step_and_the_next_run_takes_them_over() -> None:
     yard = Yard()
     yard.handle(events.FeedOpened(yard.workers[0], 0, feed_of(12)))
-    copied = yard.feeds.copied
+    copied = yard.feeds.entries(verdicts=False)
     yard.tell(0, 0, 1)
     yard.tell(1, 1, 2)
     yard.tell(2, 0, 1)
     job = yard.machine.jobs[-1]
     kept = {"entries": [[kind, dict(body)] for kind, body in (*copied, *work_verdicts.verdicts_before(job, 2))]}
     then = StepLedger(logical_ranks=3, backup_workers=1)
-    then.begin_with(kept, 2)
+    checkpoint_copy.begin_with(then, kept, 2)
     assert then.verdicts.decided == 2
     assert then.made_up(0, 2) == ({R0: (0, R2), R1: (1, R0)}, None)
     assert then.samples_done(step=2) == 8
     bare = StepLedger(logical_ranks=3, backup_workers=1)
-    bare.begin_with({"entries": [[kind, dict(body)] for kind, body in copied]}, 1)
+    checkpoint_copy.begin_with(bare, {"entries": [[kind, dict(body)] for kind, body in copied]}, 1)
     assert (bare.verdicts.decided, bare.verdicts.members(0)) == (1, ()), "a run without backup workers says nothing"
 
 
@@ -347,11 +348,12 @@ def test_verdicts_are_kept_until_no_partition_can_stand_there_again() -> None:
     ledger.open(0, feed_of(12))
     for step, left_out in enumerate([[R2], [], [R1]]):
         ledger.decide(step, left_out)
-    early = {"entries": [[kind, dict(body)] for kind, body in ledger.copied]}
-    assert ledger.close(0, next_sequence=3)
-    ledger.forget_made_up(early)
+    early = {"entries": [[kind, dict(body)] for kind, body in ledger.entries(verdicts=False)]}
+    assert ledger.feed(0).close(3)
+    checkpoint_copy.forget_made_up(ledger, early)
     assert ledger.verdicts.members(0) == (R0, R1)
-    ledger.forget_made_up({"entries": [[kind, dict(body)] for kind, body in ledger.copied]})
+    copy = {"entries": [[kind, dict(body)] for kind, body in ledger.entries(verdicts=False)]}
+    checkpoint_copy.forget_made_up(ledger, copy)
     assert ledger.verdicts.members(2) == (), "who counted is not known any more"
     assert ledger.made_up(0, 3) == ({}, 3)
     again = StepLedger(logical_ranks=3, backup_workers=1)
