@@ -52,9 +52,11 @@ class JobDirectory:
     def find(self, name: str) -> JobState:
         """The latest job of that name; if `name` is empty, the only unfinished job. Raises NotFound, InvalidRequest."""
         found = [job for job in self if (job.settings.name == name if name else not job.phase.ended)]
-        names = ", ".join(sorted({repr(job.settings.name) for job in self if not job.phase.ended})) or "no job"
+        names = ", ".join(sorted({repr(job.settings.name) for job in self if not job.phase.ended}))
         if not found:
-            raise errors.NotFound(f"no job {name!r}" if name else "no job runs", why="", todo=f"running: {names}")
+            what = f"there is no job {name!r}" if name else "no job runs"
+            todo = "`shardyard status` lists the jobs"
+            raise errors.NotFound(what, why=f"jobs that run: {names}" if names else "", todo=todo)
         if not name and len(found) > 1:
             raise errors.InvalidRequest(f"{len(found)} jobs run: {names}", why="", todo="say which")
         return found[-1]
@@ -148,7 +150,7 @@ class JobDirectory:
         if running is not None and running.origin is not None:
             raise errors.NotReady(f"job {name!r} begins with a checkpoint at this moment")
         if self._origins.pop(name, None) is None:
-            raise errors.NotFound(f"nothing was ordered for the next run of job {name!r}", todo="")
+            raise errors.NotFound(f"no restore was ordered for the next run of job {name!r}", todo="")
         return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
 
     def forget_order(self, job: JobState, began_with: RestorePoint | None) -> list[Effect]:

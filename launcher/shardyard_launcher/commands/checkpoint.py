@@ -78,7 +78,7 @@ def list_command(library: CheckpointLibrary, job: str | None, as_json: bool) -> 
     for entry in best:
         click.echo(_describe_best(entry))
     if not found and not best:
-        click.echo(f"no checkpoints in {url}")
+        click.echo(f"no checkpoints in {url}; --url or --state names another place")
     return 0
 
 
@@ -260,10 +260,17 @@ def _the_job(library: CheckpointLibrary, job: str | None) -> str:
     jobs = library.jobs()
     if job is not None:
         if job not in jobs:
-            raise CheckpointNotFound(f"no checkpoints of job {job!r} in {library.storage.url}")
+            known = ", ".join(jobs[:10]) or "none"
+            raise CheckpointNotFound(
+                f"no checkpoints of job {job!r} in {library.storage.url}",
+                why=f"jobs with checkpoints there: {known}",
+                todo="check --job, or name another place with --url or --state",
+            )
         return job
     if not jobs:
-        raise CheckpointNotFound(f"no checkpoints in {library.storage.url}")
+        raise CheckpointNotFound(
+            f"no checkpoints in {library.storage.url}", why="", todo="name another place with --url or --state"
+        )
     if len(jobs) > 1:
         raise InvalidRequest(
             f"{library.storage.url} has checkpoints of {len(jobs)} jobs: {', '.join(jobs[:10])}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -201,12 +202,12 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
             if not standing.gone:
                 if not standing.supervised:
                     standing = supervise_again(settings, folder, found)
-                    click.echo(f"the yard of {folder} had lost its supervisor; started another")
+                    click.echo(f"the yard in {folder} had lost its supervisor; started another")
                 standing.await_whole(signals.stop)
-                click.echo(f"the yard of {folder} is up already; using it")
+                click.echo(f"the yard in {folder} is up already and is used")
                 _note_differences(settings, standing)
                 return standing, False
-            click.echo(f"no process of the last yard of {folder} is left; starting a new yard")
+            click.echo(f"no process of the last yard in {folder} is left; starting a new yard")
             standing.stop()
             forget_state(folder)
         check_free(yard.bind, yard.coordinator_port)
@@ -254,8 +255,9 @@ def _follow(
         click.echo("stopped", err=True)
         return signals.exit_code or 130
     if ended.exit_code:
-        said = launched.first_error(ended)
-        click.echo(f"error: {script.path} failed; process {ended.first_error_index} failed first:\n{said}", err=True)
+        which = f"; process {ended.first_error_index} failed first" if launched.workers > 1 else ""
+        said = textwrap.indent(textwrap.dedent(launched.first_error(ended)), "  ")
+        click.echo(f"error: {script.path} failed{which}:\n{said}", err=True)
     return exit_status(ended.exit_code)
 
 

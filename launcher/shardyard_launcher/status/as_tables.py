@@ -51,14 +51,16 @@ def _local_tables(local: LocalReport | None) -> list[RenderableType]:
             ago_ms = max(0, int((time.time() - restart.died_s) * 1000))
             cells = [restart.name, str(restart.pid), restart.ending, of, f"{words.describe_duration(ago_ms)} ago"]
             table.add_row(*map(Text, cells))
-        found += [_title("started again on this machine"), table]
+        found += [_title("restarted on this machine"), table]
     for name, why in sorted(local.given_up.items()):
         found.append(Text(f"{name} {why}", style=RED))
     for name in local.unready:
         found.append(Text(f"not ready yet: {name}", style=YELLOW))
     if not local.supervisor:
-        said = "the supervisor of this yard is gone: nobody starts its processes again when they die; `shardyard up`"
-        found.append(Text(f"{said} starts another", style=RED))
+        said = (
+            "this yard has no supervisor, so processes that die are not restarted; `shardyard up` starts a supervisor"
+        )
+        found.append(Text(said, style=RED))
     return found
 
 
@@ -124,7 +126,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found += [_title(f"tables of {name}"), _rows_table(report, job)]
         for table in job.tables:
             for refused in report.table(job.job, table)["disk_refused"]:
-                said = f"  colder rows of {table.name} stay in memory: the disk refuses them; {refused}"
+                said = f"  colder rows of {table.name} stay in memory because the disk refuses them: {refused}"
                 found.append(Text(said, style=YELLOW))
     if job.feeds:
         found += [_title(f"data of {name}"), _feeds_table(job)]
@@ -166,20 +168,22 @@ def _findings(report: YardReport, job: wire.JobStatus) -> Iterator[Text]:
         said = f"  gradients are {late['mean']:.2f} updates late, {late['most']:,.0f} at most"
         yield Text(said + (f"; {late['uncompensated']:,.0f} could not be compensated" if late["uncompensated"] else ""))
     if job.lost_pushes:
-        said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
+        said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log lists them"
         yield Text(said, style=RED)
     if job.not_finite:
-        said = f"  {job.not_finite:,} gradients were not finite, and do not count; the audit lists them"
+        said = f"  {job.not_finite:,} gradients were not finite and do not count; the audit lists them"
         yield Text(said, style=RED)
     if job.workers_quarantined:
-        said = f"  {job.workers_quarantined:,} workers are in quarantine, since they kept sending such gradients"
+        said = f"  {job.workers_quarantined:,} workers are in quarantine because they kept sending such gradients"
         yield Text(said, style=RED)
     if job.dropped:
         said = f"  {job.dropped:,} contributions came late and were dropped; their samples count at steps of their own"
         yield Text(said)
     if job.residuals_lost:
         workers = f"{job.residuals_lost:,} worker{'s'[: job.residuals_lost != 1]}"
-        said = f"  {workers} took along what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
+        said = (
+            f"  {workers} left with gradients that compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
+        )
         yield Text(said, style=RED)
     now_ms = report.status.time_ms
     if job.HasField("checkpoint"):

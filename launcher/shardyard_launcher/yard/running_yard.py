@@ -65,9 +65,10 @@ class RunningYard:
 
     @property
     def waited_for(self) -> str:
-        """What is not ready yet, in words."""
-        unready = [str(process) for process in self.state.roles if not process.ready] or ["all to be registered"]
-        return f"the yard of {self._folder}: {', '.join(unready)}; logs are in {self._folder / LOGS}"
+        """What is not ready yet, in words that follow "waiting for"."""
+        unready = ", ".join(str(process) for process in self.state.roles if not process.ready)
+        what = f"{unready} to be ready" if unready else "servers and agent to be registered"
+        return f"the yard in {self._folder}: {what}; logs are in {self._folder / LOGS}"
 
     def refresh(self) -> None:
         """Reads the state again. Keeps the last state if the file is gone."""
@@ -79,7 +80,7 @@ class RunningYard:
         self.refresh()
         if self.broken:
             process = self.dead[0]
-            nobody = "has ended, and there is no supervisor to start it again"
+            nobody = "has ended, and no supervisor runs that could restart it"
             raise lost(process, f"{process} {self.state.given_up.get(process.name, nobody)}")
         news = [restart for restart in self.state.restarts if restart not in self._told]
         self._told.update(news)
@@ -90,11 +91,11 @@ class RunningYard:
         missing, at once if that will not come back; Interrupted once `stop` is set."""
         give_up = time.monotonic() + MENDING_MS_MAX / 1000
         problem = self._problem()
-        with ExplainedWait(lambda: f"the yard of {self._folder} to be whole: {problem}") as wait:
+        with ExplainedWait(lambda: f"the yard in {self._folder} to be whole: {problem}") as wait:
             while problem:
                 if not self.mends or time.monotonic() >= give_up:
                     raise errors.NotReady(
-                        f"the yard of {self._folder} is up but incomplete: {problem}",
+                        f"the yard in {self._folder} is incomplete: {problem}",
                         why="a script would fail on it",
                         todo=f"`shardyard down --state {self._folder}`, then start it again; the logs are in "
                         f"{self._folder / LOGS}",
@@ -118,7 +119,7 @@ class RunningYard:
     def _problem(self) -> str:
         """What is missing, in words; empty if the yard is whole."""
         if {process.role for process in self.state.roles if process.address} != ROLES:
-            return "its start was broken off"
+            return "its start was interrupted"
         gone = list(self.dead)
         if gone:
             return "; ".join(f"{each} {self.state.given_up.get(each.name, 'is gone')}" for each in gone)

@@ -366,7 +366,7 @@ def test_supervisor_that_died_harms_nobody_and_is_replaced_by_the_next_up(shell:
     os.kill(supervisor, signal.SIGKILL)
     await_true(lambda: not alive(supervisor), "the supervisor's end")
     shown = shell.run("status", "--state", str(shell.state)).stdout
-    assert "nobody starts its processes again when they die" in shown
+    assert "this yard has no supervisor" in shown
     assert {process.pid for process in shell.processes()} == pids - {supervisor}
 
     again = shell.up()
@@ -485,7 +485,7 @@ def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shel
     finish(first)
     ended = shell.run("up", *command, script)
     assert ended.returncode == 0, ended.stderr
-    assert "has died; starting a new one" in ended.stdout
+    assert "is left; starting a new yard" in ended.stdout
     found = re.search(
         r"^job default goes on from checkpoint (\d+) of step (\d+), (\d+) s old: (.*)$", ended.stdout, re.M
     )
@@ -512,7 +512,7 @@ def test_up_that_is_killed_leaves_a_yard_that_down_can_stop(shell: Shell) -> Non
 def test_process_that_nobody_has_written_down_ends_by_itself(shell: Shell) -> None:
     ended = shell.run("coordinator", "--awaits-go", "--bind", "127.0.0.1:0")
     assert ended.returncode == 1
-    assert "the launcher has gone" in ended.stderr
+    assert "the process that started this one ended" in ended.stderr
     assert ended.stdout == ""
 
 

@@ -177,7 +177,7 @@ def test_disk_that_is_full_is_told_by_export(
 
 def test_list_shows_every_checkpoint_with_what_is_new_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "list"]) == 0
-    assert capsys.readouterr().out == f"no checkpoints in {DEFAULT_URL}\n"
+    assert capsys.readouterr().out == f"no checkpoints in {DEFAULT_URL}; --url or --state names another place\n"
     first = save(filled(1), 1)
     save(filled(1), 2, job="another")
     library = CheckpointLibrary(LocalStorage(Path(DEFAULT_URL)))

@@ -178,7 +178,7 @@ def test_order_for_the_next_run_is_given_and_taken_back(
         write_checkpoint(kept, number)
     restore = ["checkpoint", "restore", "digits", "--coordinator", coordinator]
     assert main([*restore, "--cancel"]) == 1
-    assert "nothing was ordered for the next run of job 'digits'" in capsys.readouterr().err
+    assert "no restore was ordered for the next run of job 'digits'" in capsys.readouterr().err
     assert main([*restore, "--number", "3", "--url", str(kept)]) == 0
     assert capsys.readouterr().out == f"job digits starts its next run from checkpoint 3, step 0, in {kept}\n"
     assert main([*restore, "--cancel"]) == 0
@@ -915,7 +915,7 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
     assert "tables take 6.0 MiB of 12.0 MiB" in text
     # what the coordinator heard last, where no server says more
     assert re.search(r"words +8 +adam +12 +- +- +- +- +- +-", text)
-    said = "colder rows of users stay in memory: the disk refuses them; server 2: No space left on device"
+    said = "colder rows of users stay in memory because the disk refuses them: server 2: No space left on device"
     assert said in " ".join(text.split())
     tables = json.loads(to_json(found))["jobs"][1]["tables"]
     assert tables[0] == {

@@ -215,7 +215,7 @@ def test_nobody_works_before_the_first_checkpoint_of_a_run_that_began_with_anoth
     taken = yard.take(caller, 8)
     assert (taken.oldest, taken.logs) == (0, set(yard.servers))
     assert isinstance(yard.variables(caller), effects.VariablesPlaced)
-    with pytest.raises(NotFound, match="nothing was ordered"):
+    with pytest.raises(NotFound, match="no restore was ordered"):
         yard.handle(events.RestoreCancelled("default"))
 
 

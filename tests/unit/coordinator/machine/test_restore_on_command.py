@@ -135,7 +135,7 @@ def test_next_run_begins_with_the_checkpoint_and_leases_what_it_lacks(restarts: 
     lease = yard.handle(events.LeaseRequested(worker, 0))
     assert isinstance(lease, DataLease)
     assert (lease.source.index, lease.token) == (1, 45), "the first that is not closed, under a token of its own"
-    with pytest.raises(NotFound, match="nothing was ordered"):
+    with pytest.raises(NotFound, match="no restore was ordered"):
         yard.handle(events.RestoreCancelled("default"))
 
 
