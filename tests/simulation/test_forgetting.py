@@ -26,7 +26,7 @@ from shardyard_ps_server.partition.partition import Partition
 from tests.simulation.exactly_once import JOB, AsyncRun, Violation, incarnation_of, newest_values
 
 SEEDS = range(120)
-RED_SEEDS_MAX = 400
+RED_SEEDS_MAX = 2_000
 
 
 @dataclass

@@ -42,7 +42,7 @@ from shardyard_ps_server.wal import replay
 from shardyard_ps_server.wal.records import Mark
 from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
-from shardyard_worker.consistency.hybrid import HybridStrategy
+from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data import sync_feed
 from shardyard_worker.data.feed import Feed
@@ -595,16 +595,16 @@ def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
 @mutation("C3", "hybrid", 1, 2)
 def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
     """rows that came ahead are kept for the steps after theirs"""
-    real = HybridStrategy._load
+    real = StepVersions._hold
 
-    def load(self: Any, ahead: Any = None) -> None:
+    def hold(self: Any, version: int, rows: Any) -> None:
         before = self._rows
-        real(self, ahead)
+        real(self, version, rows)
         if before is not None:
             self._rows = before
-            self._load_again()
+            self.load_again()
 
-    patch.setattr(HybridStrategy, "_load", load)
+    patch.setattr(StepVersions, "_hold", hold)
 
 
 @mutation("B1", "sync-rows", 4)

@@ -375,7 +375,7 @@ def test_work_that_was_overtaken_reads_on_and_does_not_count(connect: Connect) -
 
     for _ in range(3):
         step()
-    strategy._version = 1  # what its parameters were, if it had been paused
+    strategy.versions.current = 1  # what its parameters were, if it had been paused
     step(overtaken=True)
     assert model(one).item() == -3.0
     assert job.step == 3

@@ -3,9 +3,9 @@
 With a bound on staleness (mode `bounded`) the worker also waits for values: see `bounded`. A running job's bound can
 change, and the two modes differ in nothing else, so one strategy serves both.
 
-Owns: the push in flight, and the numbers of pushes without leased data. Invariants: at most one push is in flight; a
-worker without work has told the servers of the newest map that it can know (docs/internals/ledger.md, rule C3). Must
-not know: how a bound is kept.
+Owns: the push in flight, and the numbers of pushes without leased data. Invariants: at most one push is in flight; the
+servers of the newest map that this worker follows know whether it has work (docs/internals/ledger.md, rule C3). Must
+not know: how a bound is kept, how a push reaches servers that change.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import NoReturn
 
@@ -23,24 +22,14 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import Token
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard_worker.consistency.bounded import NEWEST, SspClock, check_window
-from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
-from shardyard_worker.exchange.fan_out import MapChanged
-from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
+from shardyard_worker.consistency.push_delivery import Flight, PushDelivery
+from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy, note_progress
+from shardyard_worker.exchange.requests import ExchangeResult
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A push in flight, in its own thread."""
-
-    name: PushName
-    sending: StepInput | None
-    request: PushRequest
-    answer: Future[ExchangeResult]
 
 
 class AsyncStrategy(Strategy):
@@ -51,18 +40,16 @@ class AsyncStrategy(Strategy):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Raises ConfigurationError if the bound that the job was started with has no room for it."""
+        """Raises ConfigurationError if worker.exchange is delayed, and the bound that the job was started with is 0."""
         check_window(trainer)
         super().__init__(trainer)
         self._step = 0
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
-        self._pull = NEWEST
-        """The pull that goes with the push in flight."""
         self._uncertain: PushName | None = None
-        self._moved = False
-        """Whether the map has changed since sources were opened."""
+        """An own push that may have reached only some of the servers."""
+        self._delivery = PushDelivery(trainer)
         self._leaves = False
         self.clock = SspClock(trainer)
 
@@ -151,17 +138,16 @@ class AsyncStrategy(Strategy):
     # ---- values
 
     def _take_newest(self) -> None:
-        router = self._trainer.router
-        self._step = self._newest().version_max
-        self._moved = self._moved or router is not self._trainer.router
-        self._session.reached(self._step)
-
-    def _newest(self) -> ExchangeResult:
         """Puts the newest values, once the bound allows it, into the targets."""
+        router = self._trainer.router
         if self.clock.resting or self.clock.bound is None:
-            return self._trainer.pull_newest()
-        self._trainer.router.abandon_pull()
-        return self._note_step(self.clock.await_values)
+            answer = self._trainer.pull_newest()
+        else:
+            router.abandon_pull()
+            answer = self._note_step(self.clock.await_values)
+        self._step = answer.version_max
+        self._delivery.map_changed |= router is not self._trainer.router
+        self._session.reached(self._step)
 
     def _join(self, *, anew: bool) -> None:
         self._note_step(partial(self.clock.join, anew=anew))
@@ -171,7 +157,7 @@ class AsyncStrategy(Strategy):
         try:
             answer = pull()
         finally:
-            self._moved = self._moved or router is not self._trainer.router
+            self._delivery.map_changed |= router is not self._trainer.router
         self._step = max(self._step, answer.version_max)
         return answer
 
@@ -182,7 +168,7 @@ class AsyncStrategy(Strategy):
     def follow_map(self) -> None:
         self._await_flight()
         self._trainer.follow_map()
-        self._moved = True
+        self._delivery.map_changed = True
 
     def _await_flight(self) -> None:
         """Waits for the push in flight: one thread at a time may ask the servers."""
@@ -220,29 +206,32 @@ class AsyncStrategy(Strategy):
 
     def _send(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None) -> None:
         self._trainer.values.complete()
-        self._reopen(name)
-        sending = self._judge(name, sending)
+        self._open_again(name)
+        sending = self._checked(name, sending)
         if self._trainer.pushes.feedback is not None:
             self.drain()  # only one push can be undone, so there is one at a time
         request = self._trainer.pushes.build(name, sending, upcoming)
+        if self._pool is not None:
+            self.drain()
+            self._open_again(name)  # the last push may have met another map
+        pull = NEWEST if self._leaves else self.clock.next_pull()
         if self._pool is None:
-            self._pull = self._next_pull()
-            self._land(name, sending, partial(self._push, request))
+            self._land(name, sending, partial(self._delivery.push, request, pull))
             return
-        self.drain()
-        self._reopen(name)  # the last push may have met another map
-        self._pull = self._next_pull()
-        answer = self._pool.submit(self._trainer.router.push_pull, request, self._pull)
-        self._flight = _Flight(name, sending, request, answer)
+        answer = self._pool.submit(self._trainer.router.push_pull, request, pull)
+        self._flight = Flight(name, sending, request, pull, answer)
         self._trainer.pushes.release_gradients()
         if isinstance(name.key.source, WorkerSource):
             self._pushes += 1
 
-    def _next_pull(self) -> PullSpec:
-        return NEWEST if self._leaves else self.clock.next_pull()
+    def _open_again(self, name: PushName) -> None:
+        try:
+            self._delivery.open_again(name)
+        except errors.StaleToken as error:
+            self._give_up(name, error)
 
-    def _judge(self, name: PushName, sending: StepInput | None) -> StepInput | None:
-        """Returns None if the gradients must not count. Raises LostWork."""
+    def _checked(self, name: PushName, sending: StepInput | None) -> StepInput | None:
+        """Returns None if the gradients are not finite and must not count. Raises LostWork."""
         try:
             counts = sending is None or self._trainer.pushes.may_count(name, sending, self._step)
         except (errors.StaleToken, errors.StraddlingRange) as error:
@@ -255,62 +244,7 @@ class AsyncStrategy(Strategy):
     def drain(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._land(flight.name, flight.sending, partial(self._answer_of, flight))
-
-    def _push(self, request: PushRequest, gap: errors.SequenceGap | None = None) -> ExchangeResult:
-        """`gap`: the gap that an earlier attempt met."""
-        in_vain = False
-        while True:
-            if gap is not None:  # outside the handlers below: a gap that cannot be closed is raised
-                # a rebase may succeed and its answer be lost; then the next one has nothing to report
-                in_vain, gap = not self._rebase(request.name, gap, in_vain=in_vain), None
-            try:
-                return self._trainer.router.push_pull(request, self._pull)
-            except MapChanged:
-                self._follow_map_with(request.name)
-            except errors.SequenceGap as error:
-                gap = error
-
-    def _answer_of(self, flight: _Flight) -> ExchangeResult:
-        try:
-            return flight.answer.result()
-        except MapChanged:
-            # this thread, which fills the buffers, follows the map
-            self._follow_map_with(flight.name)
-            return self._push(flight.request)
-        except errors.SequenceGap as gap:
-            return self._push(flight.request, gap)
-
-    def _rebase(self, name: PushName, gap: errors.SequenceGap, *, in_vain: bool) -> bool:
-        """Handles partitions that were restored to a point before pushes of this worker that cannot be computed again.
-        The pushes are lost, and the coordinator makes the partitions skip them. Returns whether there were any. Raises
-        the gap for leased work, and if a rebase did not close it."""
-        if in_vain or not isinstance(name.key.source, WorkerSource):
-            raise gap
-        lost = self._trainer.rebase(name.first)
-        if lost:
-            log.warning("pushes of this worker are lost, since partitions were restored: %s", lost)
-        return bool(lost)
-
-    def _reopen(self, name: PushName) -> None:
-        """Opens the source again if the map has changed since the last push. Raises LostWork."""
-        moved, self._moved = self._moved, False
-        if not moved or isinstance(name.key.source, WorkerSource):
-            return
-        try:
-            self._open(name)
-        except errors.StaleToken as error:
-            self._give_up(name, error)
-
-    def _follow_map_with(self, name: PushName) -> None:
-        """Follows the map and opens the source: restored partitions do not know later leases (rule A5). Raises
-        StaleToken."""
-        self._trainer.follow_map()
-        if not isinstance(name.key.source, WorkerSource):
-            self._open(name)
-
-    def _open(self, name: PushName) -> None:
-        self._trainer.reach(lambda router: router.open_sources([(name.key, name.token)]))
+            self._land(flight.name, flight.sending, partial(self._delivery.finish, flight))
 
     def _land(self, name: PushName, sending: StepInput | None, answered: Callable[[], ExchangeResult]) -> None:
         """Waits for the answer to a push, and puts its values into the targets."""
@@ -338,7 +272,7 @@ class AsyncStrategy(Strategy):
             self.clock.note_known()
             self._trainer.values.load(answer.ahead)
         self._step = max(self._step, answer.version_max)
-        self._note(answer, sending)
+        note_progress(self._session, answer, sending, self._step)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         """Another worker has this work now, or part of it was counted (rule A12): its lease is continued from there."""

@@ -1,7 +1,7 @@
 """Synchronous steps with backup workers: a step leaves out its latest ranks (docs/internals/ledger.md, rule B6).
 
-The coordinator decides which ranks count in a step. Workers ask it, and bring its verdict to the servers. A
-contribution that came late is dropped; its samples are computed again when the data set ends
+The coordinator decides which ranks count in a step. Workers ask it, and give its verdict to the servers with their next
+pull. A contribution that came late is dropped; its samples are computed again when the data set ends
 (`data/makeup_steps.py`). Example with 3 ranks and 1 backup worker: ranks 0 and 2 have arrived, the verdict is (0, 2),
 the step is their mean, and rank 1 continues with the next step.
 
@@ -17,15 +17,14 @@ from dataclasses import dataclass
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Rank
-from shardyard.domain.push_names import PushName
 from shardyard.domain.pushes import Outcome, StepVerdict
 from shardyard.wire import common_messages, methods, push_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.consistency.strategy import LostWork
-from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.consistency.logical_ranks import LogicalRanks
+from shardyard_worker.consistency.step_versions import StepVersions
+from shardyard_worker.consistency.strategy import LostWork, note_progress
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.session.session import Session
-from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
 from shardyard_worker.training.variables import StepInput
 
@@ -53,8 +52,8 @@ class StepVerdicts:
         return self._known[1]
 
     def left_ms(self, step: int) -> int:
-        """How long a worker that comes late to a step waits for the next version, in milliseconds. 0: compute the
-        step."""
+        """How many milliseconds a worker should wait for this step to be over, which the others are computing. The
+        coordinator knows how long steps take. 0: they have just begun, so it is quicker to take part."""
         return int(self._ask(step - 1, ()).left_ms) if step else 0
 
     def verdict(self, step: int) -> StepVerdict | None:
@@ -73,7 +72,7 @@ class StepVerdicts:
 @dataclass(frozen=True)
 class _Contribution:
     """A contribution that all servers have; its verdict is pending. `is_kept`: the residual is updated as if it
-    counted."""
+    counted, since this worker has encoded another rank's push since."""
 
     rank: Rank
     step: int
@@ -82,49 +81,42 @@ class _Contribution:
     is_kept: bool
 
 
-class BackupWorkersStrategy(SyncStrategy):
-    """Mode `sync` with job.consistency.backup_workers."""
+class BackupVersions(StepVersions):
+    """The versions of a job with job.consistency.backup_workers."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Trainer, ranks: LogicalRanks) -> None:
+        super().__init__(trainer, ranks)
         self._verdicts = StepVerdicts(self._session)
         self._pending: list[_Contribution] = []
 
     # ---- a step
 
-    def _push(
-        self,
-        name: PushName,
-        sending: StepInput | None,
-        upcoming: Upcoming | None,  # noqa: ARG002 - no version is pulled with it
-        *,
-        last: bool,  # noqa: ARG002
-    ) -> ExchangeResult:
-        return self._trainer.router.push(self._ship(name, sending, None))
+    def pulled_with(self, *, last: bool) -> PullSpec | None:  # noqa: ARG002 - the verdict is not known yet
+        return None
 
-    def _recorded(self, rank: Rank, answer: ExchangeResult, sending: StepInput | None, *, others: bool) -> None:
+    def recorded(self, rank: Rank, answer: ExchangeResult, sending: StepInput | None, *, others: bool) -> None:
         """All servers have recorded the contribution, or dropped it as late; then raises LostWork."""
-        assert self._version is not None
-        given = _Contribution(rank, self._version, answer, sending, is_kept=others)
+        assert self.current is not None
+        given = _Contribution(rank, self.current, answer, sending, is_kept=others)
         if any(result.outcome is Outcome.DROPPED for result in answer.results):
-            self._leave_out(given)
+            self._drop(given)
             self._rejoin()
             raise LostWork
-        self.ranks.held[rank].next += 1
+        self._ranks.held[rank].next += 1
         if given.is_kept:
             self._trainer.pushes.counted(answer)
         self._pending.append(given)
-        self._await_step()
+        self.await_step()
 
-    def _forget_contributions(self) -> None:
+    def forget_contributions(self) -> None:
         self._pending.clear()
 
     def _explain(self, answer: ExchangeResult) -> str:
-        return explain(answer) if answer.missing else "the coordinator says who counts"
+        return explain(answer) if answer.missing else "the coordinator to decide which ranks count"
 
     def _bring_verdict(self, step: int) -> None:
         """For ranks that do not count, the step is then over."""
-        held = self.ranks.held
+        held = self._ranks.held
         members = self._verdicts.members(step, [rank for rank, position in held.items() if position.next > step])
         self._trainer.router.set_members(self._verdicts.verdict(step))
         for rank, position in held.items():
@@ -136,20 +128,20 @@ class BackupWorkersStrategy(SyncStrategy):
     def _slice_ms(self) -> int:
         return min(self._verdicts.again_ms or SLICE_MS, SLICE_MS)
 
-    def _judge(self) -> None:
+    def _count_contributions(self) -> None:
         pending, self._pending = self._pending, []
         for each in pending:
             members = self._verdicts.members(each.step, ())
             if members and each.rank not in members:
-                self._leave_out(each)
+                self._drop(each)
                 continue
             if not each.is_kept:
                 self._trainer.pushes.counted(each.answer)
-            self._note(each.answer, each.sending)
+            note_progress(self._session, each.answer, each.sending, self.step)
 
-    def _leave_out(self, given: _Contribution) -> None:
+    def _drop(self, given: _Contribution) -> None:
         log.info(
-            "logical rank %d came late with step %d, taken without it; its samples are computed again at the end",
+            "logical rank %d was late with step %d, which is complete without it; its samples are computed again later",
             given.rank,
             given.step,
         )
@@ -162,56 +154,47 @@ class BackupWorkersStrategy(SyncStrategy):
         self._rejoin()
 
     def _rejoin(self) -> None:
-        """Other workers have continued without this one: asks the servers for the next steps of its ranks."""
-        self._judge()
-        self.ranks.reopen()
-        self._version = None
-        self._align_at(self._version_to_wait_for() if self.ranks.held else None)
+        """Other workers have continued without this one: asks the servers for the next steps of its ranks. If the
+        others are in the middle of that step, waits for its end first, as long as the coordinator says."""
+        self._count_contributions()
+        self._ranks.reopen()
+        self.current = None
+        left_ms = self._verdicts.left_ms(self._ranks.lowest_step) if self._ranks.held else 0
+        self.align(self._ranks.lowest_step + 1 if left_ms else None, left_ms)
 
-    def _version_to_wait_for(self) -> tuple[int, int] | None:
-        """If the others are in the middle of a step: the version after it, and how long to wait for it, in
-        milliseconds. None: compute the step."""
-        under_way = self.ranks.lowest_step
-        left_ms = self._verdicts.left_ms(under_way)
-        return (under_way + 1, left_ms) if left_ms else None
-
-    def _align(self) -> None:
-        self._align_at(None)
-
-    def _align_at(self, aim: tuple[int, int] | None) -> None:
-        """Takes the version of this worker's ranks, or a later one if the others are ahead. `aim`: a version, and how
-        many milliseconds to wait for it before that of the ranks is taken."""
+    def align(self, later: int | None = None, later_ms: int = 0) -> None:
+        """Loads the version of this worker's ranks, or a later one if the others are ahead. `later`: a version to wait
+        for instead, at most `later_ms` long."""
         self._rows = None
-        if not self.ranks.held:
-            self._await_ranks()
+        if not self._ranks.held:
+            self.await_ranks()
             return
-        version, left_ms = aim or (None, 0)
         answer = ExchangeResult()
         number = 0
         with self._session.wait_registry.over(lambda: f"version {number} to begin with: {explain(answer)}"):
             while True:
-                number = self.ranks.lowest_step if version is None else version
+                number = self._ranks.lowest_step if later is None else later
                 self._trainer.router.abandon_pull()
-                wait_ms = min(left_ms, SLICE_MS) or SLICE_MS
+                wait_ms = min(later_ms, SLICE_MS) or SLICE_MS
                 try:
                     answer = self._trainer.router.pull(PullSpec(number, exactly=True, wait_ms=wait_ms))
                 except errors.NotFound as error:
                     if "newest" not in error.facts:
                         raise
-                    version = int(error.facts["newest"]) + 1  # others take steps meanwhile: wait for the next one
+                    later = int(error.facts["newest"]) + 1  # others take steps meanwhile: wait for the next one
                     continue
                 if not answer.missing:
                     break
                 self._session.check()
-                self._refresh_ranks()
-                if not self.ranks.held:
+                self.refresh_ranks()
+                if not self._ranks.held:
                     break
-                left_ms = max(left_ms - wait_ms, 0)
-                if version is not None and not left_ms:
-                    version = None
-                    self.ranks.reopen()
+                later_ms = max(later_ms - wait_ms, 0)
+                if later is not None and not later_ms:
+                    later = None
+                    self._ranks.reopen()
                 if number:
                     self._bring_verdict(number - 1)
-        if self.ranks.held and version is not None:
-            self.ranks.reopen()
+        if self._ranks.held and later is not None:
+            self._ranks.reopen()
         self._begin_at(number)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import SourceKey
 from shardyard_worker.consistency.synchronous import SyncStrategy
-from shardyard_worker.rows.row_prefetch import RowPrefetch
 
 
 class HybridStrategy(SyncStrategy):
@@ -27,9 +26,3 @@ class HybridStrategy(SyncStrategy):
     def rows_version(self) -> int | None:
         """The newest rows: all steps before the current version's have counted."""
         return None
-
-    def _load(self, ahead: RowPrefetch | None = None) -> None:
-        assert self._version is not None
-        if self._trainer.cache is not None:
-            self._trainer.cache.begin(self._version)
-        super()._load(ahead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
-from shardyard_worker.consistency.backup_workers import BackupWorkersStrategy
+from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
@@ -19,4 +19,4 @@ def strategy_for(trainer: Trainer) -> Strategy:
     consistency = session.job_settings.consistency
     if consistency.rows_at_once:
         return HybridStrategy(trainer)
-    return BackupWorkersStrategy(trainer) if consistency.backup_workers else SyncStrategy(trainer)
+    return SyncStrategy(trainer, BackupVersions) if consistency.backup_workers else SyncStrategy(trainer)

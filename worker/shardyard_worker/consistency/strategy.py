@@ -17,6 +17,7 @@ from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
 from shardyard.domain.pushes import Outcome
 from shardyard_worker.exchange.requests import ExchangeResult
+from shardyard_worker.session.session import Session
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
@@ -56,27 +57,25 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def resume(self) -> None:
-        """This worker has work. Afterwards the targets hold a version to compute it on."""
-
-    @abstractmethod
-    def rest(self) -> None:
-        """This worker has no work, for now or for good."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Waits for the push in flight. Raises LostWork if its work belongs to another worker."""
-
-    @abstractmethod
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         """Before this worker leaves without an error: waits for the push in flight, and pushes or reports the residual
         that compression has kept. `groups`: the settings for that push. Raises LostWork."""
 
-    @abstractmethod
-    def close(self) -> None:
+    # ---- where a push stays in flight, or servers wait for workers that have work
+
+    def resume(self) -> None:  # noqa: B027 - by default there is nothing to do
+        """This worker has work. Afterwards the targets hold a version to compute it on."""
+
+    def rest(self) -> None:  # noqa: B027
+        """This worker has no work, for now or for good."""
+
+    def drain(self) -> None:  # noqa: B027
+        """Waits for the push in flight. Raises LostWork if its work belongs to another worker."""
+
+    def close(self) -> None:  # noqa: B027
         """Ends threads. No contribution may follow."""
 
-    # ---- the step at hand (training.trainer, StepContext)
+    # ---- the step at hand (StepContext)
 
     @abstractmethod
     def reload(self) -> None: ...
@@ -90,11 +89,10 @@ class Strategy(ABC):
     def on_rows_version_passed(self, error: errors.NotFound) -> None:
         raise error
 
-    # ---- for strategies
 
-    def _note(self, answer: ExchangeResult, sending: StepInput | None) -> None:
-        """Reports samples and the step in the next heartbeat."""
-        fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
-        if sending is not None and sending.coded and fresh:
-            self._session.progress.samples += round(sending.weight)
-        self._session.reached(self.step)
+def note_progress(session: Session, answer: ExchangeResult, sending: StepInput | None, step: int) -> None:
+    """Reports a push's samples, and the step, in the next heartbeat."""
+    fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
+    if sending is not None and sending.coded and fresh:
+        session.progress.samples += round(sending.weight)
+    session.reached(step)

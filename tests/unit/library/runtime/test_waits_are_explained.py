@@ -157,8 +157,8 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/reader/snapshots.py:Snapshots._call_all:result": OUTSIDE,
     "worker/reader/snapshots.py:Snapshots._pull:receive": OUTSIDE,
     "worker/reader/snapshots.py:Snapshots.close:shutdown": "nobody reads a snapshot: its threads idle",
-    "worker/consistency/asynchronous.py:AsyncStrategy._answer_of:result": "the flight's own exchange is explained",
     "worker/consistency/asynchronous.py:AsyncStrategy.close:shutdown": "the flight's own exchange is explained",
+    "worker/consistency/push_delivery.py:PushDelivery.finish:result": "the flight's own exchange is explained",
 }
 """`FILE:FUNCTION:CALL`, and why nobody can be left wondering there."""
 

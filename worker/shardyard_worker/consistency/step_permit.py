@@ -1,0 +1,40 @@
+"""Whether a synchronous step may be computed: a job that stops or changes its mode ends before one step, the same for
+all workers (docs/internals/ledger.md, rules B8 and B9). While that step is being decided, workers wait."""
+
+from __future__ import annotations
+
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.training.trainer import SLICE_MS, Trainer
+
+STOP_SLICE_MS = 20
+"""The pause between two checks whether the last step is decided, which takes a heartbeat of each worker."""
+
+
+def await_last_step(trainer: Trainer, step: int) -> bool:
+    """Waits until it is decided whether this step is computed, and returns that. Raises MapChanged."""
+    barrier, session = trainer.session.step_barrier, trainer.session
+
+    def waiting_for() -> str:
+        if barrier.halts:
+            return f"partitions in the job's next mode, before step {step}"
+        return (
+            f"other workers to learn that the job {'stops' if barrier.stop else 'changes its mode'}, before step {step}"
+        )
+
+    if barrier.permits(step) is None:
+        with session.wait_registry.over(waiting_for):
+            while barrier.permits(step) is None:
+                session.refresh()
+                if trainer.is_behind:
+                    raise MapChanged
+                trainer.router.pause(SLICE_MS if barrier.halts else STOP_SLICE_MS)
+    return barrier.permits(step) is True
+
+
+def may_begin(trainer: Trainer, step: int) -> bool:
+    """As `await_last_step`, for a contribution that follows at once: if it may, the job stops after this step."""
+    while True:
+        await_last_step(trainer, step)
+        may = trainer.session.step_barrier.may_begin(step)
+        if may is not None:
+            return may
