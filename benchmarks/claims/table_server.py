@@ -151,7 +151,7 @@ def measure_updates(dim: int, rows: int, pairs: int) -> tuple[dict[str, list[Fig
     rule, places = row_rules.rule_of("adagrad", table.settings.group, 2), np.arange(BATCH_IDS, dtype=np.int32)
 
     def alone(number: int) -> None:
-        row_rules.apply(rule.code, rule.scalars, table._memory.slab, shuffled[number], places, gradients, dim)
+        row_rules.apply(rule.code, rule.scalars, table.state.memory.slab, shuffled[number], places, gradients, dim)
 
     found = measure_pairs(
         {
@@ -250,7 +250,7 @@ def measure_sweep(rows: int) -> dict[str, list[float]]:
     for step in range(1, 1 + SWEEPS_OF_EACH):
         for name, due in (("sweep_least_ms", step), ("sweep_ms", step + 1)):
             begin_s = time.perf_counter()
-            gone = table.sweep(SWEEPS_PER_AGE + due, [])
+            gone = table.expiry.sweep(SWEEPS_PER_AGE + due, [])
             out = np.empty((gone.size, 16), np.float32)
             table.look_up(gone, out)
             table.remove_expired(gone)

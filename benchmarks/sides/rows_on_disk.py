@@ -118,9 +118,9 @@ def main() -> None:
                 "cold_rows_per_s": cold[0] / measured,
                 "filled_s": filled_s,
                 "rows": table.rows,
-                "rows_on_disk": table.cold_rows,
-                "table_bytes": table.nbytes,
-                "disk_bytes": table.disk_bytes,
+                "rows_on_disk": table.use().cold_rows,
+                "table_bytes": table.use().nbytes,
+                "disk_bytes": table.use().disk_bytes,
                 "cgroup_bytes_most": 0 if given.cgroup is None else most_bytes(given.cgroup),
             }
         )

@@ -162,7 +162,7 @@ def state(store: Store) -> object:
             rows = {
                 (name, int(i)): (record.tobytes(), int(f), int(s))
                 for name, table in partition.tables.items()
-                for chunk in table.items()
+                for chunk in table.cuts.items()
                 for i, record, f, s in zip(chunk.ids, chunk.records, chunk.frequencies, chunk.steps, strict=False)
             }
             found.append((number, version, sources, partition.versions.values.tobytes(), rows))

@@ -53,7 +53,7 @@ class _Chain:
     def follows(self, table: Table, number: int) -> bool:
         """Whether an increment after checkpoint `number` is enough."""
         return (
-            self.generation == table.known_since
+            self.generation == table.cuts.known_since
             and number in self.numbers
             and sum(each > number for each in self.numbers) <= UNCOMMITTED_MAX
             and len(self.numbers) < CHAIN_CUTS_MAX

@@ -193,10 +193,10 @@ class HostedJob:
         found = [wire.DescribedTable(job=self.job, name=settings.name) for settings in self.layout.tables]
         for number in sorted(self.partitions):
             for into in found:
-                table = self.partitions[number].tables[into.name]
+                table = self.partitions[number].tables[into.name].use()
                 into.rows += table.rows
                 into.bytes += table.nbytes
-                into.ids += table.entries
+                into.ids += table.ids
                 into.homes += table.homes
                 into.admitted += table.admitted
                 into.expired += table.expired

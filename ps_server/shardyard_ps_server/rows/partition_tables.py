@@ -87,7 +87,7 @@ class PartitionTables:
         """Replaces all tables: by those of a checkpoint, or by none if the partition has left this server."""
         self._tables = tables
         now_ms = self._clock.now_ms()
-        self._begun_ms = {name: now_ms - table.now_ms for name, table in tables.items()}
+        self._begun_ms = {name: now_ms - table.state.now_ms for name, table in tables.items()}
         """The time when each table's clock was 0."""
 
     def load(self, rows: Sequence[PushedTableRows]) -> None:
@@ -105,7 +105,7 @@ class PartitionTables:
     def items(self, number: int) -> Iterator[Chunk]:
         """Yields all rows of a table, as they are when the first is taken. Raises NotReady if the partition has left,
         and while another reader reads the whole table."""
-        yield from self._at(number).items()
+        yield from self._at(number).cuts.items()
 
     def set_aside(self, rows: Sequence[PushedTableRows | ExpiredIds], number: int) -> RowDiff:
         """Copies the present values of these rows, which are those of version `number`. Each id of a table comes once.
@@ -147,7 +147,7 @@ class PartitionTables:
                 continue
             swept = self._at(number)
             try:
-                ids = swept.sweep(step, [each.ids for each in rows if each.table == number])
+                ids = swept.expiry.sweep(step, [each.ids for each in rows if each.table == number])
             except MemoryError:
                 raise TooLarge(f"no memory for a sweep of {swept.settings.name!r}") from None
             if ids.size:
@@ -181,7 +181,7 @@ class PartitionTables:
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
                 # at the time that the push carries
-                ids = self._not_in_flight(each.table, into.expiring(step, HOMES_PER_ROW * each.ids.size).ids)
+                ids = self._not_in_flight(each.table, into.expiry.expiring(step, HOMES_PER_ROW * each.ids.size).ids)
                 if ids.size:
                     if before_expiry is not None:
                         before_expiry(ExpiredIds(each.table, ids))
@@ -250,7 +250,7 @@ class PartitionTables:
         self._owed[table] = owed if waits else 0
         if waits:
             return rows.ids[:0]
-        ids = self._not_in_flight(table, into.expiring(step, owed, besides).ids)
+        ids = self._not_in_flight(table, into.expiry.expiring(step, owed, besides).ids)
         if ids.size:
             with self._pending_lock:
                 self._expiring_tables.add(table)

@@ -48,7 +48,7 @@ def cut_tables(tables: Tables, since: Since) -> Mapping[str, TableCut]:
     try:
         for name, table in tables.items():
             known = since.get(name)
-            found[name] = table.cut(known if known == table.known_since else None)
+            found[name] = table.cuts.take(known if known == table.cuts.known_since else None)
     except ShardyardError:
         for cut in found.values():
             cut.close()
@@ -70,7 +70,7 @@ def _read(state: TableState, budget: Budget | None) -> Table:
         table.resume(state.entry.updates, state.entry.now_ms)
     except TableError as error:  # each file is intact, but they do not fit together
         raise CheckpointDamaged(f"{called}: {error.what}") from error
-    found, expected = (table.rows, table.entries), (state.entry.rows, state.entry.ids)
+    found, expected = (table.rows, table.state.entries), (state.entry.rows, state.entry.ids)
     if found != expected:
         raise CheckpointDamaged(
             f"{called} has {found[0]} rows and {found[1]} ids; the manifest says {expected[0]} and {expected[1]}"

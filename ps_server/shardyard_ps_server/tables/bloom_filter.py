@@ -1,9 +1,9 @@
-"""How often ids were pushed, about: a counting Bloom filter (shardyard.domain.tables.row_admission). Counts are never
-too low.
+"""Estimates how often ids were pushed: a counting Bloom filter (shardyard.domain.tables.row_admission), whose counts
+are never too low.
 
-Owns: the cells, their lock, and the cells as they were at one moment. Invariants: cells are a function of what was
-counted, in any order, but for none of a table's private seeds; a moment takes as long whatever the number of cells,
-since what changes after it is copied before, a piece at a time. Must not know: rows.
+Owns: the cells, their lock, and cuts of the cells. Invariants: the cells depend on what was counted, not on its order
+nor on a table's private seed; a cut takes the same time for any number of cells, since each piece is copied before it
+changes. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardyard_ps_server.tables.memory.layout import Numbers
 Cells = npt.NDArray[np.uint8]
 
 
-class CellsThen:
-    """A filter as it was when `BloomFilter.cut` gave it, until that is asked for another one, or `end` was called."""
+class FilterCut:
+    """The cells as they were when `BloomFilter.cut` returned this, until `BloomFilter.end` or the next cut."""
 
     def __init__(self, cells: Cells, lock: threading.Lock) -> None:
         self._cells, self._lock = cells, lock
@@ -34,11 +34,11 @@ class CellsThen:
         self.over = False
 
     def pieces(self) -> Iterator[tuple[int, Cells]]:
-        """All cells, a piece at a time, each with the number of its first."""
+        """Yields all cells in pieces, each with the number of its first cell."""
         for at in range(self.kept.size):
             begin = at * PIECE_CELLS
             with self._lock:
-                assert not self.over, "a filter of a cut that has ended"
+                assert not self.over, "the cut of this filter has ended"
                 self.keep(at)
             yield begin, self.copies[begin : begin + PIECE_CELLS]
 
@@ -46,6 +46,7 @@ class CellsThen:
         return np.concatenate([piece for _, piece in self.pieces()])
 
     def keep(self, at: int) -> None:
+        """Copies a piece that is about to change."""
         if not self.kept[at]:
             part = slice(at * PIECE_CELLS, (at + 1) * PIECE_CELLS)
             self.copies[part] = self._cells[part]
@@ -60,7 +61,7 @@ class BloomFilter:
         self._cells: Cells = np.zeros(cells, np.uint8)
         self._key = np.uint64(key)
         self._changing = threading.Lock()
-        self._then: CellsThen | None = None
+        self._cut: FilterCut | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,39 +72,40 @@ class BloomFilter:
         before = np.empty(ids.size, np.int64)
         given = np.ones(ids.size, np.int64) if counts is None else writable(counts)
         with self._changing:
-            then = self._then
-            copies, kept = (_NO_CELLS, _NO_CELLS) if then is None else (then.copies, then.kept)
+            cut = self._cut
+            copies, kept = (_NO_CELLS, _NO_CELLS) if cut is None else (cut.copies, cut.kept)
             count_cells(self._cells, self._key, writable(ids), given, before, copies, kept)
         return before
 
-    def cut(self) -> CellsThen:
-        """The cells as they are now, for who reads them while others count; the one before is over."""
-        then = CellsThen(self._cells, self._changing)
+    def cut(self) -> FilterCut:
+        """The cells as they are now, to be read while others count. Ends the cut before."""
+        made = FilterCut(self._cells, self._changing)
         with self._changing:
-            if self._then is not None:
-                self._then.over = True
-            self._then = then
-        return then
+            if self._cut is not None:
+                self._cut.over = True
+            self._cut = made
+        return made
 
-    def end(self, then: CellsThen) -> None:
-        """Nobody reads it any more."""
+    def end(self, cut: FilterCut) -> None:
+        """Nothing reads it any more."""
         with self._changing:
-            then.over = True
-            if self._then is then:
-                self._then = None
+            cut.over = True
+            if self._cut is cut:
+                self._cut = None
 
     def load(self, cells: Cells, begin: int | None = None) -> None:
-        """All cells, or those from `begin` on."""
+        """Sets all cells, or those from number `begin` on. Raises TableError."""
         size = self._cells.size
         fits = cells.shape == (size,) if begin is None else cells.ndim == 1 and 0 <= begin <= size - cells.size
         if cells.dtype != np.uint8 or not fits:
             raise TableError(
-                f"a filter of {cells.dtype} {cells.shape} for one of uint8 {self._cells.shape}",
+                f"a filter of {cells.dtype} {cells.shape} does not fit one of uint8 {self._cells.shape}",
                 todo="restore with the admission settings that the checkpoint was taken with",
             )
         first = begin or 0
         with self._changing:
-            if self._then is not None and cells.size:
+            cut = self._cut
+            if cut is not None and cells.size:
                 for at in range(first // PIECE_CELLS, (first + cells.size - 1) // PIECE_CELLS + 1):
-                    self._then.keep(at)
+                    cut.keep(at)
             self._cells[first : first + cells.size] = cells

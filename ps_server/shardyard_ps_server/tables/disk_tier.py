@@ -22,10 +22,8 @@ from shardyard_ps_server.tables.loops import moves
 from shardyard_ps_server.tables.memory import heap
 from shardyard_ps_server.tables.memory.address_space import give_back
 from shardyard_ps_server.tables.memory.budget import UNLIMITED, Budget
-from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
-from shardyard_ps_server.tables.memory.layout import COLD_ROWS, FREED, HIGH_FREED, LIMIT, NEXT_ROW, Numbers, TableMemory
-from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
-from shardyard_ps_server.tables.stripes import Stripes
+from shardyard_ps_server.tables.memory.layout import COLD_ROWS, FREED, HIGH_FREED, LIMIT, NEXT_ROW, Numbers
+from shardyard_ps_server.tables.state import TableState
 
 HOMES_PER_STEP: Final = 2_048
 """Buckets for which a stripe's lock is held."""
@@ -43,23 +41,15 @@ _MORE: Final = 2_048
 
 
 class DiskTier:
-    """Of one table, whose memory has rows in a file from `memory.cold` on."""
+    """Of one table. Rows from number `memory.cold` on lie in the file."""
 
-    def __init__(
-        self,
-        memory: TableMemory,
-        stripes: Stripes,
-        retirement: EpochReclaim,
-        gate: SharedExclusiveLock,
-        budget: Budget,
-        called: str,
-    ) -> None:
-        self._memory, self._stripes, self._retirement, self._gate = memory, stripes, retirement, gate
+    def __init__(self, state: TableState, budget: Budget) -> None:
+        self._memory, self._stripes, self._reclaim, self._lock = state.memory, state.stripes, state.reclaim, state.lock
         self._budget = budget
         self._moving = threading.Lock()
-        self._file = ColdFile(memory, called, budget.open_file)
+        self._file = ColdFile(state.memory, f"table {state.settings.name!r}", budget.open_file)
         self._cursor = np.uint64(0)
-        self._hot_max = int(memory.shared[LIMIT])
+        self._hot_max = int(state.memory.shared[LIMIT])
         budget.join(self)
 
     @property
@@ -76,7 +66,7 @@ class DiskTier:
         shared = self._memory.shared
         if not shared[COLD_ROWS] and shared[LIMIT] == self._hot_max:
             return ids.size
-        with self._retirement.reading():
+        with self._reclaim.reading():
             return int(moves.bring(self._memory, writable(ids)))
 
     def make_room(self, ids: Ids) -> None:
@@ -142,7 +132,7 @@ class DiskTier:
         coldest: list[tuple[Numbers, Numbers]] = []
         found = 0
         while homes > 0 and left < most and (self._beyond() or self._missing(needed) > found):
-            with self._gate.together():
+            with self._lock.together():
                 n, cursor, over = moves.hot_some(self._memory, self._cursor, HOMES_PER_STEP, ids, keys, rows)
             self._cursor = np.uint64(0) if over else np.uint64(cursor)
             homes -= HOMES_PER_STEP
@@ -175,7 +165,7 @@ class DiskTier:
             # a row may change while it is copied: then it is not the same, and stays
             records = self._memory.slab[rows[: slots.size]]
             written = self._file.write(slots, records)
-            with self._gate.together():
+            with self._lock.together():
                 moves.settle(
                     self._memory,
                     ids[:written],
@@ -193,7 +183,7 @@ class DiskTier:
         shared = self._memory.shared
         if shared[NEXT_ROW] <= shared[LIMIT] or self._beyond():
             return
-        with self._gate.alone():  # nobody takes rows or frees them
+        with self._lock.alone():  # nobody takes rows or frees them
             if self._beyond():
                 return
             begin, end = int(shared[LIMIT]), int(shared[NEXT_ROW])

@@ -8,18 +8,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardyard.domain.tables import row_rules
 from shardyard.domain.tables.row_optimizers import Slot
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.tables.memory.address_space import reserve
-from shardyard_ps_server.tables.memory.layout import FIELDS, LIMIT, SHARED_WORDS, SLOTS, Floats, TableMemory
+from shardyard_ps_server.tables.memory.layout import FIELDS, LIMIT, SHARED_WORDS, SLOTS, TableMemory
 
 _HOT_ALIGN: Final = 1 << 14
-"""So many rows end at a page, whatever the size of either."""
+"""This many rows end at the end of a page, whatever the size of a row or a page."""
 
 
 def new_memory(settings: TableSettings, slots: Sequence[Slot], rows_max: int, key: int, *, tiered: bool) -> TableMemory:
-    """Raises TableError if the address space is refused. `tiered`: with row numbers for a file."""
+    """`tiered`: rows may lie in a file. Raises TableError if the address space is refused."""
     stride = settings.dim + sum(slot.width(settings.dim) for slot in slots)
     hot = -(-rows_max // _HOT_ALIGN) * _HOT_ALIGN if tiered else rows_max
     cold = rows_max if tiered else 0
@@ -45,7 +44,8 @@ def new_memory(settings: TableSettings, slots: Sequence[Slot], rows_max: int, ke
 
 
 def with_log(memory: TableMemory, entries: int) -> TableMemory:
-    """With room for all entries as they are now, which pushes set aside while a cut is read."""
+    """The same memory with a log that has room for all present entries: pushes copy entries to it while a cut is
+    read."""
     stride = memory.slab.shape[1]
     return memory._replace(
         log_words=reserve(24 * max(entries, 1), np.uint64),
@@ -59,12 +59,3 @@ def without_log(memory: TableMemory) -> TableMemory:
 
 def no_log(stride: int) -> dict[str, Any]:
     return {"log_words": np.zeros(3, np.uint64), "log_rows": np.zeros((1, stride), np.float32)}
-
-
-def fresh_state(settings: TableSettings, memory: TableMemory, values: Floats) -> Floats:
-    """The optimizer state of new rows that begin with these values."""
-    rule = row_rules.rule_of(settings.optimizer, settings.group, 1)
-    records = np.hstack([values, np.tile(memory.fresh, (values.shape[0], 1))])
-    for row in records:
-        row_rules.begin(rule.code, rule.scalars, row, settings.dim)
-    return records[:, settings.dim :].copy()

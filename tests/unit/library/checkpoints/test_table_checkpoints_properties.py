@@ -94,7 +94,7 @@ class Trained:
         elif what == "remove":
             self.forget(self.table.remove(np.unique(np.array(ids, np.int64))))
         elif what == "expire":
-            gone = self.table.expiring(self.step, int(self.rng.integers(1, 200)), now_ms=self.now_ms).ids
+            gone = self.table.expiry.expiring(self.step, int(self.rng.integers(1, 200)), now_ms=self.now_ms).ids
             self.table.remove_expired(gone)
             self.forget(gone)
         elif what == "restore":
@@ -167,14 +167,14 @@ class Trained:
             number: entry.row[:dim].tobytes() for number, entry in self.then.entries.items() if entry.row is not None
         }
         found = read_tables((state,), self.budget)[self.settings.name]
-        assert found.updates == self.step_then
-        assert found.now_ms == (self.then_ms if self.settings.expiry.by_time else 0)
+        assert found.state.updates == self.step_then
+        assert found.state.now_ms == (self.then_ms if self.settings.expiry.by_time else 0)
         return found
 
     def check(self, table: Table, plain: PlainTable) -> None:
-        assert contents(list(table.items())) == expected(plain)
+        assert contents(list(table.cuts.items())) == expected(plain)
         if self.settings.admission.kind is Admission.ESTIMATE:
-            with table.cut() as cut:
+            with table.cuts.take() as cut:
                 assert cut.cells is not None
                 assert bytes(cut.cells) == (bytes(plain.cells) or bytes(cut.cells.size))
 

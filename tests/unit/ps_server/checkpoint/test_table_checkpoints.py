@@ -124,12 +124,12 @@ def train(store: Store, step: int, ids: np.ndarray = IDS) -> None:
             gradients = np.random.default_rng((step, partition.id, len(name))).standard_normal(
                 (own.size, table.settings.dim)
             )
-            table.push(own, gradients.astype(np.float32), step, now_ms=max(table.now_ms, 70_000 * step))
+            table.push(own, gradients.astype(np.float32), step, now_ms=max(table.state.now_ms, 70_000 * step))
 
 
 def rows(table: Table) -> dict[int, tuple[bytes | None, int, int]]:
     found = {}
-    for chunk in table.items():
+    for chunk in table.cuts.items():
         for i, number in enumerate(chunk.ids.tolist()):
             row = chunk.records[i].tobytes() if i < len(chunk.records) else None
             found[number] = row, int(chunk.frequencies[i]), int(chunk.steps[i])
@@ -139,14 +139,24 @@ def rows(table: Table) -> dict[int, tuple[bytes | None, int, int]]:
 def contents(store: Store) -> list[object]:
     """All that tables are, as values that can be compared bit by bit."""
     return [
-        (partition.id, name, table.updates, table.now_ms, table.rows, table.entries, rows(table), cells(table))
+        (
+            partition.id,
+            name,
+            table.state.updates,
+            table.state.now_ms,
+            table.rows,
+            table.state.entries,
+            rows(table),
+            cells(table),
+        )
         for partition in partitions(store)
         for name, table in partition.tables.items()
+        for state in (table.state,)
     ]
 
 
 def cells(table: Table) -> bytes | None:
-    return None if table._estimates is None else table._estimates._cells.tobytes()
+    return None if table.state.filter is None else table.state.filter._cells.tobytes()
 
 
 Entered = list[PartitionEntry]
@@ -353,7 +363,7 @@ def test_a_cut_has_the_tables_of_its_moment_whatever_is_pushed_while_it_is_writt
 def test_a_cut_waits_for_nobody_who_reads_a_whole_table_but_says_so(tmp_path: Path) -> None:
     store = server()
     train(store, 1)
-    reader = partitions(store)[0].tables["words.in"].items()
+    reader = partitions(store)[0].tables["words.in"].cuts.items()
     next(reader)
     with pytest.raises(NotReady, match="a cut of this table"):
         save(store, tmp_path, 1)
@@ -388,8 +398,8 @@ def test_what_was_given_up_is_let_go_and_breaks_the_chain_where_it_was_read(tmp_
         saver.save(partitions(store), SaveRequest(2, None, 1, 0), Refusing(tmp_path, after))
     for partition in partitions(store):
         for table in partition.tables.values():
-            assert table._memory.log_rows.nbytes < 1_000
-            assert table._estimates is None or table._estimates._then is None
+            assert table.state.memory.log_rows.nbytes < 1_000
+            assert table.state.filter is None or table.state.filter._cut is None
     train(store, 3, IDS[:9])
     third = save(store, tmp_path, 3, base=1)
     assert contents(restored(tmp_path, third)) == contents(store)
@@ -403,7 +413,7 @@ def test_a_cut_of_which_nothing_was_read_leaves_the_chain_as_it_was(tmp_path: Pa
     save(store, tmp_path, 1)
     for partition in partitions(store):
         partition.tables["users"].remove(IDS[:10])
-        cut = take_cut(partition, {name: table.generation for name, table in partition.tables.items()})
+        cut = take_cut(partition, {name: table.cuts.generation for name, table in partition.tables.items()})
         partition.tables["users"].remove(IDS[10:20])
         train(store, 2, IDS[100:110])
         cut.release()
@@ -823,4 +833,4 @@ def test_a_server_reads_a_checkpoint_within_its_bound(small_files: None, tmp_pat
     assert contents(again) == contents(store)
     for partition in partitions(again):
         for table in partition.tables.values():
-            assert (table.cold_rows > 0.5 * table.rows) == (BUDGETS[-1] is not None)
+            assert (table.use().cold_rows > 0.5 * table.rows) == (BUDGETS[-1] is not None)

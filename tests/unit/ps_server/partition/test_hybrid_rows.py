@@ -101,7 +101,7 @@ def test_rows_of_a_rank_are_as_old_as_its_record_says() -> None:
     given = work({1: 2.0}, table=1)
     timed = given._replace(rows=[each._replace(now_ms=77_000) for each in given.rows])
     assert push(partition, 0, 0, timed) is Outcome.RECORDED
-    assert partition.tables["narrow"].now_ms == 77_000
+    assert partition.tables["narrow"].state.now_ms == 77_000
 
 
 def test_a_contribution_that_comes_again_changes_no_row() -> None:

@@ -132,7 +132,7 @@ def test_rows_that_expired_since_are_there() -> None:
     for sequence in range(1, 400):
         push(store, push_order(sequence, rows), DENSE + data)
     table = store.hosted()[0].partitions[PARTS[0]].tables["wide"]
-    assert table.expired == (OWNER == 0).sum() - 1, "nothing has expired: the test tests nothing"
+    assert table.use().expired == (OWNER == 0).sum() - 1, "nothing has expired: the test tests nothing"
     assert (pinned(store) == after(1)).all()
     assert everything(store) == {int(each): row.tolist() for each, row in zip(IDS, after(1), strict=True)}
 

@@ -601,7 +601,7 @@ def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
 
     straight = partition_of(2, layout)
     train(straight, 0, 150, (0, 1))
-    assert straight.tables["wide"].expired > 0
+    assert straight.tables["wide"].use().expired > 0
     store = server(layout=layout)
     train(only(store), 0, 61, (1, 0))
     (saved,) = orders.save(store, Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 61, 0, 0), str(tmp_path))
@@ -665,7 +665,7 @@ def test_ids_without_a_row_are_not_set_aside() -> None:
     push(partition, 0, 1, work({0: 1.0}))
     for step in range(2, 8):
         push(partition, 0, step, work({2: 1.0}))
-    assert partition.tables["wide"].expired == 2
+    assert partition.tables["wide"].use().expired == 2
     assert partition.overlay.last is not None
     assert partition.overlay.last.rows[0][0].tolist() == IDS[[0, 2]].tolist()
 

@@ -707,7 +707,7 @@ def test_ages_go_on_from_where_a_checkpoint_was_cut() -> None:
     pushed(into, 2, 1)
     table = into.by_name["t"]
     restored = Table(table.settings)
-    with table.cut() as cut:
+    with table.cuts.take() as cut:
         for chunk in cut:
             restored.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
         restored.resume(cut.updates, cut.now_ms)
@@ -724,9 +724,9 @@ def test_ages_go_on_from_where_a_checkpoint_was_cut() -> None:
 def test_a_clock_that_a_table_does_not_age_by_is_not_kept() -> None:
     table = Table(TableSettings("t", 1, rows_max=64, expiry=ExpirySettings(age_steps=5)))
     table.push(np.arange(3), np.ones((3, 1), np.float32), 1, now_ms=9)
-    assert table.now_ms == 0
+    assert table.state.now_ms == 0
     table.resume(1, 5)
-    assert table.now_ms == 0
+    assert table.state.now_ms == 0
 
 
 def test_a_time_that_cannot_be_is_refused() -> None:
@@ -738,7 +738,7 @@ def test_a_time_that_cannot_be_is_refused() -> None:
     for wrong in (8, 1 << 47):
         with pytest.raises(TableError, match="ms as the time"):
             table.resume(1, wrong)
-    assert (table.rows, table.now_ms) == (3, 9)
+    assert (table.rows, table.state.now_ms) == (3, 9)
 
 
 def test_the_memory_of_tables_is_given_back_with_their_job() -> None:

@@ -384,7 +384,7 @@ def test_rows_come_with_the_values_and_not_before() -> None:
 def state(store: Store) -> object:
     (hosted,) = store.hosted()
     return [
-        (partition.describe(), sorted(i for chunk in partition.tables["wide"].items() for i in chunk.ids.tolist()))
+        (partition.describe(), sorted(i for chunk in partition.tables["wide"].cuts.items() for i in chunk.ids.tolist()))
         for partition in hosted.partitions.values()
     ]
 

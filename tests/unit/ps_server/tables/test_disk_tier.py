@@ -83,7 +83,7 @@ def test_rows_are_counted_right_while_the_limit_of_memory_moves() -> None:
 
     def move() -> None:
         for limit in itertools.cycle((ROWS, ROWS // 4)):
-            heap.set_limit(table._memory, limit)
+            heap.set_limit(table.state.memory, limit)
             if stop.is_set():
                 return
 
@@ -109,20 +109,20 @@ def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
     taken, counts = [], set()
     for begin in range(0, ids.size, piece):
         table.load(ids[begin : begin + piece], np.zeros((piece, DIM), np.float32))
-        taken.append(table.nbytes)
-        counts.add(table.stripes)
+        taken.append(table.use().nbytes)
+        counts.add(table.state.stripes.count)
     assert max(counts) >= 6
     assert table.rows == ids.size
     assert 0.9 * bound < taken[-1]
     assert max(taken) < 1.05 * bound
-    assert table._stripes.nbytes < 27 * ids.size
-    assert table._stripes.nbytes == sum(room.nbytes for room in table._stripes._rooms)
+    assert table.state.stripes.nbytes < 27 * ids.size
+    assert table.state.stripes.nbytes == sum(room.nbytes for room in table.state.stripes._rooms)
 
 
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
     return {
         number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
-        for chunk in table.items()
+        for chunk in table.cuts.items()
         for i, number in enumerate(chunk.ids.tolist())
     }
 
@@ -131,18 +131,18 @@ def train(table: Table, ids: np.ndarray, steps: int = 30, seed: int = 0) -> None
     rng = np.random.default_rng(seed)
     for step in range(1, steps + 1):
         batch = np.unique(rng.choice(ids, 2_000))
-        table.push(batch, gradients(batch.size, step), table.updates + 1)
+        table.push(batch, gradients(batch.size, step), table.state.updates + 1)
 
 
 def slots_in_use(table: Table) -> int:
-    shared = table._memory.shared
+    shared = table.state.memory.shared
     return int(shared[layout.NEXT_SLOT] - shared[layout.SLOTS_FREE])
 
 
 def settled(*tables: Table) -> None:
     """A little of what is too much leaves with each push."""
     for table in tables * 200:
-        table.count(np.empty(0, np.int64), None, table.updates + 1)
+        table.count(np.empty(0, np.int64), None, table.state.updates + 1)
 
 
 # ---- where rows are
@@ -156,9 +156,9 @@ def test_rows_beyond_the_bound_lie_in_a_file_and_are_the_rows_that_they_were(tmp
         train(table, ids)
     settled(bounded, plain)
     assert bounded.rows == plain.rows == ids.size
-    assert bounded.cold_rows > 0.8 * ids.size
-    assert bounded.disk_bytes >= bounded.cold_rows * ROW_BYTES
-    assert (plain.cold_rows, plain.disk_bytes) == (0, 0)
+    assert bounded.use().cold_rows > 0.8 * ids.size
+    assert bounded.use().disk_bytes >= bounded.use().cold_rows * ROW_BYTES
+    assert (plain.use().cold_rows, plain.use().disk_bytes) == (0, 0)
     assert look(bounded, ids).tobytes() == look(plain, ids).tobytes()
     assert contents(bounded) == contents(plain)
 
@@ -170,7 +170,7 @@ def test_a_table_that_fits_has_no_file(tmp_path: Path) -> None:
     table = make(Budget(budget.bytes_max, lambda: opened.append(0) or in_memory()))  # type: ignore[func-returns-value]
     ids = many(ROWS)
     table.push(ids, gradients(ids.size), 1)
-    assert (table.cold_rows, table.disk_bytes, opened) == (0, 0, [])
+    assert (table.use().cold_rows, table.use().disk_bytes, opened) == (0, 0, [])
 
 
 def test_memory_stays_within_the_bound_while_the_index_grows() -> None:
@@ -182,16 +182,16 @@ def test_memory_stays_within_the_bound_while_the_index_grows() -> None:
         batch = ids[begin : begin + 500]
         table.push(batch, np.zeros((batch.size, dim), np.float32), step)
         # a limit falls in steps, and the rows behind it leave over some pushes
-        assert table.nbytes < 1.2 * bytes_max
+        assert table.use().nbytes < 1.2 * bytes_max
     settled(table)
-    assert table.nbytes <= bytes_max
+    assert table.use().nbytes <= bytes_max
     assert table.rows == ids.size
-    index = table._stripes.nbytes
-    assert table.nbytes - index > 0.8 * (bytes_max - index)
+    index = table.state.stripes.nbytes
+    assert table.use().nbytes - index > 0.8 * (bytes_max - index)
 
 
 def is_cold(table: Table, ids: np.ndarray) -> np.ndarray:
-    return np.array([moves.bring(table._memory, np.array([each])) > 0 for each in ids.tolist()])
+    return np.array([moves.bring(table.state.memory, np.array([each])) > 0 for each in ids.tolist()])
 
 
 def test_what_is_pushed_comes_into_memory_and_what_was_pushed_longest_ago_leaves(
@@ -206,7 +206,7 @@ def test_what_is_pushed_comes_into_memory_and_what_was_pushed_longest_ago_leaves
         batch = np.concatenate([hot, part])
         table.push(batch, gradients(batch.size), step)
     settled(table)
-    assert table.rows - table.cold_rows <= 2_000
+    assert table.rows - table.use().cold_rows <= 2_000
     assert is_cold(table, hot).mean() < 0.02
     assert is_cold(table, others[:10_000]).mean() > 0.98
     assert is_cold(table, ids[15_000:]).all()
@@ -218,19 +218,19 @@ def test_a_bound_that_is_raised_lets_rows_come_back_and_one_that_falls_gives_mem
     ids = many(ROWS)
     for each in (table, plain):
         each.push(ids, gradients(ids.size), 1)
-    whole = table.nbytes
-    budget.bytes_max = table._stripes.nbytes + 100_000
+    whole = table.use().nbytes
+    budget.bytes_max = table.state.stripes.nbytes + 100_000
     settled(table)
-    assert table.nbytes <= budget.bytes_max < whole
+    assert table.use().nbytes <= budget.bytes_max < whole
     budget.bytes_max = 1 << 30
     for each in (table, plain):
         each.push(ids, gradients(ids.size, 1), 2)
-    assert table.cold_rows == 0
+    assert table.use().cold_rows == 0
     assert contents(table) == contents(plain)
 
 
 def expire(table: Table, step: int) -> np.ndarray:
-    gone = table.expiring(step, 1 << 20).ids
+    gone = table.expiry.expiring(step, 1 << 20).ids
     table.remove_expired(gone)
     return gone
 
@@ -249,7 +249,7 @@ def test_rows_in_the_file_expire_are_removed_and_loaded_as_others_are() -> None:
         assert all(each.size for each in gone)
     assert contents(tables[0]) == contents(tables[1])
     tables[0].remove(ids)
-    assert (tables[0].rows, tables[0].cold_rows) == (0, 0)
+    assert (tables[0].rows, tables[0].use().cold_rows) == (0, 0)
 
 
 def test_a_cut_is_of_its_moment_while_rows_go_to_the_file_and_come_back() -> None:
@@ -258,9 +258,9 @@ def test_a_cut_is_of_its_moment_while_rows_go_to_the_file_and_come_back() -> Non
     table.push(ids, gradients(ids.size), 1)
     for since in (None, "all"):
         then = contents(table)
-        with table.cut(None if since is None else table.generation) as cut:
+        with table.cuts.take(None if since is None else table.cuts.generation) as cut:
             found = []
-            for step, chunk in enumerate(cut, table.updates + 1):
+            for step, chunk in enumerate(cut, table.state.updates + 1):
                 found.append(chunk)
                 table.push(ids[step % 7 :: 7], gradients(ids[step % 7 :: 7].size, step), step)
                 table.remove(ids[step : step + 3])
@@ -270,7 +270,7 @@ def test_a_cut_is_of_its_moment_while_rows_go_to_the_file_and_come_back() -> Non
             for i, number in enumerate(chunk.ids.tolist())
         }
         assert got == then if since is None else got.items() <= then.items()
-        table.push(ids, gradients(ids.size, 8), table.updates + 1)
+        table.push(ids, gradients(ids.size, 8), table.state.updates + 1)
 
 
 def test_a_table_that_may_lie_in_a_file_is_full_at_its_bound_too() -> None:
@@ -345,7 +345,7 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
         after = look(table, hot)
         assert (after != before).any()
         seen.append(after)
-        assert sum(chunk.ids.size for chunk in table.items()) == ids.size
+        assert sum(chunk.ids.size for chunk in table.cuts.items()) == ids.size
         table.remove(hot[:1])
         expire(table, 302)
         done.set()
@@ -359,7 +359,7 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
     assert went_on
     assert table.rows == ids.size - 1
     assert (look(table, hot[1:]) == seen[0][1:]).all()
-    assert slots_in_use(table) == table.cold_rows
+    assert slots_in_use(table) == table.use().cold_rows
 
 
 def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pyte
     monkeypatch.setattr(moves, "bring_window", noting("bring", moves.bring_window))
     for name in ("copy_some", "expire_some"):
         monkeypatch.setattr(walks, name, noting("walk", getattr(walks, name)))
-    for steps in (lambda: list(table.items()), lambda: table.expiring(300, 1 << 20)):
+    for steps in (lambda: list(table.cuts.items()), lambda: table.expiry.expiring(300, 1 << 20)):
         done.clear()
         steps()
         assert len(done) > 8
@@ -422,8 +422,8 @@ def test_two_threads_push_while_a_third_reads_rows_that_move() -> None:
     stop.set()
     reader.join(60)
     assert not torn
-    assert slots_in_use(table) == table.cold_rows
-    assert table.cold_rows > 0
+    assert slots_in_use(table) == table.use().cold_rows
+    assert table.use().cold_rows > 0
     for half in halves:
         out = np.empty((half.size, 16), np.float32)
         table.look_up(half, out)
@@ -450,8 +450,8 @@ def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
     for table in (bounded, plain):
         table.push(first, gradients(first.size), 1)
     settled(bounded, plain)
-    assert bounded.cold_rows > 0
-    assert bounded.disk_refused == ""
+    assert bounded.use().cold_rows > 0
+    assert bounded.use().disk_refused == ""
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "shardyard.server"):
         refusing(patch)
         patch.setattr(cold_file, "REFUSED_TURNS_MAX", 3)
@@ -459,14 +459,14 @@ def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
             for step in range(2, 8):
                 table.push(second, gradients(second.size, step), step)
                 train(table, ids, 5, step)
-        assert bounded.disk_refused == os.strerror(errno.ENOSPC)
-        assert bounded.nbytes > 400_000
+        assert bounded.use().disk_refused == os.strerror(errno.ENOSPC)
+        assert bounded.use().nbytes > 400_000
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "the disk refuses them (No space left on device)" in caplog.text
         assert contents(bounded) == contents(plain)
     settled(bounded, plain)
-    assert bounded.disk_refused == ""
-    assert bounded.rows - bounded.cold_rows < 2_000
+    assert bounded.use().disk_refused == ""
+    assert bounded.rows - bounded.use().cold_rows < 2_000
     assert contents(bounded) == contents(plain)
 
 
@@ -479,8 +479,8 @@ def test_a_file_that_cannot_be_opened_is_told_and_rows_stay_in_memory() -> None:
     for table in (bounded, plain):
         table.push(ids, gradients(ids.size), 1)
         train(table, ids)
-    assert bounded.disk_refused == os.strerror(errno.EMFILE)
-    assert bounded.cold_rows == 0
+    assert bounded.use().disk_refused == os.strerror(errno.EMFILE)
+    assert bounded.use().cold_rows == 0
     assert contents(bounded) == contents(plain)
 
 
@@ -515,11 +515,11 @@ def test_a_write_that_is_refused_leaves_rows_where_they_are(monkeypatch: pytest.
     for table in (bounded, plain):
         table.push(ids, gradients(ids.size), 1)
     settled(bounded, plain)
-    assert bounded.cold_rows > 4_000
+    assert bounded.use().cold_rows > 4_000
     fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)  # the kernel refuses pwrite from here on
     for table in (bounded, plain):
         train(table, ids)
-    assert bounded.disk_refused == os.strerror(errno.EPERM)
+    assert bounded.use().disk_refused == os.strerror(errno.EPERM)
     assert contents(bounded) == contents(plain)
 
 
@@ -561,7 +561,7 @@ def test_the_file_has_no_name_and_goes_with_the_table(
     ids = many(ROWS)
     table.push(ids, gradients(ids.size), 1)
     settled(table)
-    assert table.cold_rows > 0
+    assert table.use().cold_rows > 0
     assert any(str(tmp_path) in each for each in open_files())
     assert list(tmp_path.iterdir()) == []
     del table
@@ -581,7 +581,7 @@ table = Table(TableSettings("t", 4, rows_max=1 << 20), budget_in(Path(sys.argv[1
 table.push(np.arange(20_000), np.ones((20_000, 4), np.float32), 1)
 for step in range(2, 20):
     table.push(np.arange(10), np.ones((10, 4), np.float32), step)
-print(table.cold_rows, flush=True)
+print(table.use().cold_rows, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
@@ -608,9 +608,9 @@ def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeyp
         for step in range(1, 5):
             steps_of.push(partition, 0, step, everything)
     assert partition.torn is None
-    assert (table.cold_rows, slots_in_use(table)) == (0, 0)
+    assert (table.use().cold_rows, slots_in_use(table)) == (0, 0)
     steps_of.push(partition, 0, 5, steps_of.work({0: 1.0}))
-    assert table.cold_rows == slots_in_use(table) > 0
+    assert table.use().cold_rows == slots_in_use(table) > 0
     assert partition.describe()[0].number == 6
 
 
@@ -648,13 +648,13 @@ def test_a_table_that_nobody_pushes_makes_room_for_others() -> None:
     idle, busy = make(budget), make(budget)
     ids = many(60_000)
     idle.push(ids[:20_000], gradients(20_000), 1)
-    whole = idle.nbytes
-    assert idle.cold_rows == 0
+    whole = idle.use().nbytes
+    assert idle.use().cold_rows == 0
     for step, begin in enumerate(range(20_000, ids.size, 500), 1):
         batch = ids[begin : begin + 500]
         busy.push(batch, gradients(batch.size), step)
-    assert idle.cold_rows > 0
-    assert idle.nbytes < whole
+    assert idle.use().cold_rows > 0
+    assert idle.use().nbytes < whole
     assert idle.nbytes + busy.nbytes < 1.1 * (2 << 20)
 
 

@@ -57,7 +57,7 @@ def test_rows_that_are_always_pushed_have_the_bits_of_a_dense_variable(kind: str
         w = after
         table.push(IDS, g, step)
     assert values_of(table).tobytes() == w.tobytes()
-    (chunk,) = table.items()
+    (chunk,) = table.cuts.items()
     order = np.argsort(chunk.ids)
     kept = chunk.state[order].reshape(ROWS, len(state), DIM)
     for number, expected in enumerate(state):
@@ -122,7 +122,7 @@ def test_row_wise_adagrad_divides_by_the_root_of_the_mean_squares() -> None:
         w -= 0.1 * x / (np.sqrt(total) + 1e-4)
         table.push(IDS, g, step)
     np.testing.assert_allclose(values_of(table), w, rtol=2e-5, atol=2e-6)
-    (chunk,) = table.items()
+    (chunk,) = table.cuts.items()
     assert chunk.state.shape == (ROWS, 1)
 
 

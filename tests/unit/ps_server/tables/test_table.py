@@ -41,7 +41,7 @@ def look(table: Table, ids: np.ndarray) -> np.ndarray:
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
     return {
         number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
-        for chunk in table.items()
+        for chunk in table.cuts.items()
         for i, number in enumerate(chunk.ids.tolist())
     }
 
@@ -56,7 +56,7 @@ def many(n: int, seed: int = 0) -> np.ndarray:
 def test_look_up_changes_nothing() -> None:
     table = make()
     first = look(table, np.concatenate([IDS, IDS]))
-    assert (table.rows, table.entries) == (0, 0)
+    assert (table.rows, table.state.entries) == (0, 0)
     table.push(IDS, ones(5), 1)
     before = contents(table)
     look(table, np.concatenate([many(10_000), IDS]))
@@ -108,13 +108,13 @@ def test_rows_that_are_removed_begin_anew_and_their_memory_is_used_again() -> No
     seen = look(table, ids)
     for step in range(1, 4):
         table.push(ids, ones(ids.size), step)
-        nbytes = table.nbytes
+        nbytes = table.use().nbytes
         gone = table.remove(np.concatenate([ids[::-1], np.array([3], np.int64)]))
         assert sorted(gone.tolist()) == ids.tolist()
-        assert (table.rows, table.entries) == (0, 0)
+        assert (table.rows, table.state.entries) == (0, 0)
         assert (look(table, ids) == seen).all()
     table.push(ids, ones(ids.size), 4)
-    assert table.nbytes == nbytes
+    assert table.use().nbytes == nbytes
 
 
 def test_the_last_step_never_goes_back() -> None:
@@ -159,7 +159,7 @@ def test_contents_depend_on_no_private_seed_and_no_number_of_stripes(monkeypatch
         for step, ids in enumerate(batches, start=1):
             table.push(ids, gradients, step)
         made.append(table)
-    assert made[1].stripes > 2 * made[0].stripes >= 32
+    assert made[1].state.stripes.count > 2 * made[0].state.stripes.count >= 32
     assert contents(made[0]) == contents(made[1])
 
 
@@ -176,12 +176,12 @@ def test_a_table_grows_to_many_stripes_and_keeps_everything() -> None:
     for begin in range(0, ids.size, 50_000):
         part = ids[begin : begin + 50_000]
         table.push(part, np.repeat(part[:, None], DIM, axis=1).astype(np.float32), 1)
-    assert (table.rows, table.entries) == (ids.size, ids.size)
-    assert table.stripes >= 16
-    index_bytes = table.nbytes - ids.size * 2 * DIM * 4
+    assert (table.rows, table.state.entries) == (ids.size, ids.size)
+    assert table.state.stripes.count >= 16
+    index_bytes = table.use().nbytes - ids.size * 2 * DIM * 4
     assert index_bytes / ids.size <= 30
     missing = 0
-    for chunk in table.items():
+    for chunk in table.cuts.items():
         squares = chunk.ids.astype(np.float32) ** 2
         missing += chunk.ids.size
         assert (chunk.state == squares[:, None]).all()
@@ -205,7 +205,7 @@ def test_state_that_is_not_given_is_that_of_new_rows() -> None:
     group = make_group("ftrl", {"beta": 2.0, "lr": 0.5})
     table = Table(TableSettings("t", DIM, "ftrl", group, rows_max=4_096))
     table.load(IDS, 3 * ones(5))
-    (chunk,) = table.items()
+    (chunk,) = table.cuts.items()
     assert (chunk.state == [-12.0] * DIM + [0.0] * DIM).all()
 
 
@@ -252,13 +252,13 @@ def bad_calls() -> dict[str, tuple[type[ShardyardError], str, Callable[[Table], 
 def test_what_does_not_fit_is_refused_and_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = make()
     table.push(IDS, ones(5), 1)
-    before, nbytes = contents(table), table.nbytes
+    before, nbytes = contents(table), table.use().nbytes
     monkeypatch.setattr(checks, "BATCH_IDS_MAX", 5)
     kind, match, call = bad_calls()[name]
     with pytest.raises(kind, match=match) as caught:
         call(table)
     assert type(caught.value) is kind
-    assert (contents(table), table.nbytes) == (before, nbytes)
+    assert (contents(table), table.use().nbytes) == (before, nbytes)
 
 
 def test_more_rows_than_the_table_may_have_are_refused_whole() -> None:
@@ -308,7 +308,7 @@ def test_no_ids_are_no_work() -> None:
     table.load(none, ones(0))
     assert look(table, none).shape == (0, DIM)
     assert table.remove(none).size == 0
-    assert [chunk for chunk in table.items() if isinstance(chunk, Chunk)] == []
+    assert [chunk for chunk in table.cuts.items() if isinstance(chunk, Chunk)] == []
 
 
 def test_arrays_may_be_read_only_or_lie_apart() -> None:

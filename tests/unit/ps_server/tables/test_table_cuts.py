@@ -101,7 +101,7 @@ def test_a_cut_shows_one_moment_between_pushes() -> None:
     seen = []
     with beside(change):
         for _ in range(12):
-            found = contents(table.items())
+            found = contents(table.cuts.items())
             of_half = {found[number] for number in half.tolist()}
             assert len(of_half) == 1
             seen.append(of_half.pop())
@@ -115,7 +115,7 @@ def test_incremental_cuts_have_what_changed_and_what_went() -> None:
 
     def follow(since: int | None, removed: list[int]) -> tuple[int, int]:
         size = 0
-        with table.cut(since) as cut:
+        with table.cuts.take(since) as cut:
             # after the moment: in the next one
             push(table, np.concatenate([IDS[:10], IDS[10_000:10_020]]), 90)
             assert sorted(cut.removed.tolist()) == sorted(removed)
@@ -124,65 +124,65 @@ def test_incremental_cuts_have_what_changed_and_what_went() -> None:
                 size += chunk.ids.size
                 copy.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
         table.remove(IDS[:10])
-        assert contents(copy.items()) == expected
+        assert contents(copy.cuts.items()) == expected
         return cut.generation, size
 
     push(table, IDS[1_000:], 1)
-    expected = contents(table.items())
+    expected = contents(table.cuts.items())
     generation, size = follow(None, [])
     assert size == IDS.size - 1_000
     push(table, IDS[2_000:2_100], 2)
     push(table, IDS[20:30], 2)
     table.remove(IDS[5_000:5_050])
     table.remove(IDS[2_000:2_001])
-    expected = contents(table.items())
+    expected = contents(table.cuts.items())
     gone = [*IDS[:10].tolist(), *IDS[5_000:5_050].tolist(), int(IDS[2_000])]
     following, size = follow(generation, gone)
     assert (following, size) == (generation + 1, 109 + 20)
-    expected = contents(table.items())
+    expected = contents(table.cuts.items())
     assert follow(following, IDS[:10].tolist()) == (following + 1, 20)
 
 
 def test_one_cut_at_a_time() -> None:
     table = make()
     push(table, IDS, 1)
-    cut = table.cut()
+    cut = table.cuts.take()
     with pytest.raises(NotReady, match="a cut"):
-        table.cut()
+        table.cuts.take()
     with pytest.raises(NotReady, match="a cut"):
-        next(table.items())
+        next(table.cuts.items())
     assert len(contents(iter(cut))) == IDS.size
-    assert len(contents(table.items())) == IDS.size
+    assert len(contents(table.cuts.items())) == IDS.size
 
 
 def test_a_cut_that_was_given_up_is_none_in_the_chain() -> None:
     table = make()
     push(table, IDS, 1)
-    first = table.cut()
+    first = table.cuts.take()
     list(first)
     push(table, IDS[:500], 2)
-    with table.cut(first.generation) as second:
+    with table.cuts.take(first.generation) as second:
         next(iter(second))
         push(table, IDS, 3)
     for since in (first.generation, second.generation, 99):
         with pytest.raises(TableError, match="take a cut of all"):
-            table.cut(since)
-    assert set(contents(table.items()).values()) == {2, 3}
-    third = table.cut()
+            table.cuts.take(since)
+    assert set(contents(table.cuts.items()).values()) == {2, 3}
+    third = table.cuts.take()
     assert len(contents(iter(third))) == IDS.size
-    with table.cut(third.generation) as fourth:
+    with table.cuts.take(third.generation) as fourth:
         assert list(fourth) == []
 
 
 def test_items_leave_the_chain_as_it_is() -> None:
     table = make()
     push(table, IDS, 1)
-    first = table.cut()
+    first = table.cuts.take()
     list(first)
     push(table, IDS[:77], 2)
-    list(table.items())
-    assert next(table.items()).ids.size
-    with table.cut(first.generation) as second:
+    list(table.cuts.items())
+    assert next(table.cuts.items()).ids.size
+    with table.cuts.take(first.generation) as second:
         assert len(contents(iter(second))) == 77
 
 
@@ -190,13 +190,13 @@ def test_removals_are_not_remembered_before_the_first_cut() -> None:
     table = make()
     push(table, IDS, 1)
     table.remove(IDS[:100])
-    assert not table._chain._state.removed  # or the memory of a table without checkpoints would grow for ever
-    first = table.cut()
+    assert not table.cuts._changes.removed  # or the memory of a table without checkpoints would grow for ever
+    first = table.cuts.take()
     list(first)
     assert first.removed.size == 0
-    table.remove_expired(table.expiring(1, 1 << 40).ids)
+    table.remove_expired(table.expiry.expiring(1, 1 << 40).ids)
     table.remove(IDS[:200])
-    with table.cut(first.generation) as second:
+    with table.cuts.take(first.generation) as second:
         assert sorted(second.removed.tolist()) == IDS[100:200].tolist()
 
 
@@ -204,12 +204,12 @@ def test_what_expires_is_in_the_cut_before_and_removed_in_the_next() -> None:
     table = make(ExpirySettings(age_steps=5))
     push(table, IDS, 1)
     push(table, IDS[:100], 9)
-    first = table.cut()
-    gone = table.expiring(9, 1 << 40).ids
+    first = table.cuts.take()
+    gone = table.expiry.expiring(9, 1 << 40).ids
     table.remove_expired(gone)
     assert gone.size == IDS.size - 100
     assert len(contents(iter(first))) == IDS.size
-    with table.cut(first.generation) as second:
+    with table.cuts.take(first.generation) as second:
         assert sorted(second.removed.tolist()) == sorted(gone.tolist())
 
 
@@ -217,13 +217,13 @@ def test_an_id_that_was_removed_twice_since_is_told_once() -> None:
     """A checkpoint in which an id comes twice is damaged."""
     table = make()
     push(table, IDS, 1)
-    first = table.cut()
+    first = table.cuts.take()
     list(first)
     for step in (2, 3):
         table.remove(IDS[:100])
         push(table, IDS[:100], step)
     table.remove(IDS[50:150])
-    with table.cut(first.generation) as second:
+    with table.cuts.take(first.generation) as second:
         assert second.removed.tolist() == IDS[:150].tolist()
         assert len(contents(iter(second))) == 50
 
@@ -256,8 +256,8 @@ def test_two_threads_lose_nothing_and_readers_see_whole_rows() -> None:
         for thread in threads:
             thread.join(60)
     counts = dict(zip(*np.unique(np.concatenate([*batches[0], *batches[1]]), return_counts=True), strict=True))
-    assert contents(table.items()) == {int(number): float(count) for number, count in counts.items()}
-    assert table.stripes >= PARALLEL_STRIPES
+    assert contents(table.cuts.items()) == {int(number): float(count) for number, count in counts.items()}
+    assert table.state.stripes.count >= PARALLEL_STRIPES
 
 
 def test_who_finds_a_stripe_in_which_another_has_made_room_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,18 +265,18 @@ def test_who_finds_a_stripe_in_which_another_has_made_room_takes_no_memory(monke
     doubled where it should split."""
     table = make()
     push(table, IDS, 1)
-    fields = table._memory.stripes.reshape(-1, FIELDS)[: table.stripes]
+    fields = table.state.memory.stripes.reshape(-1, FIELDS)[: table.state.stripes.count]
     with_room = np.flatnonzero(fields[:, ENTRIES] < fields[:, BOUND])
     assert with_room.size > PARALLEL_STRIPES // 2
-    before = table.homes, table.stripes
+    before = table.use().homes, table.state.stripes.count
 
     def no_room(homes: int) -> object:
         raise AssertionError(f"memory for {homes} homes")
 
     monkeypatch.setattr(stripes, "_room", no_room)
     for stripe in with_room.tolist():
-        table._stripes.make_room(stripe)
-    assert (table.homes, table.stripes) == before
+        table.state.stripes.make_room(stripe)
+    assert (table.use().homes, table.state.stripes.count) == before
 
 
 def test_threads_that_remove_and_make_rows_share_no_row() -> None:
@@ -296,7 +296,7 @@ def test_threads_that_remove_and_make_rows_share_no_row() -> None:
     with beside(churn(0), churn(1)):
         for step in range(6):
             push(table, parts[2], 100 + step)
-            assert len(contents(table.items())) >= parts[2].size
+            assert len(contents(table.cuts.items())) >= parts[2].size
             table.remove(parts[2])
     assert table.rows == 0
 
@@ -309,10 +309,10 @@ def test_stripes_that_split_under_a_batch_are_followed(monkeypatch: pytest.Monke
         return lambda number: push(table, IDS[(number % 6) * 10_000 + of :: 2][:5_000], 1)
 
     with beside(write(0), write(1)):
-        while table.stripes <= 100:
-            found = contents(table.items())
+        while table.state.stripes.count <= 100:
+            found = contents(table.cuts.items())
             assert len(found) <= IDS.size
-    found = contents(table.items())
+    found = contents(table.cuts.items())
     out = np.empty((IDS.size, DIM), np.float32)
     table.look_up(IDS, out)
     assert out[:, 0].tolist() == [found.get(number, 0.0) for number in IDS.tolist()]

@@ -106,7 +106,7 @@ def test_pages_come_before_rows_a_huge_page_at_least_and_no_further_than_there_a
 
 def test_rows_of_a_push_have_their_pages_before_a_stripe_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(TableSettings("t", 64, "sgd", make_group("sgd", {"lr": 0.1}), 1, rows_max=1 << 20))
-    slab = table._memory.slab.reshape(-1).view(np.uint8)
+    slab = table.state.memory.slab.reshape(-1).view(np.uint8)
     row_bytes = 64 * 4
     ids = np.arange(60_000, dtype=np.int64)
     table.push(ids[:20_000], np.zeros((20_000, 64), np.float32), 1)

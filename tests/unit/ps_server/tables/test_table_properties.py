@@ -200,17 +200,17 @@ class Pair:
         elif what == "load":
             self.load(array, rng)
         elif what == "copy" and self.cut is None:
-            chunks = list(self.table.items())
+            chunks = list(self.table.cuts.items())
             assert contents(chunks) == expected(self.plain)
-            updates, now_ms = self.table.updates, self.table.now_ms
+            updates, now_ms = self.table.state.updates, self.table.state.now_ms
             self.table = Table(self.settings, self.budget)
             self.restored = None
             rng.shuffle(chunks)
             load_all(self.table, chunks)
             self.table.resume(updates, now_ms)
         elif what == "cut" and self.cut is None:
-            since = self.table.generation if self.restored is not None else None
-            self.cut, self.chunks, self.then = self.table.cut(since), [], expected(self.plain)
+            since = self.table.cuts.generation if self.restored is not None else None
+            self.cut, self.chunks, self.then = self.table.cuts.take(since), [], expected(self.plain)
         elif what == "again" and self.cut is not None:
             # the number first: a chunk that is taken after the last one would be lost
             self.chunks.extend(chunk for _, chunk in zip(range(1 + seed % 3), self.cut, strict=False))
@@ -235,7 +235,7 @@ class Pair:
         gone: list[int] = []
         over = False
         while not over:
-            done = self.table.expiring(self.step, 1, now_ms=self.now_ms)
+            done = self.table.expiry.expiring(self.step, 1, now_ms=self.now_ms)
             self.table.remove_expired(done.ids)
             gone += done.ids.tolist()
             over = done.over
@@ -245,7 +245,7 @@ class Pair:
             del self.plain.entries[number]
 
     def sweep(self, besides: list[int]) -> None:
-        gone = self.table.sweep(self.step, [np.array(besides, np.int64)])
+        gone = self.table.expiry.sweep(self.step, [np.array(besides, np.int64)])
         has_row = [number for number in gone.tolist() if self.plain.entries[number].row is not None]
         assert self.table.having_row(gone).tolist() == has_row
         assert gone.tolist() == sorted(self.plain.swept(self.step, self.now_ms, set(besides)))
@@ -264,26 +264,26 @@ class Pair:
             self.restored.remove(self.cut.removed)
         load_all(self.restored, self.chunks)
         self.restored.resume(self.cut.updates, self.cut.now_ms)
-        assert contents(list(self.restored.items())) == self.then
+        assert contents(list(self.restored.cuts.items())) == self.then
         self.cut = None
 
     def check(self) -> None:
         if self.cut is not None:
             self.finish()
         rows = sum(entry.row is not None for entry in self.plain.entries.values())
-        assert (self.table.rows, self.table.entries) == (rows, len(self.plain.entries))
-        assert contents(list(self.table.items())) == expected(self.plain)
+        assert (self.table.rows, self.table.state.entries) == (rows, len(self.plain.entries))
+        assert contents(list(self.table.cuts.items())) == expected(self.plain)
         if self.budget is not None:
             self.come_down()
-            assert contents(list(self.table.items())) == expected(self.plain)
+            assert contents(list(self.table.cuts.items())) == expected(self.plain)
 
     def come_down(self) -> None:
         """All rows but a few leave memory, a little with each push, also one of nothing."""
         for _ in range(10_000):
-            if self.table.rows - self.table.cold_rows <= ROWS_IN_MEMORY:
+            if self.table.rows - self.table.use().cold_rows <= ROWS_IN_MEMORY:
                 return
             self.table.count(np.empty(0, np.int64), None, self.step + 1, self.now_ms)
-        raise AssertionError(f"{self.table.rows - self.table.cold_rows} rows are in memory")
+        raise AssertionError(f"{self.table.rows - self.table.use().cold_rows} rows are in memory")
 
 
 @pytest.mark.parametrize("bounded", [False, True])

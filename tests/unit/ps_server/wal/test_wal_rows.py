@@ -178,7 +178,7 @@ def push_rows(
 
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
     found = {}
-    for chunk in table.items():
+    for chunk in table.cuts.items():
         for i, number in enumerate(chunk.ids.tolist()):
             row = chunk.records[i].tobytes() if i < len(chunk.records) else b""
             found[number] = row, int(chunk.frequencies[i]), int(chunk.steps[i])
@@ -188,7 +188,7 @@ def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
 def everything(store: Store) -> object:
     """All that partitions are, rows with their optimizer state, counts, filters and ages."""
     tables = [
-        (number, name, table.updates, table.rows, table.entries, contents(table), filter_of(table))
+        (number, name, table.state.updates, table.rows, table.state.entries, contents(table), filter_of(table))
         for number, each in sorted(store.hosted()[0].partitions.items())
         for name, table in each.tables.items()
     ]
@@ -196,7 +196,7 @@ def everything(store: Store) -> object:
 
 
 def filter_of(table: Table) -> bytes:
-    return b"" if table._estimates is None else table._estimates._cells.tobytes()
+    return b"" if table.state.filter is None else table.state.filter._cells.tobytes()
 
 
 def table_of(store: Store, table: int, partition: int = 0) -> Table:
@@ -408,7 +408,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
     wal = first.hosted()[0].wal
     assert wal is not None
     with wal.admission:  # the next one is about to say that both are old
-        assert sorted(table_of(first, AGING).expiring(4, 512).ids) == old.tolist()
+        assert sorted(table_of(first, AGING).expiry.expiring(4, 512).ids) == old.tolist()
     outcomes: list[object] = []
     thread = threading.Thread(
         target=lambda: outcomes.append(push_rows(first, 0, [(AGING, OWNED[0], fresh[3:])], source=other))
@@ -513,13 +513,13 @@ def test_a_replay_goes_on_from_the_time_of_the_last_push(yard: Yard, clock: Tick
     push_rows(first, 2, [(TIMED, OWNED[0], ids[2:])])
     assert contents(table_of(first, TIMED)).keys() == {int(ids[2])}
     push_rows(first, 3, [(TIMED, OWNED[0], ids[:1])])
-    then = table_of(first, TIMED).now_ms
+    then = table_of(first, TIMED).state.now_ms
     clock.ms += 10**9
     second = yard.successor(saved, 2, FIRST)
-    assert table_of(second, TIMED).now_ms == then
+    assert table_of(second, TIMED).state.now_ms == then
     clock.ms += 50
     push_rows(second, 4, [(TIMED, OWNED[0], ids[1:2])])
-    assert 50 <= table_of(second, TIMED).now_ms - then < 150
+    assert 50 <= table_of(second, TIMED).state.now_ms - then < 150
     assert contents(table_of(second, TIMED)).keys() == set(ids.tolist())
     clock.ms += 180
     for sequence in range(5, 8):
@@ -548,7 +548,7 @@ def test_whenever_a_server_dies_the_same_rows_have_expired_by_time(
                 saved, trail = yard.save(present, number), [present.incarnation]
             elif what == "die":
                 then = everything(present)
-                times = [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))]
+                times = [table_of(present, TIMED, p).state.now_ms for p in range(len(OWNED))]
                 clock.ms += 1_000_000
                 incarnation, life = Incarnation(present.incarnation + 1), yard_life(present) + 1
                 present = yard.successor(
@@ -556,7 +556,7 @@ def test_whenever_a_server_dies_the_same_rows_have_expired_by_time(
                 )
                 trail.append(incarnation)
                 assert everything(present) == then
-                assert [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))] == times
+                assert [table_of(present, TIMED, p).state.now_ms for p in range(len(OWNED))] == times
             else:
                 clock.ms += int(what)
 

@@ -95,7 +95,7 @@ class Pair:
         gone = []
         over = False
         while not over:
-            done = self.theirs.expiring(self.step, ALL_OF_IT, now_ms=self.now_ms)
+            done = self.theirs.expiry.expiring(self.step, ALL_OF_IT, now_ms=self.now_ms)
             self.theirs.remove_expired(done.ids)
             gone += done.ids.tolist()
             over = done.over
@@ -122,13 +122,13 @@ class Pair:
             for number, frequency, time in zip(*columns, strict=True)
         }
         assert len(rows) == len(self.own) == self.theirs.rows
-        with self.theirs.cut() as cut:
+        with self.theirs.cuts.take() as cut:
             assert entries.cells.tobytes() == (b"" if cut.cells is None else cut.cells.tobytes())
 
 
 def contents(table: Table) -> Contents:
     found: Contents = {}
-    for chunk in table.items():
+    for chunk in table.cuts.items():
         for i, number in enumerate(chunk.ids.tolist()):
             row = chunk.values[i].tobytes() if i < len(chunk.values) else None
             found[number] = (row, int(chunk.frequencies[i]), int(chunk.steps[i]))

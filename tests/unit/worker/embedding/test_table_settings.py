@@ -44,7 +44,7 @@ def values(table: Table, ids: np.ndarray = IDS) -> list[float]:
 
 
 def expire(table: Table, step: int, budget: int = 1 << 40) -> list[int]:
-    gone = table.expiring(step, budget).ids
+    gone = table.expiry.expiring(step, budget).ids
     table.remove_expired(gone)
     return gone.tolist()
 
@@ -56,12 +56,12 @@ def test_ids_are_admitted_by_the_push_that_makes_them_frequent_enough() -> None:
     table = make(AdmissionSettings(Admission.COUNT, threshold=3))
     push(table, IDS[:2], 1)
     push(table, IDS[:2], 2)
-    assert (table.rows, table.entries) == (0, 2)
+    assert (table.rows, table.state.entries) == (0, 2)
     assert values(table, IDS[:3]) == [0, 0, 0]
     push(table, IDS[:1], 3)
     # gradients before are not made up for
     assert values(table, IDS[:3]) == [1, 0, 0]
-    assert (table.rows, table.entries) == (1, 2)
+    assert (table.rows, table.state.entries) == (1, 2)
     table.push(IDS[5:6], -np.ones((1, DIM), np.float32), 4, counts=np.array([3]))
     table.count(IDS[6:7], np.array([9]), 4)
     assert values(table, IDS[5:7]) == [1, 0]
@@ -73,10 +73,10 @@ def test_counts_of_ids_without_a_row_are_in_cuts_and_come_back() -> None:
     push(table, IDS[:10], 1)
     push(table, IDS[:5], 2)
     table.push(IDS[10:20], -np.ones((10, DIM), np.float32), 2, counts=np.full(10, 3))
-    for chunk in table.items():
+    for chunk in table.cuts.items():
         assert chunk.values.shape == (10, DIM)
         other.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
-    assert (other.rows, other.entries) == (10, 20)
+    assert (other.rows, other.state.entries) == (10, 20)
     for each in (table, other):
         push(each, IDS[:20], 3)
         assert values(each, IDS[:20]) == [1] * 5 + [0] * 5 + [2] * 10
@@ -90,7 +90,7 @@ def test_admission_by_chance_depends_on_seed_id_and_step_alone() -> None:
     push(other, IDS, 7)
     assert values(table) == values(same) != values(other)
     assert abs(table.rows - 250) < 6 * math.sqrt(1_000 * 0.25 * 0.75)
-    assert table.entries == table.rows
+    assert table.state.entries == table.rows
     for step in range(8, 60):
         push(same, IDS, step)
     assert same.rows == 1_000
@@ -101,7 +101,7 @@ def test_admission_by_estimate_is_never_late_and_seldom_early() -> None:
     for step in (1, 2):
         push(table, IDS, step)
     assert table.rows < 10
-    assert table.entries == table.rows
+    assert table.state.entries == table.rows
     push(table, IDS, 3)
     assert table.rows == 1_000
     crowded = make(AdmissionSettings(Admission.ESTIMATE, threshold=3, cells=64))
@@ -113,7 +113,7 @@ def test_the_filter_is_in_cuts_and_comes_back() -> None:
     table, other = (make(AdmissionSettings(Admission.ESTIMATE, threshold=3, cells=1 << 14)) for _ in range(2))
     for step in (1, 2):
         push(table, IDS[:100], step)
-    with table.cut() as cut:
+    with table.cuts.take() as cut:
         push(table, IDS[100:200], 3)
         assert cut.cells is not None
         other.load_cells(cut.cells)
@@ -158,7 +158,7 @@ def test_what_was_not_pushed_for_long_expires() -> None:
     push(table, IDS[300:], 5)
     assert expire(table, 11) == []
     assert expire(table, 12) == IDS[:300].tolist()
-    assert table.rows == table.entries == 700
+    assert table.rows == table.state.entries == 700
     assert values(table)[:300] == [0] * 300
     assert expire(table, 16) == IDS[300:].tolist()
     assert table.rows == 0
@@ -168,7 +168,7 @@ def test_counts_of_ids_without_a_row_expire_too() -> None:
     table = make(AdmissionSettings(Admission.COUNT, threshold=3), ExpirySettings(age_steps=10))
     push(table, IDS, 1)
     assert expire(table, 20) == IDS.tolist()
-    assert table.entries == 0
+    assert table.state.entries == 0
 
 
 def test_what_is_seldom_expires_after_its_grace() -> None:
@@ -208,7 +208,7 @@ def test_rows_of_pushes_on_their_way_are_not_among_what_expires() -> None:
     push(table, IDS, 1)
 
     def expiring(*besides: np.ndarray) -> list[int]:
-        return table.expiring(10, 1 << 40, besides).ids.tolist()
+        return table.expiry.expiring(10, 1 << 40, besides).ids.tolist()
 
     assert expiring(IDS[50:200], IDS[:100]) == IDS[200:].tolist()
     assert table.rows == IDS.size, "it is told, and somebody else takes it out"
@@ -228,7 +228,7 @@ def test_expiry_goes_on_where_it_stopped_while_others_push() -> None:
     while not over:
         if calls < fresh.size // 1_000:
             push(table, fresh[calls * 1_000 :][:1_000], 20)
-        done = table.expiring(20, 1)
+        done = table.expiry.expiring(20, 1)
         table.remove_expired(done.ids)
         gone.extend(done.ids.tolist())
         over = done.over
@@ -243,7 +243,7 @@ def test_what_expires_and_stays_is_told_once_however_crowded_its_place() -> None
     table = make(expiry=ExpirySettings(age_steps=10))
     ids = np.arange(60_000)
     push(table, ids, 1)
-    assert table.expiring(20, 1 << 30, [ids[:7]]).ids.tolist() == ids[7:].tolist()
+    assert table.expiry.expiring(20, 1 << 30, [ids[:7]]).ids.tolist() == ids[7:].tolist()
     assert table.rows == 60_000
 
 
@@ -252,8 +252,8 @@ def test_a_sweep_tells_the_same_whatever_the_private_seed() -> None:
     for step in range(1, 9):
         push(first, IDS[: step * 100], step)
         push(second, IDS[: step * 100][::-1].copy(), step)
-    gone = first.sweep(9, [])
-    assert gone.tolist() == second.sweep(9, []).tolist() == sorted(gone.tolist())
+    gone = first.expiry.sweep(9, [])
+    assert gone.tolist() == second.expiry.sweep(9, []).tolist() == sorted(gone.tolist())
     # of 800 as many go as are too many; those of one frequency by no order of their own
     assert gone.size == 450
     kept = np.setdiff1d(IDS[:800], gone)
@@ -261,16 +261,16 @@ def test_a_sweep_tells_the_same_whatever_the_private_seed() -> None:
     assert set(kept.tolist()) < set(IDS[:400].tolist())
     assert kept[300:].tolist() != IDS[300:350].tolist()
     besides = gone[::2].copy()
-    assert not set(first.sweep(9, [besides]).tolist()) & set(besides.tolist())
+    assert not set(first.expiry.sweep(9, [besides]).tolist()) & set(besides.tolist())
     first.remove_expired(gone)
-    assert (first.rows, first.expired) == (350, 450)
-    assert first.sweep(9, []).size == 0
+    assert (first.rows, first.use().expired) == (350, 450)
+    assert first.expiry.sweep(9, []).size == 0
 
 
 def test_nothing_expires_without_a_reason() -> None:
     table = make()
     push(table, IDS, 1)
-    done = table.expiring(1 << 40, 1 << 40)
+    done = table.expiry.expiring(1 << 40, 1 << 40)
     assert (done.ids.size, done.over, table.rows) == (0, True, 1_000)
 
 
