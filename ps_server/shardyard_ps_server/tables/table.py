@@ -236,9 +236,9 @@ class Table:
         """After rows were loaded: continues after update number `updates`, at that time of the table's clock."""
         state = self.state
         if not state.updates <= updates <= STEP_MAX:
-            raise TableError(f"update number {updates} cannot be the last one, since {state.updates} was pushed")
+            raise TableError(f"update number {updates} as the last, of a table that has seen {state.updates}")
         if self.settings.expiry.by_time and not state.now_ms <= now_ms <= STEP_MAX:
-            raise TableError(f"the clock cannot be at {now_ms} ms, since it was at {state.now_ms} ms before")
+            raise TableError(f"{now_ms} ms as the time of a table whose clock is at {state.now_ms} ms")
         state.advance(updates, now_ms)
 
     # ---- inside
