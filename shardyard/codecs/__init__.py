@@ -18,14 +18,7 @@ from shardyard.codecs.pulls import DeltaSender, encode_values
 from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
 from shardyard.codecs.rows.row_values import decode_rows, encode_gradients, encode_rows, first_code
 from shardyard.codecs.warmup import warm_codecs, warm_decoders
-from shardyard.domain.compression import (
-    NONE,
-    CodecSpec,
-    Rules,
-    parse_codec,
-    parse_pull_rules,
-    parse_push_rules,
-)
+from shardyard.domain.compression import NONE, CodecSpec, Rules, parse_codec, parse_pull_rules, parse_push_rules
 from shardyard.domain.pulls import RowCode
 
 __all__ = [

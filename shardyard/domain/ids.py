@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
-
-if TYPE_CHECKING:
-    pass
+from typing import NewType
 
 
 class _TermedNumber(int):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    pass
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Version
 
 

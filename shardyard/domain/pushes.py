@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shardyard.domain.limits import ROW_COUNT_BYTES
-
-if TYPE_CHECKING:
-    pass
 from shardyard.domain.consistency import SspReport
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Rank, Version
+from shardyard.domain.limits import ROW_COUNT_BYTES
 from shardyard.domain.pulls import NotReadyPart, PulledPart, PullHeader, RequestedRows, ShmHandle, ShmLocation
 from shardyard.domain.push_names import PushName
 

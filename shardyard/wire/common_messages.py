@@ -12,32 +12,10 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from shardyard.domain import limits
-from shardyard.domain.consistency import (
-    Clipping,
-    ConsistencyMode,
-    Durability,
-    StaleRule,
-    UpdateMode,
-)
+from shardyard.domain.consistency import Clipping, ConsistencyMode, Durability, StaleRule, UpdateMode
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
-from shardyard.domain.ids import (
-    Caller,
-    Incarnation,
-    JobId,
-    MemberRole,
-    Rank,
-    Term,
-    Token,
-    Version,
-)
-from shardyard.domain.push_names import (
-    DataShardSource,
-    PushName,
-    RankSource,
-    Source,
-    SourceKey,
-    WorkerSource,
-)
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Rank, Term, Token, Version
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server

@@ -10,11 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from shardyard.domain import limits, optimizers
 from shardyard.domain.errors import InvalidRequest, MalformedPayload
-from shardyard.domain.ids import (
-    Generation,
-    Incarnation,
-    PartitionId,
-)
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
 from shardyard.domain.layout import checks
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, PartitionMap, PartitionOwner
 from shardyard.domain.optimizers import OptimizerSpec

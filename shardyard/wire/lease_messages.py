@@ -11,19 +11,8 @@ from collections.abc import Iterable, Sequence
 from shardyard.domain import limits
 from shardyard.domain.consistency import Consistency, ConsistencyMode, Stop, SwitchPoint
 from shardyard.domain.errors import InvalidRequest, TooLarge
-from shardyard.domain.ids import (
-    Incarnation,
-    PartitionId,
-    Rank,
-    Token,
-)
-from shardyard.domain.push_names import (
-    DataLease,
-    DoneDataShards,
-    RankLease,
-    SourceKey,
-    Watermark,
-)
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
+from shardyard.domain.push_names import DataLease, DoneDataShards, RankLease, SourceKey, Watermark
 from shardyard.wire.common_messages import (
     CONSISTENCY_MODES,
     bounded,

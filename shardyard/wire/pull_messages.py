@@ -10,12 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
-from shardyard.domain.ids import (
-    Caller,
-    Generation,
-    Incarnation,
-    PartitionId,
-)
+from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader, ShmHandle
 from shardyard.domain.pushes import PushHeader
 from shardyard.wire.common_messages import (

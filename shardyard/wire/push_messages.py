@@ -14,17 +14,9 @@ from google.protobuf.message import DecodeError
 from shardyard.domain import limits
 from shardyard.domain.consistency import SspPhase, SspReport
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
-from shardyard.domain.ids import (
-    Generation,
-    Incarnation,
-    PartitionId,
-    Rank,
-    Version,
-)
+from shardyard.domain.ids import Generation, Incarnation, PartitionId, Rank, Version
 from shardyard.domain.pulls import NotReadyPart, PulledPart, RequestedRows, ShmLocation
-from shardyard.domain.push_names import (
-    NO_NAME,
-)
+from shardyard.domain.push_names import NO_NAME
 from shardyard.domain.pushes import (
     ExchangeReply,
     GatheredPart,

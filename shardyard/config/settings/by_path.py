@@ -14,12 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shardyard.config.settings.process import Settings
 from shardyard.config.settings.values import Expected, Section
-from shardyard.domain.consistency import (
-    BufferMode,
-    ConsistencyMode,
-    Durability,
-    NonFinite,
-)
+from shardyard.domain.consistency import BufferMode, ConsistencyMode, Durability, NonFinite
 from shardyard.domain.pulls import RowCode
 
 

@@ -8,12 +8,7 @@ from pydantic import Field, model_validator
 
 from shardyard.config.settings.values import Norm, Part, PullCoding, PushCoding, Section, impossible
 from shardyard.domain import limits
-from shardyard.domain.compression import (
-    WHOLE_ELEMENTS_MAX,
-    Rules,
-    parse_pull_rules,
-    parse_push_rules,
-)
+from shardyard.domain.compression import WHOLE_ELEMENTS_MAX, Rules, parse_pull_rules, parse_push_rules
 from shardyard.domain.pulls import RowCode
 
 

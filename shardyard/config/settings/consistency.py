@@ -8,10 +8,7 @@ from pydantic import Field, model_validator
 
 from shardyard.config.settings.values import NEVER, Auto, Part, Rate, Section, Share, Strength, impossible
 from shardyard.domain import limits
-from shardyard.domain.consistency import (
-    ConsistencyMode,
-    StaleRule,
-)
+from shardyard.domain.consistency import ConsistencyMode, StaleRule
 
 
 class ConsistencySettings(Section):

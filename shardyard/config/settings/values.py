@@ -15,13 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from shardyard.domain import limits
-from shardyard.domain.compression import (
-    PULL_KINDS,
-    PUSH_KINDS,
-    Rules,
-    parse_pull_rules,
-    parse_push_rules,
-)
+from shardyard.domain.compression import PULL_KINDS, PUSH_KINDS, Rules, parse_pull_rules, parse_push_rules
 from shardyard.domain.errors import ConfigurationError
 
 AUTO: Final = "auto"
