@@ -19,7 +19,7 @@ import torch
 
 from harness.pairs import Figures, column, measure_pairs, ratios, spread
 from harness.report import options_of, result
-from shardyard.codecs import decode_ids, encode_ids
+from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
 from shardyard_worker.rows.dedup import sum_rows, unique_ids
 
 IDS = 10_000_000

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from harness.pairs import Figures
-from shardyard.codecs import DeltaSender, apply, decode, encode_values, parse_codec
+from shardyard.codecs.dense.decoding import apply, decode
+from shardyard.codecs.pulls import DeltaSender, encode_values
 from shardyard.config.settings import PARTITIONS_AUTO, CompressionSettings
-from shardyard.domain.compression import CodecSpec
+from shardyard.domain.compression import CodecSpec, parse_codec
 from shardyard.domain.layout.layouts import Block, JobLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec

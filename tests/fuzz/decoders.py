@@ -21,19 +21,12 @@ from shardyard.checkpoints import manifest, partition_file, residual_file, rows_
 from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
-from shardyard.codecs import (
-    RowCode,
-    apply,
-    decode,
-    decode_ids,
-    decode_rows,
-    encode_ids,
-    encode_rows,
-    parse_pull_rules,
-    parse_push_rules,
-)
+from shardyard.codecs.dense.decoding import apply, decode
+from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
+from shardyard.codecs.rows.row_values import decode_rows, encode_rows
 from shardyard.config.configuration import load, parse_job_settings
 from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.compression import parse_pull_rules, parse_push_rules
 from shardyard.domain.consistency import ConsistencyMode, Durability, UpdateMode
 from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard.domain.ids import (
@@ -50,6 +43,7 @@ from shardyard.domain.ids import (
 )
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import RowCode
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey, WorkerSource
 from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart
 from shardyard.domain.tables.row_ids import partition_of

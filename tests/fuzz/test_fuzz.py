@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardyard.codecs import CodecSpec, decode, decode_ids, decode_rows, encode
+from shardyard.codecs.dense.decoding import decode
+from shardyard.codecs.dense.encoding import encode
 from shardyard.codecs.format.form import CodeId
+from shardyard.codecs.rows.row_ids import decode_ids
+from shardyard.codecs.rows.row_values import decode_rows
 from shardyard.domain import limits
+from shardyard.domain.compression import CodecSpec
 from shardyard.domain.errors import LogDamaged, ShardyardError
 from shardyard.storage import tensors
 from shardyard.storage.storage import LocalStorage

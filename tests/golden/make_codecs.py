@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardyard.codecs import DeltaSender, apply, encode, parse_codec
-from shardyard.domain.compression import CodecSpec
+from shardyard.codecs.dense.decoding import apply
+from shardyard.codecs.dense.encoding import encode
+from shardyard.codecs.pulls import DeltaSender
+from shardyard.domain.compression import CodecSpec, parse_codec
 
 FILE = Path(__file__).with_name("codecs.json")
 KEY = 0x0123456789ABCDEF

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.codecs import decode, encode, encode_feedback, parse_codec
 from shardyard.codecs.dense import topk
+from shardyard.codecs.dense.decoding import decode
+from shardyard.codecs.dense.encoding import encode, encode_feedback
 from shardyard.config.settings import CompressionSettings
-from shardyard.domain.compression import sent_count
+from shardyard.domain.compression import parse_codec, sent_count
 from shardyard.domain.ids import Generation, Incarnation, PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec

@@ -194,8 +194,8 @@ def load() -> None:
         "torch._dynamo",  # the first optimizer of torch imports it, for two seconds
     ):
         importlib.import_module(name)
-    from shardyard.codecs import warm_decoders
     from shardyard.codecs.format import finiteness
+    from shardyard.codecs.warmup import warm_decoders
     from shardyard.domain import failpoints
     from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardyard.codecs import decode
+from shardyard.codecs.dense.decoding import decode
 from shardyard.domain.errors import MalformedPayload, ShapeMismatch
 from shardyard.domain.layout.layouts import JobLayout, PartitionLayout, aligned_bytes
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardyard.codecs import DeltaSender, encode_values
+from shardyard.codecs.pulls import DeltaSender, encode_values
 from shardyard.domain.compression import NONE, CodecSpec, parse_pull_rules
 from shardyard.domain.errors import ConfigurationError, InvalidRequest
 from shardyard.domain.layout.layouts import JobLayout

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardyard.codecs import Grid, grid_of
 from shardyard.codecs.dense import encoding, floats, topk
+from shardyard.codecs.dense.powersgd import Grid, grid_of
 from shardyard.config.settings import CompressionSettings
 from shardyard.domain.compression import MOMENTUM, RESIDUAL, CodecSpec, sent_count
 from shardyard.domain.layout.layouts import Block

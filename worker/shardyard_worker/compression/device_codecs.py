@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardyard.codecs import CodeId, Grid
+from shardyard.codecs.dense.powersgd import Grid
 from shardyard.codecs.dense.topk import RICE_MAX, SAMPLE_DEVIATIONS, SAMPLE_HITS, SAMPLE_MIN, VALUE_KINDS
 from shardyard.codecs.format import zstd
 from shardyard.codecs.format.compiled import Uint8s
-from shardyard.codecs.format.form import uint64, varint, whole
+from shardyard.codecs.format.form import CodeId, uint64, varint, whole
 from shardyard.domain.compression import CodecSpec, sent_count
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardyard.codecs import apply
+from shardyard.codecs.dense.decoding import apply
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.layout.layouts import Block, JobLayout
 from shardyard.domain.pulls import ShmHandle

@@ -11,33 +11,24 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardyard.codecs import (
-    NONE,
-    CodecSpec,
-    CodeId,
-    DeltaSender,
-    apply,
-    decode,
-    encode,
-    encode_feedback,
-    encode_low_rank,
-    encode_values,
-    first_factor,
-    grid_of,
-    parse_codec,
-    parse_pull_rules,
-    parse_push_rules,
-    warm_codecs,
-    warm_decoders,
-    warmup,
-)
-from shardyard.codecs.format.form import Reader, varint
+from shardyard.codecs import warmup
+from shardyard.codecs.dense.decoding import apply, decode
+from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
+from shardyard.codecs.dense.powersgd import grid_of
+from shardyard.codecs.format.form import CodeId, Reader, varint
+from shardyard.codecs.pulls import DeltaSender, encode_values
+from shardyard.codecs.warmup import warm_codecs, warm_decoders
 from shardyard.domain.compression import (
     FORMS,
+    NONE,
     PULL_KINDS,
     PUSH_KINDS,
     RULES_CHARACTERS_MAX,
     ZSTD_KINDS,
+    CodecSpec,
+    parse_codec,
+    parse_pull_rules,
+    parse_push_rules,
     parse_rules,
     sent_count,
 )

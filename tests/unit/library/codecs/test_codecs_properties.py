@@ -12,19 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardyard.codecs import (
-    CodecSpec,
-    apply,
-    decode,
-    encode,
-    encode_feedback,
-    encode_low_rank,
-    first_factor,
-    parse_codec,
-)
+from shardyard.codecs.dense.decoding import apply, decode
+from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
 from shardyard.codecs.dense.powersgd import Grid
 from shardyard.codecs.format.form import CodeId, varint
-from shardyard.domain.compression import sent_count
+from shardyard.domain.compression import CodecSpec, parse_codec, sent_count
 from shardyard.domain.errors import MalformedPayload, TooLarge
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "codecs.json").read_text())

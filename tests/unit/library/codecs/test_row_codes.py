@@ -5,18 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.codecs import (
-    CodeId,
-    RowCode,
-    decode_ids,
-    decode_rows,
-    encode_gradients,
-    encode_ids,
-    encode_rows,
-    first_code,
-)
-from shardyard.codecs.format.form import varint
+from shardyard.codecs.format.form import CodeId, varint
+from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
+from shardyard.codecs.rows.row_values import decode_rows, encode_gradients, encode_rows, first_code
 from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.pulls import RowCode
 
 LAST, FIRST = (1 << 63) - 1, -(1 << 63)
 GOLDEN = {

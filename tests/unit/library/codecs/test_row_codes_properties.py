@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.codecs import RowCode, decode_ids, decode_rows, encode_ids, encode_rows
 from shardyard.codecs.format.form import varint
-from shardyard.codecs.rows.row_ids import decode_runs, encode_runs
-from shardyard.codecs.rows.row_values import decode_raw_runs
+from shardyard.codecs.rows.row_ids import decode_ids, decode_runs, encode_ids, encode_runs
+from shardyard.codecs.rows.row_values import decode_raw_runs, decode_rows, encode_rows
 from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.pulls import RowCode
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.row_routing import first_stray
 

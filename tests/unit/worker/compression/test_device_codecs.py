@@ -16,19 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shardyard.codecs import (
-    CodeId,
-    decode,
-    encode,
-    encode_feedback,
-    encode_low_rank,
-    first_factor,
-    grid_of,
-    parse_codec,
-)
 from shardyard.codecs.dense import topk as host_topk
+from shardyard.codecs.dense.decoding import decode
+from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
+from shardyard.codecs.dense.powersgd import grid_of
+from shardyard.codecs.format.form import CodeId
 from shardyard.config.settings import CompressionSettings
-from shardyard.domain.compression import sent_count
+from shardyard.domain.compression import parse_codec, sent_count
 from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard.codecs import CodeId, decode
+from shardyard.codecs.dense.decoding import decode
+from shardyard.codecs.format.form import CodeId
 from shardyard.config.settings import CompressionSettings
 from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
 from shardyard.domain.ids import PartitionId

@@ -7,9 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shardyard.codecs import RowCode, decode_ids, decode_rows, encode_rows
+from shardyard.codecs.rows.row_ids import decode_ids
+from shardyard.codecs.rows.row_values import decode_rows, encode_rows
 from shardyard.domain.errors import MalformedPayload
 from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
+from shardyard.domain.pulls import RowCode
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
 from shardyard_worker.rows.dedup import unique_ids
 from shardyard_worker.rows.row_codec import EncodedRows, Rounding, TableRows, questions
