@@ -1,4 +1,4 @@
-"""The errors of a yard, one tree, each with what happened, why that is an error, and what to do.
+"""The tree of a yard's errors. Each says what happened, why that is an error, and what to do.
 
     ShardyardError
     |-- InvalidRequest              what was asked cannot be done, now or later; nothing changed
@@ -8,7 +8,7 @@
     |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused  NotShareable
     |   |-- TableError              a table of rows
     |   |   |-- TableFull
-    |-- Refused                     the sender is behind the times; it must learn, then may go on
+    |-- Refused                     the sender does not know something newer; it must learn it, then may continue
     |   |-- StaleIncarnation
     |   |   |-- WorkerQuarantined
     |   |-- StaleToken  StaleGeneration  StaleTerm
@@ -18,15 +18,16 @@
     |-- NotReady                    ask again later
     |-- Unavailable                 a peer does not answer
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
-    |-- StorageUnavailable          a disk or an object store refuses, or is not there
+    |-- StorageUnavailable          a disk or an object store refuses a request or cannot be reached
     |-- CheckpointDamaged           a file of a checkpoint differs from what was written
     |-- LogDamaged                  a file of a server's log differs from what was written
-    |-- JobFailed                   the job has ended by an error
+    |-- JobFailed                   the job ended with an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed  NonFiniteGradient
     |-- AddressInUse
     |-- Internal                    a defect of ours
 
-Owns: the tree and its registry by code. Must not know: gRPC (shardyard.transport.error_codes maps codes to it).
+Owns: the tree, and the table of its classes by code. Must not know: gRPC (shardyard.transport.error_codes maps each
+class to a status).
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from typing import ClassVar
 
 
 class ShardyardError(Exception):
-    """Base of all errors that a yard raises. `code` is the class's name, also on the wire."""
+    """Base of all errors that a yard raises.
+
+    `what`: what happened. `why_text` and `todo_text`: the class's `why` and `todo`, unless the error has its own.
+    `facts`: values for programs. `code`: the class's name, which also travels on the wire.
+    """
 
     why: ClassVar[str] = ""
     todo: ClassVar[str] = ""
@@ -68,7 +73,7 @@ class ShardyardError(Exception):
         return " ".join(part if part.endswith((".", "!", "?")) else part + "." for part in parts)
 
     def anew(self) -> ShardyardError:
-        """An equal error without a traceback or context: one that is raised again and again must not gather them."""
+        """An equal error without traceback and context. An error that is raised many times would collect them."""
         return _rebuild(type(self), self.what, self.why_text, self.todo_text, self.facts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -84,32 +89,32 @@ class InvalidRequest(ShardyardError):
 
 
 class ConfigurationError(InvalidRequest):
-    why = "the settings do not make sense"
+    why = "a setting, a flag or an environment variable has a value that cannot be used"
 
 
 class ShapeMismatch(InvalidRequest):
-    why = "a gradient or value must have its variable's shape"
+    why = "a gradient or value must have the shape of its variable"
     todo = "check that all workers build the same model"
 
 
 class DTypeMismatch(InvalidRequest):
-    why = "a gradient or value must have its variable's dtype"
+    why = "a gradient or value must have the dtype of its variable"
     todo = "check that all workers build the same model with the same dtypes"
 
 
 class UnknownVariable(InvalidRequest):
-    why = "the job has no variable of that name"
-    todo = "use the names given to job.prepare or job.register"
+    why = "the job has no variable of this name"
+    todo = "use the names that were given to job.prepare or job.register"
 
 
 class VariableConflict(InvalidRequest):
-    why = "the first registration of a job's variables wins; all workers must register the same"
-    todo = "run the same script and settings on all workers, or give the job another name"
+    why = "all workers must register the same variables, and the first registration decides which"
+    todo = "run the same script with the same settings on all workers, or give the job another name"
 
 
 class RateMismatch(InvalidRequest):
-    why = "all logical ranks of a step must use the same optimizer settings, since they make one update"
-    todo = "pass the learning-rate scheduler to job.prepare, which makes the rate a function of the job's step"
+    why = "all logical ranks of a step must use the same optimizer settings, because together they make one update"
+    todo = "pass the learning-rate scheduler to job.prepare, which computes the rate from the step of the job"
 
 
 class MalformedPayload(InvalidRequest):
@@ -118,93 +123,105 @@ class MalformedPayload(InvalidRequest):
 
 
 class TooLarge(InvalidRequest):
-    why = "the request is beyond a limit (shardyard/domain/limits.py)"
+    why = "the request is larger than a limit allows (shardyard/domain/limits.py)"
+    todo = "make it smaller, or split it"
 
 
 class UnsupportedOptimizer(InvalidRequest):
-    why = "the servers have no kernel for it, and another optimizer would train another model"
+    why = "the servers cannot compute its updates, and another optimizer would train another model"
+    todo = "use an optimizer that docs/guides/optimizers.md lists"
 
 
 class UnsupportedModel(InvalidRequest):
-    why = "the model has something that cannot be moved to the servers"
+    why = "a part of the model cannot be moved to the servers"
+    todo = "change this part of the model"
 
 
 class FeedConflict(InvalidRequest):
-    why = "all workers must read the same data set in the same way, or samples would be lost or doubled"
-    todo = "check that all workers see the same data set, and make the same calls of job.batches in the same order"
+    why = "all workers must read the same data set in the same way; otherwise samples would be lost or counted twice"
+    todo = (
+        "check that all workers have the same data set and call job.batches in the same order with the same arguments"
+    )
 
 
 class UnseekableDataset(InvalidRequest):
-    why = "each sample counts once an epoch, so any worker must be able to read any sample again by its index"
+    why = "each sample counts once in an epoch, so any worker must be able to read any sample again by its index"
     todo = (
-        "give a map-style dataset (with __len__ and __getitem__) or a list of files (shardyard.TextLines, FixedRecords,"
-        " FramedRecords), or use a DataLoader of your own, without the promise"
+        "give a map-style dataset (with __len__ and __getitem__) or a list of files (shardyard.TextLines, "
+        "FixedRecords, FramedRecords), or use your own DataLoader, without this promise"
     )
 
 
 class ProtocolMismatch(InvalidRequest):
-    why = "both ends must speak the same protocol"
+    why = "both sides must speak the same protocol"
     todo = "install the same release of shardyard on all machines"
 
 
 class LaunchRefused(InvalidRequest):
     why = "the agent does not start programs for this caller"
+    todo = "start the launcher on the machine of the agent, or start the agent with --allow-remote-launch in a network that you trust"
 
 
 class NotShareable(InvalidRequest):
-    why = "memory is shared only between processes of one user on one machine, in one PID namespace"
-    todo = "nothing: payloads travel over streams instead"
+    why = "memory can be shared only between processes of one user on one machine, in one PID namespace"
+    todo = "do nothing: the data travels over the network instead"
 
 
 class TableError(InvalidRequest):
     why = "the ids, rows or settings do not fit the table; nothing was changed"
+    todo = "correct them"
 
 
 class TableFull(TableError):
-    why = "a table keeps at most rows_max rows in a partition; nothing was changed"
-    todo = "raise rows_max of the table, or let rows be admitted later or expire sooner"
+    why = "a table holds at most rows_max rows in each partition; nothing was changed"
+    todo = "raise rows_max of the table, admit rows later, or let them expire sooner"
 
 
 class Refused(ShardyardError):
-    """The sender is behind the times. Nothing was changed."""
+    """The sender does not know something newer. Nothing was changed."""
 
 
 class StaleIncarnation(Refused):
-    why = "this process was declared dead, or the request was meant for another one; it is refused"
+    why = "this process was declared dead, or the request was meant for another process"
     todo = "start the process again; it registers as a new member"
 
 
 class WorkerQuarantined(StaleIncarnation):
-    why = "it kept sending gradients that are not finite (job.nonfinite_max); the other workers go on without it"
-    todo = "look at its data and its device; its batches that did not count are listed by `shardyard quarantined`"
+    why = (
+        "the worker sent too many gradients in a row that are not finite (job.nonfinite_max); the other "
+        "workers continue without it"
+    )
+    todo = "check its data and its device; `shardyard quarantined` lists its batches that did not count"
 
 
 class StaleToken(Refused):
     why = "another worker has taken over this work"
-    todo = "drop the work and ask for new work; job.batches does so by itself"
+    todo = "drop the work and ask for new work; job.batches does this by itself"
 
 
 class StaleGeneration(Refused):
-    why = "partitions have moved to other servers since the sender last asked"
-    todo = "fetch the partition map and send again"
+    why = "partitions have moved to other servers since the sender last asked where they are"
+    todo = "fetch the partition map and send the request again"
 
 
 class StaleTerm(Refused):
     why = "a newer coordinator is in charge"
+    todo = "stop the older coordinator; the members follow the newer one"
 
 
 class SequenceGap(Refused):
-    why = "a partition applies the work of a source in order"
+    why = "a partition applies the work of a source in order, and work before this is missing"
     todo = "continue from the watermark that this error names"
 
 
 class StraddlingRange(Refused):
-    why = "a part of this range has been applied already; applying it whole would count that part twice"
-    todo = "send the remainder as a range of its own"
+    why = "a part of this range was applied already; applying all of it would count that part twice"
+    todo = "send the rest as a range of its own"
 
 
 class NotFound(ShardyardError):
-    why = "the name or number is not known here"
+    why = "nothing here has this name or number"
+    todo = "check the name or number; `shardyard status` lists jobs and members"
 
 
 class CheckpointNotFound(NotFound):
@@ -213,8 +230,10 @@ class CheckpointNotFound(NotFound):
 
 
 class VersionPassed(NotFound):
-    why = "rows change in place; servers keep those of a version while a reader holds it, as far as there is room"
-    todo = "take a newer version; `with snapshot:` (docs/guides/evaluation.md) and `served.look_up` do so by themselves"
+    why = "rows change in place; a server keeps the rows of a version only while a reader holds it and memory is left"
+    todo = (
+        "read a newer version; `with snapshot:` (docs/guides/evaluation.md) and `served.look_up` do this by themselves"
+    )
 
 
 class NotReady(ShardyardError):
@@ -223,15 +242,16 @@ class NotReady(ShardyardError):
 
 
 class Unavailable(ShardyardError):
-    why = "a peer does not answer"
+    why = "the other process does not answer"
+    todo = "check that it runs and that its address can be reached; then try again"
 
 
 class CoordinatorUnavailable(Unavailable):
-    todo = "check the address, and that `shardyard coordinator` (or `make up`) is running there"
+    todo = "check the address, and that `shardyard coordinator` (or `make up`) runs there"
 
 
 class ServerUnavailable(Unavailable):
-    todo = "see `shardyard status` for the state of the servers"
+    todo = "run `shardyard status`, which shows the state of the servers"
 
 
 class DeadlineExceeded(Unavailable):
@@ -239,62 +259,65 @@ class DeadlineExceeded(Unavailable):
 
 
 class StorageUnavailable(ShardyardError):
-    why = "the storage of the checkpoints refused the request, or cannot be reached"
-    todo = "free space there, or repair its permissions or its network; committed checkpoints are untouched"
+    why = "the storage refused the request or cannot be reached"
+    todo = "free space there, or repair its permissions or its network; checkpoints that are complete are not affected"
 
 
 class CheckpointDamaged(ShardyardError):
-    why = "a file of a checkpoint differs from what was written, and nothing is restored from damaged bytes"
-    todo = "list all damage with `shardyard checkpoint verify`; use another checkpoint, or a copy of the file"
+    why = "a file of a checkpoint is not what was written, and nothing is restored from changed bytes"
+    todo = (
+        "run `shardyard checkpoint verify`, which lists all damage; then use another checkpoint, or a copy of the file"
+    )
 
 
 class LogDamaged(ShardyardError):
-    why = "a file of a server's log differs from what was written, so acknowledged pushes cannot be restored from it"
-    todo = "restore the file from a copy, or go back to a checkpoint with `shardyard checkpoint restore`"
+    why = "a file of a server's log is not what was written, so acknowledged pushes cannot be restored from it"
+    todo = "replace the file by a copy, or go back to a checkpoint with `shardyard checkpoint restore`"
 
 
 class JobFailed(ShardyardError):
-    why = "the job has ended by an error"
-    todo = "see the first error above it in the logs; start the script again for a new run"
+    why = "the job ended with an error"
+    todo = "read the first error above this one in the logs; then start the script again, as a new run"
 
 
 class ServerLost(JobFailed):
-    why = "a server died with the only copy of its partitions, and the job had no checkpoint to go back to"
+    why = "a server died with the only copy of its partitions, and the job has no checkpoint to go back to"
     todo = (
-        "start the script again, once `shardyard status` shows as many servers as there were (`up`, `run` and compose "
-        "start dead ones again by themselves); with checkpoints (job.checkpoint.url) a job goes on by itself"
+        "start the script again when `shardyard status` shows all servers (`up`, `run` and compose restart "
+        "dead ones by themselves); with checkpoints (job.checkpoint.url) a job continues by itself"
     )
 
 
 class CoordinatorLost(JobFailed):
     why = "without a coordinator, workers cannot join or lease data, and no death is noticed"
     todo = (
-        "see its log, and why it was not started again: on its state folder it finds its members and jobs as they were "
-        "for membership.coordinator_grace_ms; after that start the script again"
+        "read its log to see why it was not started again; on the same state folder and within "
+        "membership.coordinator_grace_ms it continues with its members and jobs; later, start the script "
+        "again"
     )
 
 
 class WorkerFailed(JobFailed):
     why = "a training script raised an exception"
-    todo = "see its traceback"
+    todo = "read its traceback in the log of this worker"
 
 
 class NonFiniteGradient(JobFailed):
-    why = "a gradient that is NaN or infinite would spoil the parameters of all workers for good"
+    why = "a gradient that is NaN or infinite would destroy the parameters of all workers"
     todo = (
-        "look at the loss and the learning rate; with float16, scale the loss (job.scaler()); `job.nonfinite: skip` "
-        "leaves such work out, `allow` lets it through"
+        "check the loss and the learning rate; with float16, scale the loss (job.scaler()); `job.nonfinite: "
+        "skip` leaves such work out, `allow` applies it"
     )
 
 
 class AddressInUse(ShardyardError):
-    why = "another process listens on this address already"
-    todo = "stop the other process, or choose another port with --bind (port 0 takes a free one)"
+    why = "another process already listens on this address"
+    todo = "stop that process, or choose another port with --bind (port 0 takes a free one)"
 
 
 class Internal(ShardyardError):
     why = "this is a defect of Shardyard"
-    todo = "please report it with the log of that process"
+    todo = "report it, with the log of that process"
 
 
 def _tree(kind: type[ShardyardError]) -> dict[str, type[ShardyardError]]:
@@ -308,5 +331,5 @@ BY_CODE: dict[str, type[ShardyardError]] = _tree(ShardyardError)
 
 
 def rebuild(code: str, what: str, why: str, todo: str, facts: dict[str, str]) -> ShardyardError:
-    """The error that a peer sent; an unknown code (of a newer peer) becomes the plain base class."""
+    """The error that a peer sent. A code that this release does not know becomes the base class."""
     return BY_CODE.get(code, ShardyardError)(what, why=why, todo=todo, facts=facts)

@@ -64,6 +64,11 @@ def test_every_error_says_why() -> None:
     assert [code for code, kind in CLASSES if not kind.why] == ["Refused", "ShardyardError"]
 
 
+def test_every_error_but_the_widest_says_what_to_do() -> None:
+    silent = ["ConfigurationError", "InvalidRequest", "Refused", "ShardyardError"]
+    assert [code for code, kind in CLASSES if not kind.todo] == silent
+
+
 @pytest.mark.parametrize(("code", "kind"), CLASSES)
 def test_error_survives_a_pickle_a_copy_and_the_wire(code: str, kind: type[ShardyardError]) -> None:
     error = kind("what", why="its own why", todo="", facts={"partition": "3"})

@@ -8,6 +8,7 @@ What counts as a wait is seen from the source: calls that block, by name. A call
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -264,6 +265,33 @@ def test_every_wait_is_explained_or_has_a_reason() -> None:
 
 def test_reasons_are_for_waits_that_are_there() -> None:
     assert ALLOWED.keys() <= unexplained().keys(), sorted(ALLOWED.keys() - unexplained().keys())
+
+
+def wait_texts() -> Iterator[tuple[str, list[str]]]:
+    """Where a wait is explained in words that stand in the code itself, and these words, without what is filled in."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not (isinstance(node, ast.Call) and _explains(node) and node.args):
+                    continue
+                body = node.args[0].body if isinstance(node.args[0], ast.Lambda) else None
+                parts = body.values if isinstance(body, ast.JoinedStr) else [body]
+                words = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+                if words:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", [word.strip(" :;,(") for word in words]
+
+
+def test_every_wait_is_in_the_page_on_waits() -> None:
+    page = (ROOT / "docs/reference/waits.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    found = list(wait_texts())
+    assert len(found) > 50
+    missing = [
+        f"{where}: {' ... '.join(words)}"
+        for where, words in found
+        if not any(all(word in span for word in words) for span in spans)
+    ]
+    assert not missing, "docs/reference/waits.md lacks these waits:\n" + "\n".join(missing)
 
 
 SOURCE = """
