@@ -25,11 +25,6 @@ class DeltaSender:
         self._codec = codec
         self._shadows: dict[Hashable, Array] = {}
 
-    @property
-    def shadow_bytes(self) -> int:
-        """Memory held for this receiver."""
-        return sum(shadow.nbytes for shadow in self._shadows.values())
-
     def code(self, block: Hashable, values: Array) -> memoryview:
         """The code that brings the receiver of `block` to `values`, shape (n,), contiguous, float32 or float64: exactly
         the first time and where an element is not finite, else to within 1.0001 * m / 254 where m is the largest

@@ -8,19 +8,20 @@ that it calls does: after such a change, remove the `__pycache__` beside the cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def compiled(function: _F) -> _F:
+def compiled(function: _F, **options: Any) -> _F:
     """Machine code at the first call, kept on disk (in NUMBA_CACHE_DIR if set) where a directory can be written."""
+    options = {"nogil": True, "error_model": "numpy", **options}
     try:
-        return cast(_F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+        return cast(_F, numba.njit(cache=True, **options)(function))
     except RuntimeError:  # no directory is writable
-        return cast(_F, numba.njit(nogil=True, cache=False, error_model="numpy")(function))
+        return cast(_F, numba.njit(cache=False, **options)(function))
 
 
 def inlined(function: _F) -> _F:

@@ -438,8 +438,6 @@ class RemoteStorage(Storage):
             if doing == "write":
                 raise self._refused(path, doing, error) from error
             raise self._missing(path) from error
-        except OSError as error:
-            raise self._refused(path, doing, error) from error
         except Exception as error:
             # each kind of storage raises what the library under it raises
             raise self._refused(path, doing, error) from error

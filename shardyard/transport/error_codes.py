@@ -5,7 +5,7 @@ Invariant: an error that a peer raised comes out as an error of the same class w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -77,14 +77,15 @@ def from_rpc_error(
 ) -> errors.ShardyardError:
     """What a failed call means. `peer` says who was called and `path` with which method, for the message;
     `unavailable` is the class to raise where nobody answered."""
-    for key, value in _trailers(error):
+    call: Any = error if hasattr(error, "code") else None  # an error of a call; others have only a text
+    for key, value in (call.trailing_metadata() or ()) if call is not None else ():
         if key == DETAIL_KEY and isinstance(value, bytes):
             try:
                 return from_detail(wire.ErrorDetail.FromString(value))
             except DecodeError:
                 break
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    said = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    code = call.code() if call is not None else grpc.StatusCode.UNKNOWN
+    said = (call.details() or "") if call is not None else str(error)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return unavailable(f"{peer} does not answer ({said})")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -99,7 +100,3 @@ def from_rpc_error(
 def _cut(text: str, bytes_max: int) -> str:
     # a file's name may hold surrogates, which have no UTF-8
     return text.encode(errors="replace")[:bytes_max].decode(errors="ignore")
-
-
-def _trailers(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
-    return (error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else ()

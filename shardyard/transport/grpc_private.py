@@ -26,15 +26,15 @@ _SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", 
 
 
 class Ended(Exception):
-    """The stream has ended. `status`: gRPC's, OK included; also a grpc.Call."""
+    """The stream has ended. `status`: gRPC's, OK included, with `code()`, `details()` and `trailing_metadata()`."""
 
     def __init__(self, status: Any) -> None:
         self.status = status
         super().__init__(status)
 
 
-class PrivateStatus(grpc.RpcError, grpc.Call):
-    """How a call ended, as grpc.Call shows it."""
+class PrivateStatus(grpc.RpcError):
+    """How a call ended, under the names of grpc.Call."""
 
     def __init__(self, operation: Any) -> None:
         self._code = _common.CYGRPC_STATUS_CODE_TO_STATUS_CODE.get(operation.code(), grpc.StatusCode.UNKNOWN)
@@ -49,22 +49,6 @@ class PrivateStatus(grpc.RpcError, grpc.Call):
 
     def trailing_metadata(self) -> Any:
         return self._trailers
-
-    def initial_metadata(self) -> Any:
-        return ()
-
-    def is_active(self) -> bool:
-        return False
-
-    def time_remaining(self) -> float:
-        return 0.0
-
-    def cancel(self) -> bool:
-        return False
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        del callback
-        return False
 
 
 class PrivateCall:

@@ -11,6 +11,8 @@ Owns: what the exchange before on the stream said. Invariant: `read` gives what 
 
 from __future__ import annotations
 
+import operator
+
 from google.protobuf.message import DecodeError
 
 from shardyard.domain.errors import MalformedPayload
@@ -177,26 +179,14 @@ def _read_bases(data: bytes, count: int) -> tuple[Version, ...]:
 def _alike(order: PushHeader, before: PushHeader) -> bool:
     """Whether they differ in the name, the bases and the numbers of rows alone."""
     return (
-        order.kind is before.kind
-        and (order.parts is before.parts or order.parts == before.parts)
-        and order.groups == before.groups
-        and order.weight == before.weight
-        and order.shared_at == before.shared_at
-        and order.rest == before.rest
-        and (order.pull is before.pull or order.pull == before.pull)
-        and order.ssp_report == before.ssp_report
-        and order.verdict is None
-        and before.verdict is None
-        and order.overflow == before.overflow
+        _KEPT(order) == _KEPT(before)
         and bool(order.rows) is bool(before.rows)
-        and order.table_groups == before.table_groups
         and bool(order.wanted) is bool(before.wanted)
-        and (order.rows_at, order.wanted_at) == (before.rows_at, before.wanted_at)
-        and order.attach_rows is None
-        and before.attach_rows is None
-        and order.attach is None
-        and before.attach is None
-        and not order.detach
-        and not before.detach
-        and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
+        and not (order.verdict or order.attach or order.attach_rows or order.detach)
     )
+
+
+_KEPT = operator.attrgetter(
+    *("caller", "server", "generation", "kind", "parts", "weight", "groups", "pull", "shared_at", "attach", "detach"),
+    *("rest", "ssp_report", "verdict", "overflow", "table_groups", "attach_rows", "rows_at", "wanted_at"),
+)

@@ -1,8 +1,4 @@
-"""Converts sources, watermarks, leases and a job's mode between messages and domain types.
-
-A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
-and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
-before its size has been checked."""
+"""Converts sources, watermarks, leases and a job's mode between messages and domain types."""
 
 from __future__ import annotations
 

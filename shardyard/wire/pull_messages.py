@@ -1,8 +1,4 @@
-"""Converts requests that read, and their parts of replies.
-
-A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
-and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
-before its size has been checked."""
+"""Converts requests that read, and their parts of replies."""
 
 from __future__ import annotations
 
@@ -53,46 +49,35 @@ def pull_of_push_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> s
 
 
 def pull_from_wire(message: server.PullRequest) -> PullHeader:
-    return _wish(
-        message,
-        caller_from_wire(message.caller),
-        Incarnation(message.server),
-        Generation(message.generation),
-        _wished_from_wire(message),
-    )
+    return _pull(message, caller_from_wire(message.caller), Incarnation(message.server), Generation(message.generation))
 
 
-def pull_of_push_from_wire(header: server.PushHeader, last: PushHeader | None) -> PullHeader:
-    """The pull of an exchange; caller, server and generation are those of the push."""
-    message = header.pull
-    if message.pin:
-        raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
-    if last is not None and not message.partitions and last.pull is not None:
-        return _wish(message, last.caller, last.server, last.generation, last.pull.partitions)
-    if last is not None:
-        return _wish(message, last.caller, last.server, last.generation, _wished_from_wire(message))
-    return _wish(
-        message,
-        caller_from_wire(header.caller),
-        Incarnation(header.server),
-        Generation(header.generation),
-        _wished_from_wire(message),
-    )
-
-
-def _wished_from_wire(message: server.PullRequest) -> tuple[PartitionId, ...]:
-    partitions = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
-    check_unique(partitions, "a pull")
-    return tuple(PartitionId(partition) for partition in partitions)
-
-
-def _wish(
+def pull_of_push_from_wire(
     message: server.PullRequest,
     caller: Caller,
     to: Incarnation,
     generation: Generation,
-    partitions: tuple[PartitionId, ...],
+    before: tuple[PartitionId, ...],
 ) -> PullHeader:
+    """The pull of an exchange. `caller`, `to` and `generation` are those of its push. `before`: the partitions that the
+    exchange before pulled, which a message without partitions means again."""
+    if message.pin:
+        raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
+    return _pull(message, caller, to, generation, before)
+
+
+def _pull(
+    message: server.PullRequest,
+    caller: Caller,
+    to: Incarnation,
+    generation: Generation,
+    before: tuple[PartitionId, ...] = (),
+) -> PullHeader:
+    partitions = before
+    if message.partitions or not before:
+        named = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
+        check_unique(named, "a pull")
+        partitions = tuple(map(PartitionId, named))
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""

@@ -1,8 +1,4 @@
-"""Converts the headers of exchanges and of their replies.
-
-A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
-and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
-before its size has been checked."""
+"""Converts the headers of exchanges and of their replies."""
 
 from __future__ import annotations
 
@@ -68,50 +64,38 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
         and bool(pulled_partitions(order) or order.pull is None or not pulled_partitions(before))
     )
+    wished = pulled_partitions(before) if again and before is not None else ()
     header = server.PushHeader(
-        kind=_PUSH_KINDS.to_wire(order.kind), weight=order.weight, again=again, detach=order.detach
+        kind=_PUSH_KINDS.to_wire(order.kind),
+        weight=order.weight,
+        again=again,
+        detach=order.detach,
+        groups=groups_to_wire(order.groups),
+        pull=pull_of_push_to_wire(order.pull, wished) if order.pull is not None else None,
+        shared_at=order.shared_at,
+        rest=order.rest,
+        attach=ticket_to_wire(order.attach) if order.attach is not None else None,
+        pace=_ssp_report_to_wire(order.ssp_report) if order.ssp_report is not None else None,
+        verdict=verdict_to_wire(order.verdict) if order.verdict is not None else None,
+        overflow=order.overflow,
+        table_groups=groups_to_wire(order.table_groups) if order.rows else (),
+        expired=table_messages.wanted_to_wire(order.expired),
+        attach_rows=ticket_to_wire(order.attach_rows) if order.attach_rows is not None else None,
+        rows_at=order.rows_at,
+        wanted_at=order.wanted_at,
     )
     if not again:
         header.caller.CopyFrom(caller_to_wire(order.caller))
-        header.server = order.server
-        header.generation = order.generation
-    if order.kind is not PushKind.NOTHING:
-        if named:
-            header.name.CopyFrom(name_to_wire(order.name))
-        if not (again and before is not None and before.parts == order.parts):
-            header.parts.extend(_part_to_wire(part) for part in order.parts)
-    if order.groups:
-        header.groups.extend(groups_to_wire(order.groups))
-    if order.pull is not None:
-        wished = pulled_partitions(before) if again and before is not None else ()
-        header.pull.CopyFrom(pull_of_push_to_wire(order.pull, wished))
-    if order.shared_at is not None:
-        header.shared_at = order.shared_at
-    if order.rest is not None:
-        header.rest = order.rest
-    if order.attach is not None:
-        header.attach.CopyFrom(ticket_to_wire(order.attach))
-    if order.ssp_report is not None:
-        header.pace.CopyFrom(_ssp_report_to_wire(order.ssp_report))
-    if named and order.bases:
-        header.bases.CopyFrom(bases_to_wire(order.bases))
-    if order.verdict is not None:
-        header.verdict.CopyFrom(verdict_to_wire(order.verdict))
-    if order.overflow:
-        header.overflow = True
-    if order.rows:
-        header.table_groups.extend(groups_to_wire(order.table_groups))
+        header.server, header.generation = order.server, order.generation
+    if order.kind is not PushKind.NOTHING and not (again and before is not None and before.parts == order.parts):
+        header.parts.extend(_part_to_wire(part) for part in order.parts)
     if named:
+        if order.kind is not PushKind.NOTHING:
+            header.name.CopyFrom(name_to_wire(order.name))
+        if order.bases:
+            header.bases.CopyFrom(bases_to_wire(order.bases))
         header.rows.extend(table_messages.pushed_to_wire(order.rows))
         header.wanted.extend(table_messages.wanted_to_wire(order.wanted))
-    if order.expired:
-        header.expired.extend(table_messages.wanted_to_wire(order.expired))
-    if order.attach_rows is not None:
-        header.attach_rows.CopyFrom(ticket_to_wire(order.attach_rows))
-    if order.rows_at is not None:
-        header.rows_at = order.rows_at
-    if order.wanted_at is not None:
-        header.wanted_at = order.wanted_at
     return header
 
 
@@ -167,16 +151,22 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
     last = before if message.again else None
     kind = _PUSH_KINDS.from_wire(message.kind)
+    if last is None:
+        caller, to = caller_from_wire(message.caller), Incarnation(message.server)
+        generation = Generation(message.generation)
+    else:
+        caller, to, generation = last.caller, last.server, last.generation
+    pulled = pulled_partitions(last) if last is not None else ()
     order = PushHeader(
-        caller=caller_from_wire(message.caller) if last is None else last.caller,
-        server=Incarnation(message.server) if last is None else last.server,
-        generation=Generation(message.generation) if last is None else last.generation,
+        caller=caller,
+        server=to,
+        generation=generation,
         name=NO_NAME if kind is PushKind.NOTHING else name_from_wire(message.name),
         kind=kind,
         parts=_parts_from_wire(message) if last is None or message.parts else last.parts,
         weight=message.weight,
         groups=groups_from_wire(message.groups),
-        pull=pull_of_push_from_wire(message, last) if message.HasField("pull") else None,
+        pull=pull_of_push_from_wire(message.pull, caller, to, generation, pulled) if message.HasField("pull") else None,
         shared_at=message.shared_at if message.HasField("shared_at") else None,
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,

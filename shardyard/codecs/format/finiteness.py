@@ -7,9 +7,9 @@ the numbers are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, cast
+from functools import partial
+from typing import Any, Final
 
-import numba
 import numba.extending
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.np.numpy_support import carray
 
+from shardyard.domain.compiling import compiled
+
 Array = npt.NDArray[np.floating[Any]]
-_F = TypeVar("_F", bound=Callable[..., object])
 
 PIECE: Final = 1 << 16
 """Elements between two looks at what was found."""
@@ -35,16 +36,7 @@ _pointer: Any = numba.extending.intrinsic(_make_pointer)
 _array_at: Any = carray
 
 
-def _compiled(function: _F) -> _F:
-    """Sums may be taken in any order: only whether they are numbers matters."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc"}}
-    try:
-        return cast(_F, numba.njit(cache=True, **options)(function))
-    except RuntimeError:  # no directory is writable
-        return cast(_F, numba.njit(cache=False, **options)(function))
-
-
-@_compiled
+@partial(compiled, fastmath={"reassoc"})  # sums in any order: it only matters whether they are numbers
 def _first(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], zero: Array) -> int:
     """Times zero, what is finite is zero, and all else NaN."""
     for index in range(addresses.size):
