@@ -159,7 +159,10 @@ class ProtocolMismatch(InvalidRequest):
 
 class LaunchRefused(InvalidRequest):
     why = "the agent does not start programs for this caller"
-    todo = "start the launcher on the machine of the agent, or start the agent with --allow-remote-launch in a network that you trust"
+    todo = (
+        "start the launcher on the machine of the agent, or start the agent with --allow-remote-launch in a network "
+        "that you trust"
+    )
 
 
 class NotShareable(InvalidRequest):
