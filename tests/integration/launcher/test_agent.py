@@ -434,16 +434,15 @@ def test_killed_agent_leaves_no_training_process(tmp_path: Path) -> None:
 KILLED_AGENT = """
 import sys
 from shardyard.wire.v1 import agent_pb2 as wire
-from shardyard_worker.agent.supervision import ProcessOutput
 from shardyard_worker.agent.service import AgentPlan, AgentService
 service = AgentService(AgentPlan("127.0.0.1:9", 2), incarnation=lambda: 1, report_exit=lambda pid, code: None)
 launch = service.launch(wire.LaunchRequest(script=sys.argv[1], working_directory="/"))
 wanted = 0
 while True:
-    for wanted, event in launch.events.after(wanted, wait_ms=60_000):
-        wanted += 1
-        if isinstance(event, ProcessOutput):
-            print(event.line, flush=True)
+    for event in launch.events.after(wanted, wait_ms=60_000):
+        wanted = event.number + 1
+        if event.HasField("output"):
+            print(event.output.line, flush=True)
 """
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Final
 
 from shardyard.domain import limits
-from shardyard_worker.agent.supervision import Happening, LaunchEnded, ProcessOutput
+from shardyard.wire.v1 import agent_pb2 as wire
 
 OUTPUT_CHARACTERS_MAX: Final = 16 * limits.MIB
 """Characters of output lines kept of a launch, all together."""
@@ -26,7 +26,7 @@ class EventLog:
     ) -> None:
         self._events_max = events_max
         self._characters_max = characters_max
-        self._kept: deque[Happening] = deque()
+        self._kept: deque[wire.LaunchEvent] = deque()
         self._first = 0
         self._characters = 0
         self._ended = False
@@ -37,27 +37,24 @@ class EventLog:
         with self._changed:
             return self._ended
 
-    def append(self, happening: Happening) -> None:
+    def append(self, event: wire.LaunchEvent) -> None:
+        """Numbers the event and keeps it."""
         with self._changed:
-            self._kept.append(happening)
-            self._characters += _characters(happening)
-            self._ended = self._ended or isinstance(happening, LaunchEnded)
+            event.number = self._first + len(self._kept)
+            self._kept.append(event)
+            self._characters += len(event.output.line)
+            self._ended = self._ended or event.HasField("ended")
             while len(self._kept) > 1 and (
                 len(self._kept) > self._events_max or self._characters > self._characters_max
             ):
-                self._characters -= _characters(self._kept.popleft())
+                self._characters -= len(self._kept.popleft().output.line)
                 self._first += 1
             self._changed.notify_all()
 
-    def after(self, number: int, *, wait_ms: int, batch_max: int = 256) -> list[tuple[int, Happening]]:
-        """Returns events from `number` on (or from the oldest kept), with their numbers. Waits at most `wait_ms` for
-        one; returns an empty list if none came."""
+    def after(self, number: int, *, wait_ms: int, batch_max: int = 256) -> list[wire.LaunchEvent]:
+        """Returns events from `number` on, or from the oldest kept. Waits at most `wait_ms` for one; returns an empty
+        list if none came."""
         with self._changed:
             self._changed.wait_for(lambda: number < self._first + len(self._kept) or self._ended, wait_ms / 1000)
             begin = max(number - self._first, 0)
-            end = min(begin + batch_max, len(self._kept))
-            return [(self._first + place, self._kept[place]) for place in range(begin, end)]
-
-
-def _characters(happening: Happening) -> int:
-    return len(happening.line) if isinstance(happening, ProcessOutput) else 0
+            return [self._kept[place] for place in range(begin, min(begin + batch_max, len(self._kept)))]

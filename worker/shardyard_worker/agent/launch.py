@@ -23,56 +23,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Final
 
 from shardyard.domain import limits
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.wire.v1 import agent_pb2 as wire
+from shardyard_worker.agent.environment import LaunchOrder, environment_block
 from shardyard_worker.agent.event_log import EventLog
-from shardyard_worker.agent.supervision import (
-    Effect,
-    EmitEvent,
-    Ended,
-    Event,
-    LaunchBegan,
-    LinePrinted,
-    ProcessPlace,
-    RecordedError,
-    ReportExit,
-    SendSignal,
-    Spawn,
-    Spawned,
-    SpawnFailed,
-    StopAsked,
-    Supervision,
-    TimePassed,
-    environment_block,
-)
+from shardyard_worker.agent.supervision import Effect, RecordedError, SendSignal, Spawn, Supervision
 
 log = logging.getLogger("shardyard.agent")
 
 READ_BYTES: Final = 64 * limits.KIB
 ERROR_FILE_BYTES_MAX: Final = limits.MIB
 _LINE_END: Final = re.compile(r"\r\n|\n|\r")
-
-
-@dataclass(frozen=True)
-class LaunchOrder:
-    """The request for a launch, checked."""
-
-    script: Path
-    arguments: tuple[str, ...]
-    working_directory: Path
-    environment: Mapping[str, str]
-    """The whole environment, before each process's own variables are added."""
-    workers: int
-    restarts_max: int
-    threads: int
-    gpus: tuple[str, ...]
-    coordinator: str
-    agent: int
 
 
 class LineSplitter:
@@ -115,26 +81,24 @@ class _Pipe:
         self._splitter = LineSplitter()
         os.set_blocking(stream.fileno(), False)
 
-    def read(self) -> tuple[list[Event], bool]:
-        """Returns what is there now, and True once the stream has ended."""
+    def read(self) -> tuple[list[str], bool]:
+        """Returns the lines that are there now, and True once the stream has ended."""
         try:
             data = os.read(self.stream.fileno(), READ_BYTES)
         except BlockingIOError:
             return [], False
-        lines = self._splitter.feed(data) if data else self._splitter.finish()
-        return [LinePrinted(self.index, self.standard_error, line) for line in lines], not data
+        return self._splitter.feed(data) if data else self._splitter.finish(), not data
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[str]:
         """Returns all that is left after the process has ended, even if another process still holds the other end."""
-        events: list[Event] = []
+        lines: list[str] = []
         while True:
             found, at_end = self.read()
-            events += found
+            lines += found
             if at_end:
-                return events
+                return lines
             if not found:
-                lines = self._splitter.finish()
-                return [*events, *(LinePrinted(self.index, self.standard_error, line) for line in lines)]
+                return lines + self._splitter.finish()
 
 
 class _Child:
@@ -153,14 +117,14 @@ class RunningLaunch:
     `wait_registry` explains long waits."""
 
     def __init__(
-        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None], wait_registry: WaitRegistry
+        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], object], wait_registry: WaitRegistry
     ) -> None:
         self._wait_registry = wait_registry
         self.number = number
         self.order = order
         self.events = EventLog()
         self._report_exit = report_exit
-        self._core = Supervision(workers=order.workers, restarts_max=order.restarts_max)
+        self._supervision = Supervision(workers=order.workers, restarts_max=order.restarts_max)
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._stop_asked: deque[int] = deque()
@@ -174,7 +138,7 @@ class RunningLaunch:
 
     @property
     def running(self) -> int:
-        return self._core.running
+        return self._supervision.running
 
     def start(self) -> None:
         self._thread.start()
@@ -197,8 +161,8 @@ class RunningLaunch:
         with tempfile.TemporaryDirectory(prefix="shardyard-launch-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
             try:
-                self._handle(LaunchBegan())
-                while self._core.ended is None:
+                self._carry_out(self._supervision.begin())
+                while self._supervision.ended is None:
                     self._wait()
             finally:
                 for child in list(self._children.values()):
@@ -212,37 +176,28 @@ class RunningLaunch:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _handle(self, event: Event) -> None:
-        """Gives the event to the core, and carries out its effects until there are no more."""
-        todo: deque[Event] = deque([event])
-        while todo:
-            for effect in self._core.handle(todo.popleft(), time.monotonic_ns() // 1_000_000):
-                todo.extend(self._carry_out(effect))
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Spawn(index, restarts):
+                    self._carry_out(self._spawn(index, restarts))
+                case SendSignal(index, number):
+                    child = self._children.get(index)
+                    if child is not None:
+                        _signal(child.process.pid, number)
+                case wire.LaunchEvent() as event:
+                    if event.HasField("exited"):
+                        self._report_exit(event.exited.pid, event.exited.exit_code)
+                    self.events.append(event)
 
-    def _carry_out(self, effect: Effect) -> list[Event]:
-        match effect:
-            case Spawn(index, restarts):
-                return [self._spawn(index, restarts)]
-            case SendSignal(index, number):
-                child = self._children.get(index)
-                if child is not None:
-                    _signal(child.process.pid, number)
-            case ReportExit(pid, exit_code):
-                self._report_exit(pid, exit_code)
-            case EmitEvent(happening):
-                self.events.append(happening)
-        return []
-
-    def _spawn(self, index: int, restarts: int) -> Event:
+    def _spawn(self, index: int, restarts: int) -> list[Effect]:
         order = self.order
         error_file = self._folder / f"error-{index}-{restarts}.json"
-        place = ProcessPlace(order.coordinator, order.agent, index, order.workers, str(error_file))
-        gpu = order.gpus[index % len(order.gpus)] if order.gpus else None
         try:
             process = subprocess.Popen(
                 _command(order.script, order.arguments),
                 cwd=order.working_directory,
-                env=environment_block(order.environment, place, threads=order.threads, gpu=gpu),
+                env=environment_block(order, index, str(error_file)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -250,17 +205,17 @@ class RunningLaunch:
                 start_new_session=True,
             )
         except OSError as error:
-            return SpawnFailed(index, str(error), time.time())
+            return self._supervision.spawn_failed(index, str(error), time.time(), _now_ms())
         child = _Child(index, process, error_file)
         self._children[index] = child
         self._selector.register(child.ended_fd, selectors.EVENT_READ, child)
         for pipe in child.pipes:
             self._selector.register(pipe.stream, selectors.EVENT_READ, pipe)
         log.debug("launch %d: process %d started, pid %d", self.number, index, process.pid)
-        return Spawned(index, process.pid)
+        return self._supervision.spawned(index, process.pid)
 
     def _wait(self) -> None:
-        due_ms = self._core.next_due_ms()
+        due_ms = self._supervision.next_due_ms()
         timeout = None if due_ms is None else max(0.0, due_ms / 1000 - time.monotonic())
         ended: list[_Child] = []
         for key, _ in self._selector.select(timeout):
@@ -273,22 +228,24 @@ class RunningLaunch:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
         for child in ended:
-            for event in self._reap(child):
-                self._handle(event)
+            self._reap(child)
         while self._stop_asked:
-            self._handle(StopAsked(self._stop_asked.popleft()))
-        self._handle(TimePassed())
+            self._carry_out(self._supervision.stop(self._stop_asked.popleft(), _now_ms()))
+        self._carry_out(self._supervision.time_passed(_now_ms()))
 
     def _read(self, pipe: _Pipe) -> None:
-        events, at_end = pipe.read()
+        lines, at_end = pipe.read()
         if at_end:
             self._selector.unregister(pipe.stream)
             pipe.stream.close()
-        for event in events:
-            self._handle(event)
+        self._show(pipe, lines)
 
-    def _reap(self, child: _Child) -> list[Event]:
-        """Kills what is left of a process and its group. Returns its last lines, then its end."""
+    def _show(self, pipe: _Pipe, lines: list[str]) -> None:
+        for line in lines:
+            self._carry_out(self._supervision.printed(pipe.index, pipe.standard_error, line))
+
+    def _reap(self, child: _Child) -> None:
+        """Kills what is left of a process and its group, and handles its last lines and its end."""
         now_s = time.time()
         _signal(child.process.pid, signal.SIGKILL)
         pid = child.process.pid
@@ -298,13 +255,18 @@ class RunningLaunch:
         del self._children[child.index]
         self._selector.unregister(child.ended_fd)
         os.close(child.ended_fd)
-        events: list[Event] = []
         for pipe in child.pipes:
             if not pipe.stream.closed:
-                events += pipe.drain()
+                lines = pipe.drain()
                 self._selector.unregister(pipe.stream)
                 pipe.stream.close()
-        return [*events, Ended(child.index, exit_code, read_error_file(child.error_file), now_s)]
+                self._show(pipe, lines)
+        error = read_error_file(child.error_file)
+        self._carry_out(self._supervision.exited(child.index, exit_code, error, now_s, _now_ms()))
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 def _command(script: Path, arguments: Sequence[str]) -> list[str]:
@@ -328,7 +290,11 @@ def read_error_file(path: Path) -> RecordedError | None:
     try:
         with path.open("rb") as stream:
             entry = json.loads(stream.read(ERROR_FILE_BYTES_MAX))
-        return RecordedError(float(entry["time"]), str(entry["type"]), str(entry["message"]), str(entry["traceback"]))
+        # a lone surrogate, which JSON can contain, cannot be sent
+        kind, message, traceback = (
+            str(entry[name]).encode("utf-8", "replace").decode() for name in ("type", "message", "traceback")
+        )
+        return RecordedError(float(entry["time"]), kind, message, traceback)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

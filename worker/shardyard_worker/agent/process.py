@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 from shardyard.config.settings import Settings
@@ -30,19 +30,17 @@ from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard_worker.agent.error_report import ShownOutput
 from shardyard_worker.agent.launch import RunningLaunch
 from shardyard_worker.agent.service import AgentPlan, AgentService
-from shardyard_worker.agent.supervision import LaunchEnded, ProcessOutput
 
 log = logging.getLogger("shardyard.agent")
 
 REGISTER_PATIENCE_MS: Final = 30_000
 """How long an agent tries to reach its coordinator when it starts."""
 SLICE_MS: Final = 200
-REPORTS_QUEUED_MAX: Final = 4_096
 REPORT_TIMEOUT_MS: Final = 2_000
 
 
 class AgentMembership:
-    """The agent's membership. One thread calls `enrol` and `tend`; the rest is safe for several. `waiting_for`:
+    """The agent's membership. One thread calls `enrol` and `keep`; the rest is safe for several. `waiting_for`:
     describes what the agent waits for, for its heartbeats."""
 
     def __init__(
@@ -53,11 +51,11 @@ class AgentMembership:
         self._peer = peer
         self._membership = membership
         self._lost = threading.Event()
-        self._enrolment = self._new()
+        self._client = self._new_client()
 
     @property
     def incarnation(self) -> Incarnation:
-        return self._enrolment.incarnation
+        return self._client.incarnation
 
     def enrol(self, stop: threading.Event) -> None:
         """Raises CoordinatorUnavailable if the coordinator does not answer for REGISTER_PATIENCE_MS."""
@@ -67,13 +65,13 @@ class AgentMembership:
             if not stop.is_set():
                 raise
 
-    def tend(self) -> None:
+    def keep(self) -> None:
         """Enrols again if the membership was lost. Called regularly."""
         if not self._lost.is_set():
             return
         self._lost.clear()
-        self._enrolment.stop()
-        self._enrolment = self._new()
+        self._client.stop()
+        self._client = self._new_client()
         try:
             self._enrol(0, None)
         except errors.ShardyardError as error:
@@ -82,7 +80,7 @@ class AgentMembership:
 
     def report_exit(self, pid: int, exit_code: int) -> None:
         request = coordinator_wire.ReportExitRequest(
-            caller=common_messages.caller_to_wire(self._enrolment.caller), pid=pid, exit_code=exit_code
+            caller=common_messages.caller_to_wire(self._client.caller), pid=pid, exit_code=exit_code
         )
         try:
             self._peer.call(methods.REPORT_EXIT, request, timeout_ms=REPORT_TIMEOUT_MS)
@@ -92,17 +90,17 @@ class AgentMembership:
 
     def leave(self) -> None:
         if self.incarnation:
-            self._enrolment.leave()
+            self._client.leave()
         else:
-            self._enrolment.stop()
+            self._client.stop()
 
     def _enrol(self, patience_ms: int, stop: threading.Event | None) -> None:
-        self._enrolment.register(patience_ms=patience_ms, stop=stop)
-        self._enrolment.start()
+        self._client.register(patience_ms=patience_ms, stop=stop)
+        self._client.start()
         logs.bind_process(id=self.incarnation)
         log.info("enrolled with %s", self._peer.name)
 
-    def _new(self) -> MembershipClient:
+    def _new_client(self) -> MembershipClient:
         return MembershipClient(
             self._peer,
             self._membership,
@@ -122,34 +120,6 @@ class AgentMembership:
 
 def _ignore(reply: coordinator_wire.HeartbeatReply) -> None:
     """A heartbeat's reply has nothing for an agent."""
-
-
-class ExitReporter:
-    """Reports ended processes to the coordinator from its own thread, so that watching them never waits for it."""
-
-    def __init__(self, report: Callable[[int, int], None]) -> None:
-        self._report = report
-        self._waiting: queue.Queue[tuple[int, int] | None] = queue.Queue(REPORTS_QUEUED_MAX)
-        self._thread = threading.Thread(target=self._run, name="exit-reports", daemon=True)
-        self._thread.start()
-
-    def put(self, pid: int, exit_code: int) -> None:
-        try:
-            self._waiting.put_nowait((pid, exit_code))
-        except queue.Full:
-            log.debug("the end of process %d was not reported: too many wait", pid)
-
-    def close(self) -> None:
-        """Sends the reports that wait, within a few seconds, and ends the thread."""
-        try:
-            self._waiting.put(None, timeout=REPORT_TIMEOUT_MS / 1000)
-        except queue.Full:
-            return
-        self._thread.join(2 * REPORT_TIMEOUT_MS / 1000)
-
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            self._report(*item)
 
 
 def serve(
@@ -178,37 +148,44 @@ def serve(
         threads=settings.worker.threads,
     )
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    standing: AgentMembership | None = None
-    reporter = ExitReporter(lambda pid, exit_code: standing.report_exit(pid, exit_code) if standing else None)
-    service = AgentService(plan, incarnation=lambda: standing.incarnation if standing else 0, report_exit=reporter.put)
+    membership: AgentMembership | None = None
+    # a thread of its own, so that watching processes never waits for the coordinator
+    reporter = ThreadPoolExecutor(1, "exit-reports")
+    service = AgentService(
+        plan,
+        incarnation=lambda: membership.incarnation if membership else 0,
+        report_exit=lambda pid, code: reporter.submit(membership.report_exit, pid, code) if membership else None,
+    )
     listener: GrpcServer | None = None
     try:
         listener = GrpcServer(bind, [service.service])
         address = advertise or listener.address
         grace_ms = settings.membership.coordinator_grace_ms
-        standing = AgentMembership(
+        membership = AgentMembership(
             peer,
             Membership(MemberRole.AGENT, address),
             coordinator_grace_ms=grace_ms,
             waiting_for=lambda: service.wait_registry.waiting_for,
         )
         listener.start()
-        standing.enrol(stop)
+        membership.enrol(stop)
         if stop.is_set():
             return 0
         listener.set_ready(ready=True)
         ready(address)
         if command is not None:
             launch = service.launch(_request(command, settings))
-            return _follow(launch, standing, stop)
+            return _follow(launch, membership, stop)
         while not stop.wait(SLICE_MS / 1000):
-            standing.tend()
+            membership.keep()
         return 0
     finally:
         service.close()
-        reporter.close()
-        if standing is not None:
-            standing.leave()
+        # sends the reports that wait, within a few seconds
+        wait([reporter.submit(lambda: None)], timeout=2 * REPORT_TIMEOUT_MS / 1000)
+        reporter.shutdown(wait=False, cancel_futures=True)
+        if membership is not None:
+            membership.leave()
         if listener is not None:
             listener.stop()
         peer.close()
@@ -223,24 +200,25 @@ def _request(command: list[str], settings: Settings) -> wire.LaunchRequest:
     )
 
 
-def _follow(launch: RunningLaunch, standing: AgentMembership, stop: threading.Event) -> int:
+def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event) -> int:
     """Prints a launch's output on this process's own streams, until it has ended or `stop` is set."""
     wanted = 0
     several = launch.order.workers > 1
     shown = ShownOutput()
     while not stop.is_set():
-        for number, happening in launch.events.after(wanted, wait_ms=SLICE_MS):
-            wanted = number + 1
-            if isinstance(happening, ProcessOutput):
-                shown.note(happening.index, happening.standard_error, happening.line)
-                stream = sys.stderr if happening.standard_error else sys.stdout
-                stream.write((f"[{happening.index}] " if several else "") + happening.line + "\n")
+        for event in launch.events.after(wanted, wait_ms=SLICE_MS):
+            wanted = event.number + 1
+            if event.HasField("output"):
+                output = event.output
+                shown.note(output.local_index, output.standard_error, output.line)
+                stream = sys.stderr if output.standard_error else sys.stdout
+                stream.write((f"[{output.local_index}] " if several else "") + output.line + "\n")
                 stream.flush()
-            elif isinstance(happening, LaunchEnded):
-                if happening.exit_code:
-                    index = happening.first_error_index
-                    said = shown.tell(index, happening.first_error, several=several)
-                    log.error("process %d failed first:\n%s", index, said)
-                return happening.exit_code
-        standing.tend()
+            elif event.HasField("ended"):
+                ended = event.ended
+                if ended.exit_code:
+                    error = shown.tell(ended.first_error_index, ended.first_error, several=several)
+                    log.error("process %d failed first:\n%s", ended.first_error_index, error)
+                return ended.exit_code
+        membership.keep()
     return -signal.SIGTERM

@@ -7,32 +7,25 @@ kept. Must not know: how processes are supervised (supervision, launch), the coo
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from shardyard.domain import errors, limits
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
-from shardyard_worker.agent.launch import LaunchOrder, RunningLaunch
-from shardyard_worker.agent.supervision import (
-    STOP_GRACE_MS,
-    Happening,
-    LaunchEnded,
-    ProcessExited,
-    ProcessOutput,
-    ProcessStarted,
-    gpus_to_give,
-    is_local_caller,
-)
+from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give
+from shardyard_worker.agent.launch import RunningLaunch
+from shardyard_worker.agent.supervision import STOP_GRACE_MS
 
 log = logging.getLogger("shardyard.agent")
 
@@ -44,7 +37,6 @@ ARGUMENTS_MAX: Final = 4_096
 BLOCK_CHARACTERS_MAX: Final = limits.MIB
 """Characters of all arguments, or of the whole environment, of a launch."""
 WATCH_SLICE_MS: Final = 200
-_GPU_DEVICE: Final = re.compile(r"nvidia([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class AgentService:
     ends."""
 
     def __init__(
-        self, plan: AgentPlan, *, incarnation: Callable[[], int], report_exit: Callable[[int, int], None]
+        self, plan: AgentPlan, *, incarnation: Callable[[], int], report_exit: Callable[[int, int], object]
     ) -> None:
         self._plan = plan
         self._incarnation = incarnation
@@ -142,10 +134,10 @@ class AgentService:
             agent=self._incarnation(),
         )
 
-    def _admit(self, context: Context, wish: str) -> None:
+    def _admit(self, context: Context, what: str) -> None:
         if not self._plan.allow_remote_launch and not is_local_caller(context.peer):
             raise errors.LaunchRefused(
-                f"{context.peer} asked to {wish}; this agent does that for callers on its own machine only",
+                f"{context.peer} asked to {what}; this agent does that for callers on its own machine only",
                 why="whoever can launch can run any program as the agent's user",
                 todo="call from that machine, or start the agent with --allow-remote-launch in a network you trust",
             )
@@ -170,10 +162,10 @@ class AgentService:
         wanted = request.next_event
         while context.is_active():
             found = launch.events.after(wanted, wait_ms=WATCH_SLICE_MS)
-            for number, happening in found:
-                yield to_wire(number, happening)
-                wanted = number + 1
-                if isinstance(happening, LaunchEnded):
+            for event in found:
+                yield event
+                wanted = event.number + 1
+                if event.HasField("ended"):
                     return
             if not found and launch.events.ended:
                 return
@@ -203,29 +195,22 @@ class AgentService:
         )
 
 
-def to_wire(number: int, happening: Happening) -> wire.LaunchEvent:
-    event = wire.LaunchEvent(number=number)
-    match happening:
-        case ProcessStarted(index, pid, restarts):
-            event.started.CopyFrom(wire.ProcessStarted(local_index=index, pid=pid, restarts=restarts))
-        case ProcessOutput(index, standard_error, line):
-            # a lone surrogate cannot be encoded
-            sound = line.encode("utf-8", "replace").decode("utf-8")
-            event.output.CopyFrom(wire.ProcessOutput(local_index=index, standard_error=standard_error, line=sound))
-        case ProcessExited(index, pid, exit_code, will_restart):
-            event.exited.CopyFrom(
-                wire.ProcessExited(local_index=index, pid=pid, exit_code=exit_code, will_restart=will_restart)
-            )
-        case LaunchEnded(exit_code, index, text):
-            sound = text.encode("utf-8", "replace").decode("utf-8")
-            event.ended.CopyFrom(wire.LaunchEnded(exit_code=exit_code, first_error_index=index, first_error=sound))
-    return event
-
-
-def gpus_present() -> tuple[str, ...]:
-    """The numbers of this machine's NVIDIA GPUs, found without the driver."""
-    found = (_GPU_DEVICE.fullmatch(name) for name in os.listdir("/dev"))
-    return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
+def is_local_caller(peer: str) -> bool:
+    """Whether a caller, as gRPC names it (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`, `unix:...`), is on this
+    machine. Only loopback addresses and Unix sockets cannot be reached from outside."""
+    kind, _, rest = unquote(peer).partition(":")
+    if peer == "in-process" or kind in ("unix", "unix-abstract"):
+        return True
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
 
 
 def _path(given: str, what: str) -> Path:

@@ -18,8 +18,7 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent import service as agent_service
 from shardyard_worker.agent.event_log import EventLog
 from shardyard_worker.agent.launch import LineSplitter, read_error_file
-from shardyard_worker.agent.service import AgentPlan, AgentService, to_wire
-from shardyard_worker.agent.supervision import LaunchEnded, ProcessOutput, ProcessStarted
+from shardyard_worker.agent.service import AgentPlan, AgentService
 
 REMOTE = Context(peer="ipv4:10.1.2.3:999", is_active=lambda: True)
 LOCAL = Context(peer="ipv4:127.0.0.1:999", is_active=lambda: True)
@@ -183,41 +182,50 @@ def test_watch_goes_on_where_it_broke_off(service: AgentService, script: Path) -
 # ---- events
 
 
+def output(line: str) -> wire.LaunchEvent:
+    return wire.LaunchEvent(output=wire.ProcessOutput(line=line))
+
+
+def ending() -> wire.LaunchEvent:
+    return wire.LaunchEvent(ended=wire.LaunchEnded())
+
+
+def numbers(log: EventLog) -> list[int]:
+    return [event.number for event in log.after(0, wait_ms=0)]
+
+
 def test_log_numbers_events_from_zero() -> None:
     log = EventLog()
-    log.append(ProcessStarted(0, 1, 0))
-    log.append(ProcessOutput(0, False, "x"))
-    assert log.after(0, wait_ms=0) == [(0, ProcessStarted(0, 1, 0)), (1, ProcessOutput(0, False, "x"))]
-    assert log.after(1, wait_ms=0) == [(1, ProcessOutput(0, False, "x"))]
+    given = [wire.LaunchEvent(started=wire.ProcessStarted(pid=1)), output("x")]
+    for event in given:
+        log.append(event)
+    assert numbers(log) == [0, 1]
+    assert log.after(0, wait_ms=0) == given
+    assert log.after(1, wait_ms=0) == given[1:]
     assert log.after(2, wait_ms=0) == []
 
 
 def test_log_drops_the_oldest_beyond_its_bounds() -> None:
     log = EventLog(events_max=3, characters_max=10)
     for number in range(6):
-        log.append(ProcessOutput(0, False, str(number)))
-    assert [number for number, _ in log.after(0, wait_ms=0)] == [3, 4, 5]
-    log.append(ProcessOutput(0, False, "x" * 9))
-    assert [number for number, _ in log.after(0, wait_ms=0)] == [5, 6]
-    log.append(LaunchEnded(0))
-    log.append(ProcessOutput(0, False, "y" * 50))
-    assert [number for number, _ in log.after(0, wait_ms=0)] == [8]
+        log.append(output(str(number)))
+    assert numbers(log) == [3, 4, 5]
+    log.append(output("x" * 9))
+    assert numbers(log) == [5, 6]
+    log.append(ending())
+    log.append(output("y" * 50))
+    assert numbers(log) == [8]
     assert log.ended
 
 
 def test_waiting_watcher_gets_the_next_event() -> None:
     log = EventLog()
-    got: list[list[tuple[int, object]]] = []
-    waiter = threading.Thread(target=lambda: got.append(list(log.after(0, wait_ms=20_000))))
+    got: list[list[wire.LaunchEvent]] = []
+    waiter = threading.Thread(target=lambda: got.append(log.after(0, wait_ms=20_000)))
     waiter.start()
-    log.append(LaunchEnded(0))
+    log.append(ending())
     waiter.join(10)
-    assert got == [[(0, LaunchEnded(0))]]
-
-
-def test_line_with_a_lone_surrogate_travels() -> None:
-    event = to_wire(4, ProcessOutput(0, True, "a\udc80b"))
-    assert wire.LaunchEvent.FromString(event.SerializeToString()).output.line == "a?b"
+    assert got == [[ending()]]
 
 
 # ---- lines
@@ -252,6 +260,15 @@ def test_error_file_is_read(tmp_path: Path) -> None:
     error = read_error_file(path)
     assert error is not None
     assert (error.time_s, error.kind, error.message, error.traceback) == (5.0, "ValueError", "m", "t")
+
+
+def test_lone_surrogate_in_an_error_file_can_be_sent(tmp_path: Path) -> None:
+    path = tmp_path / "e.json"
+    path.write_text(json.dumps({"time": 5, "type": "ValueError", "message": "m", "traceback": "a\udc80b"}))
+    error = read_error_file(path)
+    assert error is not None
+    event = wire.LaunchEvent(ended=wire.LaunchEnded(first_error=error.traceback))
+    assert wire.LaunchEvent.FromString(event.SerializeToString()).ended.first_error == "a?b"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"time": "x"}', b"\xff", b"null"])
