@@ -30,7 +30,7 @@ log = logging.getLogger("shardyard.server")
 
 KIND: Final = "optimizer_loops"
 MEAN: Final = "mean"
-CLIPPING: Final = "clipping"
+SQUARE_NORM: Final = "square norm"
 COMPENSATION: Final = "compensation"
 DTYPES: Final = ("float32", "float64")
 
@@ -45,8 +45,8 @@ _VARIANTS: Final[dict[str, tuple[dict[str, float], ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseLoop:
-    """`name`: an optimizer's kind, MEAN, CLIPPING or COMPENSATION. `slots`: the optimizer's state, which decides what
-    is compiled. `settings`: one group of them, with which the loop can be called."""
+    """`name`: an optimizer's kind, MEAN, SQUARE_NORM or COMPENSATION. `slots`: the optimizer's state, which decides
+    what is compiled. `settings`: one group of them, with which the loop can be called."""
 
     name: str
     dtype: str
@@ -74,7 +74,7 @@ def needed(layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clippin
             continue
         found.add(_step(layout.optimizer.kind, layout.optimizer.groups[variable.group], dtype))
         if clipping.norm or clipping.value:
-            found.add(DenseLoop(CLIPPING, dtype))
+            found.update((DenseLoop(MEAN, dtype), DenseLoop(SQUARE_NORM, dtype)))
         if stale is not None and stale.compensation:
             found.add(DenseLoop(COMPENSATION, dtype))
     return frozenset(found)
@@ -83,7 +83,7 @@ def needed(layout: JobLayout, mode: UpdateMode, stale: StaleRule | None, clippin
 def every_loop(dtypes: Iterable[str] = DTYPES) -> frozenset[DenseLoop]:
     found: set[DenseLoop] = set()
     for dtype in dtypes:
-        found.update(DenseLoop(name, dtype) for name in (MEAN, CLIPPING, COMPENSATION))
+        found.update(DenseLoop(name, dtype) for name in (MEAN, SQUARE_NORM, COMPENSATION))
         for kind in KINDS:
             found.update(_step(kind, make_group(kind, given), dtype) for given in _VARIANTS.get(kind, ({},)))
     return frozenset(found)
@@ -136,14 +136,13 @@ def _call(loop: DenseLoop) -> None:
     nothing = scratch[:0]
     match loop.name:
         case "mean":
-            kernels.mean((old, new, sources, np.ones(2), scratch, nothing, 0, 8))
-        case "clipping":
-            kernels.gather((old, new, sources[:1], optimizers.LONE, nothing, nothing, 0, 8), 1.0)
+            kernels.mean((old, new, sources, np.ones(2), scratch, nothing, 0, 8), 0.0)
+        case "square norm":
             kernels.square_norm(scratch)
         case "compensation":
-            task = (old, new, sources, np.ones(1), nothing, nothing, 0, 8)
-            kernels.compensate(task)
-            kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, loop.dtype))
+            task = (old, new, sources, optimizers.LONE, nothing, nothing, 0, 8)
+            for squares in (None, np.zeros(8, np.uint8)):
+                kernels.compensate(task, squares, np.ones(4, loop.dtype))
         case kind:
             w_in, g, w_out = (np.ones(1, loop.dtype) for _ in range(3))
             state = [np.zeros(1, loop.dtype) for _ in loop.slots]

@@ -157,7 +157,7 @@ class DenseState:
             if run.having == []:
                 continue
             if run.is_parameter:
-                kernels.gather(self._task(run, old, into, sources, weights, run.nothing, run.stop), limit)
+                kernels.mean(self._task(run, old, into, sources, weights, run.nothing, run.stop), limit)
             else:
                 self._set(run, members, sources, shares, into)
         presents = zip(*[member.present for member in members], strict=True)
@@ -242,18 +242,15 @@ class DenseState:
         payloads = (member.payload, base)
         sources: Addresses = np.array([pieces.locate(now, into, each, _ITEM_BYTES_MAX) for each in payloads], np.int64)
         assert 0 not in sources, (len(member.payload), len(base), len(into))
-        shares: Shares = np.array([rule.compensation], np.float64)
+        scalars = (rule.compensation, rule.decay, 1 - rule.decay, SQUARES_EPS)
         for run in self._runs(None if _are_whole((member,)) else (member,)):
             if run.having == []:
                 continue
-            task = (now, into, sources, shares, run.nothing, run.nothing, run.start, run.stop)
-            if not run.is_parameter:
-                into[run.start : run.stop] = member.payload[run.start : run.stop]
-            elif squares is None:
-                kernels.compensate(task)
+            if run.is_parameter:
+                task = (now, into, sources, LONE, run.nothing, run.nothing, run.start, run.stop)
+                kernels.compensate(task, squares, np.array(scalars, run.dtype))
             else:
-                scalars = (rule.compensation, rule.decay, 1 - rule.decay, SQUARES_EPS)
-                kernels.compensate_adaptively(task, squares, np.array(scalars, run.dtype))
+                into[run.start : run.stop] = member.payload[run.start : run.stop]
 
     def _task(
         self, run: _Run, old: Bytes, into: Bytes, sources: Addresses, weights: Shares, staged: Array, stop: int
@@ -300,7 +297,8 @@ class DenseState:
         if run.dtype.kind == "f":
             total = sum(shares[index] for index in having)
             weights: Shares = np.array([shares[index] / total for index in having])
-            kernels.mean((new, new, sources[having], weights, self._sums[run.dtype], run.nothing, run.start, run.stop))
+            task = (new, new, sources[having], weights, self._sums[run.dtype], run.nothing, run.start, run.stop)
+            kernels.mean(task, 0.0)
             return
         for index in having[1:]:
             np.maximum(into, run.of(members[index].payload), out=into)

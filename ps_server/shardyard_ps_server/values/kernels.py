@@ -29,7 +29,6 @@ from shardyard_ps_server.values.pieces import (
     part,
     piece_range,
     put,
-    scale_into,
     source_at,
     unpacked,
     window,
@@ -39,64 +38,45 @@ Scalar = np.floating[Any]
 
 
 @compiled
-def mean(task: Task) -> None:
-    """The sum of share times value of two sources or more, as the next values."""
+def mean(task: Task, limit: float) -> None:
+    """Writes the gradient itself, the weighted sum of its sources, as the next values. Elements beyond `limit`, unless
+    that is 0, are clipped to it. A NaN stays."""
     _, new, sources, shares, scratch, _, _, _ = task
     start, stop, step = piece_range(task)
-    for begin in range(start, stop, step):
-        add_up(sources, shares, begin, part(new, begin, min(begin + step, stop), scratch))
-
-
-@compiled
-def compensate(task: Task) -> None:
-    """The first source, a gradient, plus the share times its square times what the values have changed by since those
-    that it was computed on, which are the second source. Into `new`; `old` has the values of now."""
-    old, new, sources, shares, scratch, _, start, stop = task
-    now, into = part(old, start, stop, scratch), part(new, start, stop, scratch)
-    n = now.size
-    gradient, base = source_at(sources[0] + start, n, scratch), source_at(sources[1] + start, n, scratch)
-    strength = scratch.dtype.type(shares[0])
-    for i in range(n):
-        g = gradient[i]
-        into[i] = g + strength * g * g * (now[i] - base[i])
-
-
-@compiled
-def compensate_adaptively(task: Task, squares: Bytes, scalars: Array) -> None:
-    """`compensate` with a share that is divided by the root of a running mean of squares, which takes this gradient in
-    first. `weight` is 1 - decay."""
-    old, new, sources, _, scratch, _, start, stop = task
-    strength, decay, weight, eps = unpacked(scalars, 4)
-    now, into = part(old, start, stop, scratch), part(new, start, stop, scratch)
-    n = now.size
-    gradient, base = source_at(sources[0] + start, n, scratch), source_at(sources[1] + start, n, scratch)
-    means = part(squares, start, stop, scratch)
-    for i in range(n):
-        g = gradient[i]
-        mean = decay * means[i] + weight * g * g
-        means[i] = mean
-        into[i] = g + strength / np.sqrt(mean + eps) * g * g * (now[i] - base[i])
-
-
-@compiled
-def gather(task: Task, limit: float) -> None:
-    """The gradient itself, as the next values; elements beyond `limit`, unless that is 0, are brought to it. A NaN
-    stays."""
-    _, new, sources, shares, scratch, _, start, stop = task
-    _, _, step = piece_range(task)
     most = scratch.dtype.type(limit)
     for begin in range(start, stop, step):
         into = part(new, begin, min(begin + step, stop), scratch)
         if shares.size == 0:
             into[:] = source_at(sources[0] + begin, into.size, scratch)
-        elif shares.size == 1:
-            scale_into(sources[0], shares[0], begin, into)
         else:
             add_up(sources, shares, begin, into)
         if limit > 0:
             for i in range(into.size):
                 x = into[i]
                 into[i] = most if x > most else (-most if x < -most else x)
+
+
+@compiled
+def compensate(task: Task, squares: Bytes | None, scalars: Array) -> None:
+    """Delay compensation. The sources are a gradient g and the values that it was computed on; `old` has the values of
+    now. Writes g + strength * g * g * (now - base) into `new`. `squares`: a running mean of g * g, which takes this
+    gradient in first (its `weight` is 1 - decay); the strength is then divided by its root."""
+    old, new, sources, _, scratch, _, start, stop = task
+    strength, decay, weight, eps = unpacked(scalars, 4)
+    now, into = part(old, start, stop, scratch), part(new, start, stop, scratch)
+    n = now.size
+    gradient, base = source_at(sources[0] + start, n, scratch), source_at(sources[1] + start, n, scratch)
+    if squares is None:
+        for i in range(n):
+            g = gradient[i]
+            into[i] = g + strength * g * g * (now[i] - base[i])
+    else:
+        means = part(squares, start, stop, scratch)
+        for i in range(n):
+            g = gradient[i]
+            mean = decay * means[i] + weight * g * g
+            means[i] = mean
+            into[i] = g + strength / np.sqrt(mean + eps) * g * g * (now[i] - base[i])
 
 
 # ---- rules

@@ -1,8 +1,8 @@
 """How loops reach the memory of an update: payloads that were pushed, values before and after, in pieces.
 
-The gradient is the sum of share times value in the order of the sources, each product and each sum rounded to the
-dtype. It is made piece by piece in the scratch, which stays in the processor's cache; the rule reads it there. So no
-sum is ever as long as the payload. Must not know: update rules.
+The gradient is the sum of share times value in the order of the sources. Each product and each sum is rounded to the
+dtype. The sum is made piece by piece in the scratch memory, which stays in the processor's cache, and the rule reads it
+there. So no sum is as long as the payload. Must not know: update rules.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ unpacked: Any = to_fixed_tuple
 
 @compiled
 def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
-    """The address of a payload, 0 where an update may not read it: it must be as long as the values, all must begin at
-    a multiple of `align_bytes`, and `new` may overlap neither of the others."""
+    """Returns the address of a payload, or 0 if an update may not read it: it must be as long as the values, all must
+    begin at a multiple of `align_bytes`, and `new` may overlap neither of the others."""
     n = new.size
     to, before, address = _address(new), _address(old), _address(payload)
     fits = old.size == n and payload.size == n and (to | before | address) % align_bytes == 0
@@ -95,7 +95,7 @@ def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
 
 @inlined
 def piece_range(task: Task) -> tuple[int, int, int]:
-    """The range of where pieces begin: one piece where there is nothing to sum, or to stage."""
+    """Returns the range of the offsets at which pieces begin. If nothing is summed or staged, there is one piece."""
     _, _, _, shares, scratch, staged, start, stop = task
     if staged.size:
         return start, stop, staged.size * staged.itemsize
@@ -106,10 +106,14 @@ def piece_range(task: Task) -> tuple[int, int, int]:
 
 @compiled
 def add_up(sources: Addresses, shares: Shares, begin: int, total: Array) -> None:
-    """Adds up at least two sources into `total`."""
+    """Writes the sum of share times source into `total`."""
     n = total.size
-    left, right = source_at(sources[0] + begin, n, total), source_at(sources[1] + begin, n, total)
-    left_share, right_share = total.dtype.type(shares[0]), total.dtype.type(shares[1])
+    left, left_share = source_at(sources[0] + begin, n, total), total.dtype.type(shares[0])
+    if sources.size == 1:
+        for i in range(n):
+            total[i] = left[i] * left_share
+        return
+    right, right_share = source_at(sources[1] + begin, n, total), total.dtype.type(shares[1])
     for i in range(n):
         total[i] = left[i] * left_share + right[i] * right_share
     for k in range(2, sources.size):
@@ -119,26 +123,17 @@ def add_up(sources: Addresses, shares: Shares, begin: int, total: Array) -> None
 
 
 @inlined
-def scale_into(source: int, share: float, begin: int, total: Array) -> None:
-    value, factor = source_at(source + begin, total.size, total), total.dtype.type(share)
-    for i in range(total.size):
-        total[i] = value[i] * factor
-
-
-@inlined
 def gradient_of(task: Task, begin: int, n: int) -> Array:
     _, _, sources, shares, scratch, _, _, _ = task
     total: Array = source_at(sources[0] + begin, n, scratch) if shares.size == 0 else scratch[:n]
-    if shares.size == 1:
-        scale_into(sources[0], shares[0], begin, total)
-    elif shares.size:
+    if shares.size:
         add_up(sources, shares, begin, total)
     return total
 
 
 @inlined
 def window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
-    """Values before, gradient, and values after, of bytes [begin, end)."""
+    """Returns the values before, the gradient, and memory for the values after, of bytes [begin, end)."""
     old, new, _, _, scratch, staged, _, _ = task
     n = (end - begin) // scratch.itemsize
     after = staged[:n] if staged.size else part(new, begin, end, scratch)
@@ -147,7 +142,7 @@ def window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
 
 @inlined
 def put(task: Task, begin: int, end: int) -> None:
-    """The next values of bytes [begin, end) are made; they go where they belong."""
+    """Copies the next values of bytes [begin, end) from `staged` to their place, if they were staged."""
     _, new, _, _, _, staged, _, _ = task
     if staged.size:
         copy_past_cache(part(new, begin, end, new), part(staged, 0, end - begin, new))

@@ -85,7 +85,7 @@ def test_a_job_needs_the_loops_of_its_optimizer_its_dtypes_and_its_rules() -> No
     assert names(momentum) == ["sgd (float32)"]
     assert momentum != needed(layout("sgd"), ASYNC, None, NO_CLIPPING)
     clipped = needed(layout(), UpdateMode.SYNC, None, Clipping(norm=1.0))
-    assert names(clipped) == ["adam (float32)", "clipping (float32)"]
+    assert names(clipped) == ["adam (float32)", "mean (float32)", "square norm (float32)"]
     compensated = needed(layout(), ASYNC, StaleRule(compensation=0.1), NO_CLIPPING)
     assert names(compensated) == ["adam (float32)", "compensation (float32)"]
     buffers = (

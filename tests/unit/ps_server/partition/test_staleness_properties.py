@@ -237,12 +237,13 @@ def test_compensation_does_not_depend_on_where_arrays_are_cut(length: int, cut: 
     for each in (now, base, gradient):
         each.view(dtype)[:] = random.normal(size=length)
     nothing = np.empty(0, dtype)
-    shares = np.array([0.7])
+    scalars, shares = np.array([0.7, 0, 0, 0], dtype), np.empty(0)
     cut = min(cut, length)
     for into, edges in ((once, [0, length]), (twice, [0, cut, length])):
         sources = np.array([pieces.locate(now, into, each, 8) for each in (gradient, base)])
         for begin, end in itertools.pairwise(edges):
-            kernels.compensate((now, into, sources, shares, nothing, nothing, begin * item, end * item))
+            task = (now, into, sources, shares, nothing, nothing, begin * item, end * item)
+            kernels.compensate(task, None, scalars)
     w, b, g = (each.view(dtype) for each in (now, base, gradient))
     assert once.tobytes() == twice.tobytes()
     np.testing.assert_array_equal(once.view(dtype), g + np.dtype(dtype).type(0.7) * g * g * (w - b))

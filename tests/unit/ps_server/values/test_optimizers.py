@@ -404,7 +404,7 @@ def test_multiplication_and_addition_are_rounded_apart(dtype: Float) -> None:
         assert ours.w.tobytes() == (w - lr * (g + decay * w if "weight_decay" in given else g)).tobytes()
     out = np.empty_like(w)
     shares = (1 / 3, -1 / 3)
-    kernels.mean(_task(w, (g, other), shares, out, 512))
+    kernels.mean(_task(w, (g, other), shares, out, 512), 0.0)
     assert out.tobytes() == _weighted_sum((g, other), shares).tobytes()
     exact = g.astype(np.longdouble) * dtype(shares[0]) + (other * dtype(shares[1])).astype(np.longdouble)
     assert not np.array_equal(out, exact.astype(dtype))  # what a contraction would give
