@@ -158,7 +158,7 @@ def terms_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_memory_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pushes, "_aligned_copy", lambda piece: piece)
+    patch.setattr(pushes, "aligned_copy", lambda piece: piece)
 
 
 def reads_are_held_for_as_long_as_it_takes(patch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from shardyard_coordinator.work import checkpoint_copy
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
-from shardyard_ps_server.hosting.ssp_clock import SspClock
+from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition import checkpoint_cuts, sync_step
 from shardyard_ps_server.partition import step_gate as gate
 from shardyard_ps_server.partition.cuts import StateCut
@@ -482,13 +482,13 @@ def late_orders_judge_logs_of_later_owners(patch: Patch) -> None:
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """values are given however far behind another worker is"""
-    patch.setattr(SspClock, "_too_far_behind", lambda self, worker, report, bound: None)
+    patch.setattr(WorkerClocks, "_too_far_behind", lambda self, worker, report, bound: None)
 
 
 @mutation("C3", "bounded-checkpoint-lag", 4, 6)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for those of whom it has not heard"""
-    patch.setattr(SspClock, "expect", lambda self, workers: None)
+    patch.setattr(WorkerClocks, "expect", lambda self, workers: None)
 
 
 @mutation("C4", "coordinator", 2, 5)

@@ -23,7 +23,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
 from shardyard_ps_server.checkpoint.saver import Saver
 from shardyard_ps_server.hosting.pins import Pins
-from shardyard_ps_server.hosting.ssp_clock import SspClock
+from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.lookups_in_flight import LookupsInFlight
@@ -75,7 +75,7 @@ class HostedJob:
     regions: ShmRegions
     saver: Saver
     wal: Wal | None = None
-    ssp_clock: SspClock | None = None
+    clocks: WorkerClocks | None = None
     """Only in an asynchronous job."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class HostedJob:
                 f"partitions of job {self.job} at generation {request.generation}; this server is at {self.generation}",
                 facts={"generation": str(self.generation)},
             )
-        same_bound = self.ssp_clock is None or self.ssp_clock.agrees(request.staleness, request.switches)
+        same_bound = self.clocks is None or self.clocks.agrees(request.staleness, request.switches)
         if not same_bound or (self.layout, self.rules) != (request.layout, request.rules):
             raise InvalidRequest(
                 f"job {self.job} is on this server with another layout, mode, number of ranks, durability, bound, "

@@ -22,8 +22,9 @@ from shardyard_ps_server.hosting import provisioning
 from shardyard_ps_server.hosting.admission import admit
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.pulls import reclaim_all
-from shardyard_ps_server.hosting.ssp_clock import SspClock
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
+from shardyard_ps_server.partition.push import check_nothing
 from shardyard_ps_server.values.versions import NO_BYTES
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import pass_over_head
@@ -44,8 +45,8 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
             with suppress(NotReady):
                 hosted.wal.drain()
     for hosted in store.hosted():
-        if hosted.ssp_clock is not None:  # a late order may have told the clock to expect them
-            hosted.ssp_clock.forget(fenced)
+        if hosted.clocks is not None:  # a late order may have told the clock to expect them
+            hosted.clocks.forget(fenced)
 
 
 # ---- partitions
@@ -83,20 +84,20 @@ def create(store: Store, request: CreateRequest) -> None:
         if begins_anew:
             _replace(store, hosted, request, loaded)
             return
-        if hosted.ssp_clock is not None:
-            hosted.ssp_clock.set_bound(request.staleness, request.switches)
+        if hosted.clocks is not None:
+            hosted.clocks.set_bound(request.staleness, request.switches)
             if request.generation > hosted.generation:  # otherwise an earlier call has announced them
-                hosted.ssp_clock.expect(request.working)
+                hosted.clocks.expect(request.working)
         provisioning.give(store, hosted, request, loaded)
 
 
 def _replace(store: Store, hosted: HostedJob | None, request: CreateRequest, loaded: Sequence[Loaded]) -> None:
     """Makes the job with all its partitions, in place of `hosted`, whose log goes on."""
-    ssp_clock = None
+    clocks = None
     if request.rules.mode is UpdateMode.ASYNC:
-        ssp_clock = SspClock(request.staleness, request.switches)
-        ssp_clock.expect(request.working)
-    made = provisioning.begin(store, request, loaded, ssp_clock, None if hosted is None else hosted.wal)
+        clocks = WorkerClocks(request.staleness, request.switches)
+        clocks.expect(request.working)
+    made = provisioning.begin(store, request, loaded, clocks, None if hosted is None else hosted.wal)
     with store.lock:
         store.jobs[request.job] = made
     if hosted is not None:
@@ -213,7 +214,7 @@ def pass_over(
     hosted.wal.sync(ticket)
     with hosted.wal.turn(ticket):
         for number in sorted(hosted.partitions):
-            hosted.partitions[number].pass_over(key, next_sequence, lambda: None)  # it was checked when it was appended
+            hosted.partitions[number].pass_over(key, next_sequence, check_nothing)
 
 
 def set_staleness(
@@ -222,7 +223,7 @@ def set_staleness(
     """Changes the bound of an asynchronous job; None: there is no bound. `switches` numbers the job's mode switches: an
     order of an earlier switch changes nothing. Raises InvalidRequest."""
     hosted: HostedJob = admit(store, caller, server, generation, reads=True)
-    clock = hosted.ssp_clock
+    clock = hosted.clocks
     if clock is None or (staleness is not None and staleness > limits.STALENESS_MAX):
         raise InvalidRequest(f"a staleness of {staleness} in job {hosted.job}, which is {hosted.mode.value}")
     if not clock.agrees(staleness, switches):

@@ -9,7 +9,7 @@ messages, the time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -55,29 +55,29 @@ class Pins:
         rows. Raises InvalidRequest (facts: newest) if the version has passed, or another pin has the name, NotReady,
         TooLarge."""
         self.expire(now_ms)
-        pin = self._renewed(name, number, now_ms + lease_ms)  # renewing does not wait for `_taking`
+        until_ms = now_ms + lease_ms
+        pin = self._renewed(name, number, until_ms)  # renewing does not wait for `_taking`
         if pin is not None:
             return pin
         with self._taking:
-            pin = self._renewed(name, number, now_ms + lease_ms)
-            if pin is not None:
-                return pin
-            with self._lock:
-                if len(self._pins) >= limits.PINS_MAX:
-                    raise TooLarge(
-                        f"{len(self._pins)} versions are pinned; at most {limits.PINS_MAX} are",
-                        why="each takes the memory of one version",
-                        todo="run fewer evaluators, or evaluate less often",
-                    )
-            pin = Pin(number, _want(partitions, number, rows=rows), now_ms + lease_ms)
-            with self._lock:
-                self._pins[name] = pin
+            pin = self._renewed(name, number, until_ms)
+            if pin is None:
+                pin = Pin(number, _pin_all(partitions, number, rows=rows), until_ms)
+                with self._lock:
+                    self._pins[name] = pin
             return pin
 
     def _renewed(self, name: bytes, number: int | None, until_ms: int) -> Pin | None:
-        """Renews and returns the pin of that name, if there is one. Raises InvalidRequest."""
+        """Renews and returns the pin of that name, if there is one. Raises InvalidRequest if it has another version,
+        TooLarge if a new one is one too many."""
         with self._lock:
             pin = self._pins.get(name)
+            if pin is None and len(self._pins) >= limits.PINS_MAX:
+                raise TooLarge(
+                    f"{len(self._pins)} versions are pinned; at most {limits.PINS_MAX} are",
+                    why="each takes the memory of one version",
+                    todo="run fewer evaluators, or evaluate less often",
+                )
             if pin is not None:
                 if pin.number != number:
                     raise InvalidRequest(f"a pin of version {pin.number}, asked for as one of version {number}")
@@ -126,38 +126,37 @@ class Pins:
         return found
 
     def release(self, name: bytes) -> None:
-        with self._lock:
-            pin = self._pins.pop(name, None)
-        if pin is not None:
-            _let_go(pin)
+        """Releases a pin, if it exists."""
+        self._release(lambda each, _: each == name)
 
     def expire(self, now_ms: int) -> None:
         """Releases pins whose lease has run out."""
-        with self._lock:
-            late = [name for name, pin in self._pins.items() if pin.until_ms <= now_ms]
-            pins = [self._pins.pop(name) for name in late]
-        for pin in pins:
-            _let_go(pin)
+        self._release(lambda _, pin: pin.until_ms <= now_ms)
 
     def clear(self) -> None:
         """Releases all pins, because partitions move, are restored, or are dropped."""
+        self._release(lambda *_: True)
+
+    def _release(self, ends: Callable[[bytes, Pin], bool]) -> None:
         with self._lock:
-            pins, self._pins = list(self._pins.values()), {}
+            pins = [self._pins.pop(name) for name in [name for name, pin in self._pins.items() if ends(name, pin)]]
         for pin in pins:
-            _let_go(pin)
+            for partition, wanted in pin.wanted:
+                unpin(partition, wanted)
 
 
-def _want(
+def _pin_all(
     partitions: Sequence[Partition], number: int | None, *, rows: bool
 ) -> tuple[tuple[Partition, VersionPin], ...]:
+    """Pins the version in all partitions, or in none."""
     with ExitStack() as taken:
-        wanted = []
+        found = []
         for partition in partitions:
-            wish = pin_version(partition, number, rows=rows)
-            taken.callback(unpin, partition, wish)
-            wanted.append((partition, wish))
+            pin = pin_version(partition, number, rows=rows)
+            taken.callback(unpin, partition, pin)
+            found.append((partition, pin))
         taken.pop_all()
-    return tuple(wanted)
+    return tuple(found)
 
 
 def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
@@ -172,8 +171,3 @@ def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[Not
         else:
             parts.append(PulledPart(partition.id, found))
     return (() if missing else tuple(parts)), tuple(missing)
-
-
-def _let_go(pin: Pin) -> None:
-    for partition, wanted in pin.wanted:
-        unpin(partition, wanted)

@@ -17,8 +17,8 @@ from shardyard.storage.storage import open_storage
 from shardyard_ps_server.checkpoint.restore import Loaded
 from shardyard_ps_server.checkpoint.saver import Saver
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
-from shardyard_ps_server.hosting.ssp_clock import SspClock
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.table_states import read_tables
 from shardyard_ps_server.values.shm_regions import ShmRegions
@@ -50,7 +50,7 @@ def load(store: Store, hosted: HostedJob | None, request: CreateRequest) -> list
 
 
 def begin(
-    store: Store, request: CreateRequest, loaded: Sequence[Loaded], ssp_clock: SspClock | None, wal: Wal | None
+    store: Store, request: CreateRequest, loaded: Sequence[Loaded], clocks: WorkerClocks | None, wal: Wal | None
 ) -> HostedJob:
     """Makes a job with all its partitions. `wal`: the job's log, if it is here already. Raises what `give` raises, and
     then leaves nothing behind."""
@@ -58,7 +58,7 @@ def begin(
     total = sum(layout.partitions[p].payload_bytes for p in request.owned)
     regions = ShmRegions(total, shareable=store.shareable)
     saver = Saver(store.incarnation, store.wait_registry, layout)
-    hosted = HostedJob(job, layout, request.generation, request.rules, {}, regions, saver, wal, ssp_clock)
+    hosted = HostedJob(job, layout, request.generation, request.rules, {}, regions, saver, wal, clocks)
     try:
         if request.rules.logged and wal is None:
             assert store.logs is not None

@@ -1,7 +1,7 @@
 """How this server hands out values: for a moment, to a worker in shared memory, or pinned for a reader.
 
 In: admitted pulls. Out: the buffers of versions, which do not change until they are released. A pull waits at most
-`wait_ms` for its version and for slower workers (`ssp_clock`), then says what is missing. Nothing here changes values.
+`wait_ms` for its version and for slower workers (`clocks`), then says what is missing. Nothing here changes values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardyard_ps_server.values.versions import Bytes
 def report_progress(store: Store, hosted: HostedJob, worker: Incarnation, report: SspReport) -> int | None:
     """Notes a worker's progress, after its push was counted. Returns the clock of a worker that joins. Raises
     InvalidRequest in a synchronous job."""
-    if hosted.ssp_clock is None:
+    if hosted.clocks is None:
         raise InvalidRequest(f"the progress of worker {worker} in job {hosted.job}, which is {hosted.mode.value}")
-    clock = hosted.ssp_clock.report(worker, report)
+    clock = hosted.clocks.report(worker, report)
     if store.is_fenced(worker):  # it may have been fenced since it was admitted
-        hosted.ssp_clock.forget([worker])
+        hosted.clocks.forget([worker])
     return clock
 
 
@@ -52,8 +52,8 @@ def hold(
         reply.missing = tuple([NotReadyPart(number, first, pull.number, waits_for) for number in pull.partitions])
         time.sleep(min(pull.wait_ms, 50) / 1000)
         return reply, HeldValues()
-    if hosted.ssp_clock is not None and report is not None:
-        waits_for = hosted.ssp_clock.await_slower(pull.caller.incarnation, report, until)
+    if hosted.clocks is not None and report is not None:
+        waits_for = hosted.clocks.await_slower(pull.caller.incarnation, report, until)
         if waits_for:
             newest = [(number, hosted.find(number).describe()[0]) for number in pull.partitions]
             reply.missing = tuple([NotReadyPart(number, has, pull.number, waits_for) for number, has in newest])

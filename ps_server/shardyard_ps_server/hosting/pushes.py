@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from shardyard.domain import limits
 from shardyard.domain.errors import Internal
@@ -19,22 +19,23 @@ from shardyard.domain.failpoints import failpoint
 from shardyard.domain.ids import PartitionId, Token
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.push_names import SourceKey, Watermark
-from shardyard.domain.pushes import PartResult, PushHeader, PushKind, StepVerdict
+from shardyard.domain.pushes import PartResult, PushHeader, StepVerdict
 from shardyard_ps_server.hosting.admission import check_still_admitted
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import sync_step
-from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.contribution import Contribution, parts_of
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.push import apply_push, begin_logged, check_push, end_logged
+from shardyard_ps_server.partition.push import apply_push, begin_logged, check_nothing, check_push, end_logged
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
-from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_empty
+from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_copy
 from shardyard_ps_server.wal.records import RecordKind
-from shardyard_ps_server.wal.replay import bases_of, open_head, pieces_of, push_head, verdict_head
+from shardyard_ps_server.wal.replay import open_head, push_head, verdict_head
 from shardyard_ps_server.wal.row_records import said_of, with_times
 from shardyard_ps_server.wal.wal import Wal
 
+T = TypeVar("T")
 Work = tuple[Partition, Contribution]
 
 POOL_BYTES_MIN: Final = limits.MIB
@@ -51,8 +52,8 @@ def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Byt
         for partition, given in _rows_by_partition(hosted.layout, header, rows).items():
             hosted.find(partition).set_rows(given, check_current)
         return
-    for part, piece in pieces_of(header, payload):
-        hosted.find(part).set_values(piece, check_current)
+    for part, piece, _ in parts_of(header, payload):
+        hosted.find(part.partition).set_values(piece, check_current)
 
 
 def push(
@@ -61,20 +62,15 @@ def push(
     """Applies each part of a push once, when its partition's turn comes. `rows`: the bytes of its table rows."""
     by_partition = _rows_by_partition(hosted.layout, header, rows) if header.rows else {}
     if hosted.wal is not None and header.shared_at is not None:
-        payload = _aligned_copy(payload)  # the log and the update must read the same bytes (rule C5)
-    groups = header.groups if header.kind is PushKind.GRADIENT else None
+        payload = aligned_copy(payload)  # the log and the update must read the same bytes (rule C5)
     work: list[Work] = []
     coded = any(part.code_bytes for part in header.parts)
-    for part, (partition, piece), base in zip(header.parts, pieces_of(header, payload), bases_of(header), strict=True):
-        target = hosted.find(partition)
+    for part, piece, base in parts_of(header, payload):
+        target = hosted.find(part.partition)
         if coded and not part.code_bytes and len(piece):
-            piece = _aligned_copy(piece)  # the code before this piece may end at any byte
-        full, present = target.payload.unpack(part, piece)
-        table_rows = by_partition.get(partition, ())
-        contribution = Contribution(
-            header.weight, groups, full, present, base, header.overflow, table_rows, header.table_groups
-        )
-        work.append((target, contribution))
+            piece = aligned_copy(piece)  # the code before this piece may end at any byte
+        table_rows = by_partition.get(part.partition, ())
+        work.append((target, target.payload.contribution(header, part, piece, base, table_rows)))
     failpoint("push.before_apply")
     if hosted.wal is None:
         results = _apply(store, hosted, header, work)
@@ -126,7 +122,7 @@ def _record_and_apply(
         wal.sync(ticket)
         with wal.turn(ticket):
             try:
-                return _push_all(store, header, decided, _checked_at_append)
+                return _push_all(store, header, decided, check_nothing)
             except BaseException as error:
                 torn = _torn([target for target, _ in decided])
                 if torn is not None:  # now the log and the partitions differ
@@ -159,7 +155,7 @@ def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: S
         ticket = hosted.wal.append(RecordKind.VERDICT, head, NO_BYTES)
     hosted.wal.sync(ticket)
     with hosted.wal.turn(ticket):
-        _give_verdict(store, waiting, verdict, _checked_at_append)
+        _give_verdict(store, waiting, verdict, check_nothing)
 
 
 def _give_verdict(
@@ -181,42 +177,30 @@ def open_sources(
 ) -> list[tuple[SourceKey, list[Watermark]]]:
     """Announces tokens to all partitions, and returns their watermarks (rule A5). Raises StaleToken, TooLarge, and
     InvalidRequest for a source that this job cannot have."""
+
+    def on_all(call: Callable[[Partition, SourceKey, Token], T]) -> list[tuple[SourceKey, list[T]]]:
+        owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+        return [(key, [call(partition, key, token) for partition in owned]) for key, token in sources]
+
     for key, _ in sources:
         hosted.check_leased(key)
     if hosted.wal is None:
-        _check_tokens(hosted, sources)
-        return _open_all(hosted, sources)
+        on_all(Partition.check_open)
+        return on_all(Partition.open_source)
     generation = hosted.generation
     with hosted.wal.admission:
         hosted.check_generation(generation)
-        _check_tokens(hosted, sources)
+        on_all(Partition.check_open)
         ticket = hosted.wal.append(RecordKind.OPEN, open_head(sources), NO_BYTES)
     hosted.wal.sync(ticket)
     with hosted.wal.turn(ticket):
-        return _open_all(hosted, sources)
-
-
-def _check_tokens(hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]) -> None:
-    for key, token in sources:
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].check_open(key, token)
-
-
-def _open_all(hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]) -> list[tuple[SourceKey, list[Watermark]]]:
-    return [
-        (key, [hosted.partitions[p].open_source(key, token) for p in sorted(hosted.partitions)])
-        for key, token in sources
-    ]
+        return on_all(Partition.open_source)
 
 
 def read_ledger(
     hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
 ) -> list[tuple[SourceKey, list[Watermark]]]:
     return [(key, [hosted.partitions[p].watermark(key) for p in sorted(hosted.partitions)]) for key, _ in sources]
-
-
-def _checked_at_append() -> None:
-    """A recorded push was checked when it was appended."""
 
 
 def _rows_by_partition(layout: JobLayout, header: PushHeader, rows: Bytes) -> dict[PartitionId, list[PushedTableRows]]:
@@ -235,9 +219,3 @@ def _report_torn(store: Store, partitions: Sequence[Partition]) -> None:
 
 def _torn(partitions: Sequence[Partition]) -> Internal | None:
     return next((each.torn for each in partitions if each.torn is not None), None)
-
-
-def _aligned_copy(piece: Bytes) -> Bytes:
-    copy = aligned_empty(len(piece))
-    copy[:] = piece
-    return copy

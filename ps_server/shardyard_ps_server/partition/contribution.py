@@ -8,7 +8,7 @@ compared with the layout before memory is asked for. Must not know: names, ledge
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardyard.codecs.dense.decoding import decode
@@ -16,7 +16,7 @@ from shardyard.domain.errors import MalformedPayload, ShapeMismatch
 from shardyard.domain.layout.layouts import JobLayout, PartitionLayout, aligned_bytes
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX
 from shardyard.domain.optimizers import check_update
-from shardyard.domain.pushes import PushPart
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
 from shardyard_ps_server.partition.staleness import Base
 from shardyard_ps_server.partition.step_gate import Groups
 from shardyard_ps_server.rows.pushed_rows import ExpiredIds, PushedTableRows
@@ -43,6 +43,16 @@ class Contribution(NamedTuple):
 
     def without_rows(self) -> Contribution:
         return self._replace(rows=(), table_groups=(), gone=())
+
+
+def parts_of(header: PushHeader, payload: Bytes) -> Iterator[tuple[PushPart, Bytes, Base | None]]:
+    """Yields each part of a push, with its piece of the payload, and the version that it was computed on, if the worker
+    says it."""
+    at, worker = 0, header.caller.incarnation
+    for index, part in enumerate(header.parts):
+        base = Base(worker, header.bases[index]) if header.bases else None
+        yield part, payload[at : at + part.payload_bytes], base
+        at += part.payload_bytes
 
 
 class PayloadLayout:
@@ -107,6 +117,22 @@ class PayloadLayout:
             raise ShapeMismatch(
                 f"partition {self._partition} with {nbytes} bytes; expected {self.expected_bytes(part)}"
             )
+
+    def contribution(
+        self,
+        header: PushHeader,
+        part: PushPart,
+        piece: Bytes,
+        base: Base | None,
+        rows: Sequence[PushedTableRows],
+        gone: Sequence[ExpiredIds] = (),
+    ) -> Contribution:
+        """What a part of a push contributes; `piece`: its payload. Raises as `unpack`."""
+        full, present = self.unpack(part, piece)
+        groups = header.groups if header.kind is PushKind.GRADIENT else None
+        return Contribution(
+            header.weight, groups, full, present, base, header.overflow, rows, header.table_groups, gone
+        )
 
     def unpack(self, part: PushPart, payload: Bytes) -> tuple[Bytes, tuple[bool, ...]]:
         """A part's payload in the full layout, and which blocks are present. Copies only where blocks were left out or

@@ -29,7 +29,7 @@ from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 def check_push(partition: Partition, name: PushName, contribution: Contribution) -> None:
     """Raises what `apply_push` would raise; changes nothing."""
-    _admit(partition, name, contribution, _check_nothing)
+    _admit(partition, name, contribution, check_nothing)
 
 
 def apply_push(
@@ -86,8 +86,8 @@ def _repeated(partition: Partition, name: PushName) -> Outcome:
     return Outcome.DROPPED if partition.steps.gate.has_dropped(source.rank, name.last) else Outcome.DUPLICATE
 
 
-def _check_nothing() -> None:
-    """Nothing else is checked."""
+def check_nothing() -> None:
+    """For changes that were checked before: when their record was appended to the log."""
 
 
 # ---- asynchronous

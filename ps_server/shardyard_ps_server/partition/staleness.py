@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from shardyard.domain.consistency import StaleRule
 from shardyard.domain.errors import InvalidRequest
@@ -26,7 +26,7 @@ from shardyard.domain.ids import Incarnation, PartitionId, Version
 from shardyard.domain.optimizers import setting_names
 from shardyard.domain.tables.row_optimizers import settings_of
 from shardyard_ps_server.partition.step_gate import Groups
-from shardyard_ps_server.values.versions import Bytes
+from shardyard_ps_server.values.versions import Bytes, Versions
 
 GIVEN_KEPT: Final = 3
 """The version that a worker computes on; with a window, the one that it computes on next; and one whose reply it may
@@ -38,14 +38,6 @@ class Base(NamedTuple):
 
     worker: Incarnation
     version: Version
-
-
-class Buffers(Protocol):
-    """A buffer that is held is not written."""
-
-    def hold(self, buffer: Bytes) -> None: ...
-
-    def release(self, buffer: Bytes) -> None: ...
 
 
 class Tally(NamedTuple):
@@ -67,7 +59,7 @@ class Staleness:
         rule: StaleRule,
         partition: PartitionId,
         kind: str,
-        buffers: Buffers,
+        buffers: Versions,
         *,
         logged: bool,
         row_kinds: Sequence[str] = (),

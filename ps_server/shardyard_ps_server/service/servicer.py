@@ -274,8 +274,8 @@ class Servicer:
         for hosted in self._store.hosted():
             reply.pins += len(hosted.pins)
             reply.tables.extend(hosted.describe_tables())
-            if hosted.ssp_clock is not None and hosted.ssp_clock.bound is not None:
-                reply.staleness.add(job=hosted.job, most=hosted.ssp_clock.staleness_max)
+            if hosted.clocks is not None and hosted.clocks.bound is not None:
+                reply.staleness.add(job=hosted.job, most=hosted.clocks.staleness_max)
             if hosted.rules.stale is not None:
                 _describe_lateness(reply.lateness.add(job=hosted.job), hosted)
             for number in sorted(hosted.partitions):

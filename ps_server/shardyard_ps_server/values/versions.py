@@ -35,6 +35,13 @@ def aligned_empty(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
+def aligned_copy(values: Bytes) -> Bytes:
+    """Raises TooLarge where there is no memory."""
+    copy = aligned_empty(len(values))
+    copy[:] = values
+    return copy
+
+
 NO_BYTES = aligned_empty(0)
 
 Memory = Callable[[int], tuple[Bytes, ShmLocation | None]]

@@ -12,7 +12,7 @@ files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -25,12 +25,11 @@ from shardyard.domain.push_names import SourceKey, WorkerSource
 from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
 from shardyard.wire import lease_messages, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.partition.contribution import Contribution
+from shardyard_ps_server.partition.contribution import parts_of
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.push import apply_push
-from shardyard_ps_server.partition.staleness import Base
+from shardyard_ps_server.partition.push import apply_push, check_nothing
 from shardyard_ps_server.partition.sync_step import take_verdict
-from shardyard_ps_server.values.versions import Bytes, aligned_empty
+from shardyard_ps_server.values.versions import aligned_copy
 from shardyard_ps_server.wal.records import Mark, Record, RecordKind, damaged
 from shardyard_ps_server.wal.row_records import read_rows
 from shardyard_ps_server.wal.segments import LogFiles
@@ -109,20 +108,6 @@ def replay(
     )
 
 
-def pieces_of(order: PushHeader, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
-    """Yields each part's piece of a push's payload."""
-    at = 0
-    for part in order.parts:
-        yield part.partition, payload[at : at + part.payload_bytes]
-        at += part.payload_bytes
-
-
-def bases_of(order: PushHeader) -> Sequence[Base | None]:
-    """The version that each part was computed on, or None if the worker does not say it."""
-    worker = order.caller.incarnation
-    return [Base(worker, version) for version in order.bases] or [None] * len(order.parts)
-
-
 def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
     """Where each partition last began anew, for those that did."""
     found: dict[PartitionId, Mark] = {}
@@ -146,22 +131,17 @@ def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Pa
     except TooLarge as error:  # an admitted push is within the limits
         raise InvalidRequest(error.what) from error
     touched = False
-    pieces = pieces_of(order, record.payload)
-    for part, (number, piece), base in zip(order.parts, pieces, bases_of(order), strict=True):
-        partition = partitions.get(number)
+    for part, piece, base in parts_of(order, record.payload):
+        partition = partitions.get(part.partition)
         if partition is None:
             continue
         groups = order.groups if order.kind is PushKind.GRADIENT else None
         partition.payload.check_recorded(part, len(piece), groups)
-        if len(piece):
-            piece = _aligned(piece)
-        full, present = partition.payload.unpack(part, piece)
-        rows, expired = brought.get(number, ()), gone.get(number, ())
-        contribution = Contribution(
-            order.weight, groups, full, present, base, order.overflow, rows, order.table_groups, expired
-        )
+        rows, expired = brought.get(part.partition, ()), gone.get(part.partition, ())
+        piece = aligned_copy(piece)
+        contribution = partition.payload.contribution(order, part, piece, base, rows, expired)
         try:
-            apply_push(partition, order.name, contribution, _check_nothing)
+            apply_push(partition, order.name, contribution, check_nothing)
         except MemoryError as error:
             raise TooLarge(f"{order.name}, for which there is no memory now") from error
         except (SequenceGap, TooLarge):
@@ -188,7 +168,7 @@ def _open(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
 def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
     said = wire.PassOverRequest.FromString(record.head)
     for number in sorted(partitions):
-        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, _check_nothing)
+        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, check_nothing)
 
 
 def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
@@ -196,16 +176,6 @@ def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -
     for number in numbers:
         if number in partitions:
             try:
-                take_verdict(partitions[number], verdict, _check_nothing)
+                take_verdict(partitions[number], verdict, check_nothing)
             except MemoryError as error:
                 raise TooLarge(f"{verdict}, for which there is no memory now") from error
-
-
-def _aligned(piece: Bytes) -> Bytes:
-    copy = aligned_empty(len(piece))
-    copy[:] = piece
-    return copy
-
-
-def _check_nothing() -> None:
-    """There is nothing to check: a push that was refused is not in the log."""

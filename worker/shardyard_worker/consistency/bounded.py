@@ -2,8 +2,8 @@
 
 Stale synchronous parallel (Ho et al., NIPS 2013), enforced by the servers: each exchange says how many steps this
 worker has taken, and a server gives values once no worker that takes steps is more than the bound behind. The wait is
-`SspClock.await_values`; the server's side is `hosting/ssp_clock.py`. Example with a bound of 3: a worker that has taken
-10 steps gets its values once each other worker has taken at least 7.
+`SspClock.await_values`; the server's side is `hosting/worker_clocks.py`. Example with a bound of 3: a worker that has
+taken 10 steps gets its values once each other worker has taken at least 7.
 
 A worker joins at the slowest worker's clock with its first work. While it has no work, the others do not wait for it
 (docs/internals/ledger.md, rule C3). A running job can get a bound, another one, or none, between two steps.

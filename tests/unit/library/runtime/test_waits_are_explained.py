@@ -80,7 +80,7 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/hosting/thread_pool.py:BatchPool._serve:wait_for": IDLE,
     "ps_server/hosting/thread_pool.py:BatchPool.close:join": COUNTED,
     "ps_server/hosting/thread_pool.py:_Batch.finish:wait": COUNTED,
-    "ps_server/hosting/ssp_clock.py:SspClock.await_slower:wait": (
+    "ps_server/hosting/worker_clocks.py:WorkerClocks.await_slower:wait": (
         "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
     ),
     "ps_server/partition/partition.py:Partition.wait:wait": SLICE,

@@ -339,7 +339,7 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
         admitted.check_generation(GENERATION)
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
-    assert (hosted.mode, hosted.ssp_clock and hosted.ssp_clock.bound) == (UpdateMode.ASYNC, 3)
+    assert (hosted.mode, hosted.clocks and hosted.clocks.bound) == (UpdateMode.ASYNC, 3)
     assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 1)] * 2
     leased(store, NEXT)
     assert push(store, 0, generation=NEXT) == {Outcome.DUPLICATE}
@@ -413,7 +413,7 @@ def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_
         pushes.push(store, admitted, order, gradient(order))
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
-    assert (hosted.mode, hosted.ssp_clock) == (UpdateMode.SYNC, None)
+    assert (hosted.mode, hosted.clocks) == (UpdateMode.SYNC, None)
     assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 7)] * 2
     leased(store, NEXT)
     assert push(store, 6, source=RankSource(Rank(0)), generation=NEXT) == {Outcome.DUPLICATE}

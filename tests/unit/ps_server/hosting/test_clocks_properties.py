@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shardyard.domain.consistency import SspPhase, SspReport
 from shardyard.domain.ids import Incarnation
-from shardyard_ps_server.hosting.ssp_clock import UNREPORTED, SspClock
+from shardyard_ps_server.hosting.worker_clocks import UNREPORTED, WorkerClocks
 
 PLACES = st.integers(1, 4)
 
 
-def too_far_behind(clocks: SspClock, worker: Incarnation, report: SspReport) -> tuple[Incarnation, int] | None:
+def too_far_behind(clocks: WorkerClocks, worker: Incarnation, report: SspReport) -> tuple[Incarnation, int] | None:
     """Whom the worker must wait for now."""
     return None if clocks.bound is None else clocks._too_far_behind(worker, report, clocks.bound)
 
@@ -26,7 +26,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(bound=st.integers(0, 3))
     def begin(self, bound: int) -> None:
-        self.clocks = SspClock(bound)
+        self.clocks = WorkerClocks(bound)
         self.bound = bound
         self.at: dict[Incarnation, int] = {}
         self.turns: dict[Incarnation, int] = {}
@@ -127,7 +127,7 @@ def steps(clock: int, ahead: int = 0) -> SspReport:
 
 
 def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
-    clocks = SspClock(3)
+    clocks = WorkerClocks(3)
     clocks.expect([ONE, TWO])
     clocks.report(ONE, steps(20))
     assert too_far_behind(clocks, ONE, steps(20)) == (TWO, UNREPORTED)
@@ -139,7 +139,7 @@ def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
 
 
 def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -> None:
-    clocks = SspClock(0)
+    clocks = WorkerClocks(0)
     clocks.expect([ONE, TWO])
     clocks.report(ONE, steps(5))
     clocks.expect([THREE])
@@ -149,7 +149,7 @@ def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -
 
 
 def test_who_joins_beside_the_unheard_counts_from_the_slowest_that_was_heard() -> None:
-    clocks = SspClock(1)
+    clocks = WorkerClocks(1)
     clocks.expect([ONE, TWO])
     clocks.report(ONE, steps(9))
     assert clocks.report(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9
@@ -158,14 +158,14 @@ def test_who_joins_beside_the_unheard_counts_from_the_slowest_that_was_heard() -
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_values_that_are_used_later_wait_for_more(ahead: int) -> None:
-    clocks = SspClock(3)
+    clocks = WorkerClocks(3)
     clocks.report(ONE, steps(10))
     clocks.report(TWO, steps(12))
     assert (too_far_behind(clocks, TWO, steps(12, ahead)) is None) == (2 + ahead <= 3)
 
 
 def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> None:
-    clocks = SspClock(2)
+    clocks = WorkerClocks(2)
     joins = SspReport(SspPhase.JOINS)
     assert [clocks.report(ONE, joins), clocks.report(TWO, joins)] == [0, 0]
     clocks.report(TWO, steps(2))
@@ -174,7 +174,7 @@ def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> No
 
 
 def test_without_a_bound_nobody_is_behind_and_no_clock_is_kept_for_the_next_one() -> None:
-    clocks = SspClock(1)
+    clocks = WorkerClocks(1)
     clocks.report(ONE, steps(2))
     clocks.set_bound(None, 1)
     clocks.expect([THREE])

@@ -10,7 +10,7 @@ import pytest
 from shardyard.domain.consistency import SspPhase, SspReport
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Incarnation
-from shardyard_ps_server.hosting.ssp_clock import SspClock
+from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 
 FAST, SLOW = Incarnation(3), Incarnation(4)
 
@@ -19,13 +19,13 @@ def pace(clock: int, phase: SspPhase = SspPhase.STEPS, ahead: int = 0) -> SspRep
     return SspReport(phase, 0, clock, ahead)
 
 
-def waits(clocks: SspClock, clock: int, ahead: int = 0) -> str:
+def waits(clocks: WorkerClocks, clock: int, ahead: int = 0) -> str:
     """Whom the fast worker waits for now."""
     return clocks.await_slower(FAST, pace(clock, ahead=ahead), time.monotonic())
 
 
-def made(bound: int | None, fast: int, slow: int) -> SspClock:
-    clock = SspClock(bound)
+def made(bound: int | None, fast: int, slow: int) -> WorkerClocks:
+    clock = WorkerClocks(bound)
     clock.report(FAST, pace(fast))
     clock.report(SLOW, pace(slow))
     return clock
@@ -65,7 +65,7 @@ def test_another_bound_keeps_the_clocks() -> None:
 
 
 def test_the_order_of_the_later_switch_is_in_force_whichever_comes_last() -> None:
-    clock = SspClock(3, 4)
+    clock = WorkerClocks(3, 4)
     clock.set_bound(None, 3)
     assert clock.bound == 3
     clock.set_bound(None, 5)
@@ -78,7 +78,7 @@ def test_the_order_of_the_later_switch_is_in_force_whichever_comes_last() -> Non
 
 def test_window_beyond_the_bound_is_refused_unless_the_job_was_switched_to_it() -> None:
     with pytest.raises(InvalidRequest, match="with a bound of 1"):
-        waits(SspClock(1), 5, ahead=2)
+        waits(WorkerClocks(1), 5, ahead=2)
     clock = made(3, 5, 5)
     clock.set_bound(0, 1)
     assert waits(clock, 5, ahead=2) == "", "it has not heard of this bound yet"

@@ -30,7 +30,7 @@ UNREPORTED: Final = -1
 """The clock of a worker that takes steps but has not reported to this server yet."""
 
 
-class SspClock:
+class WorkerClocks:
     """The clocks of one asynchronous job on one server. Without a `bound` no worker waits, and no clocks are kept.
     `switches` numbers the job's mode switch that set the bound."""
 
