@@ -9,18 +9,22 @@ from typing import Any, Final
 
 import yaml
 
+from shardyard.checkpoints.manifest import FileRef, ResidualFile
 from shardyard.config.settings import JobSettings
-from shardyard.domain.consistency import ConsistencyMode
-from shardyard.domain.errors import StorageUnavailable
-from shardyard.domain.ids import Caller, Generation, MemberRole, Token
+from shardyard.domain import errors
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.ids import Caller, Generation, JobId, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataLease
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard.storage.storage import Written
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.service.status import describe, list_quarantined
+from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
 from tests.support.transcripts import LEASE_MS, Scenario, Stage, Transcript
@@ -35,8 +39,17 @@ VERBS: Final[dict[str, Command]] = {}
 
 
 def play(transcript: Transcript, scenario: Scenario) -> Scenario:
-    """The same commands, with the reactions of the machine as it is."""
-    stage = Stage()
+    """The same commands, with the reactions of the machine as it is. A scenario with `perhaps-restart` is played three
+    times: without restarts, with restarts from all records, and from the snapshot. All reactions must be the same."""
+    plain = _play(transcript, scenario, "")
+    if any(command == "perhaps-restart" for command, _ in scenario.steps):
+        for restarts in ("records", "snapshot"):
+            assert _play(transcript, scenario, restarts) == plain, f"{scenario.title}, after a restart: {restarts}"
+    return plain
+
+
+def _play(transcript: Transcript, scenario: Scenario, restarts: str) -> Scenario:
+    stage = Stage(restarts)
     for line in transcript.head:
         if line.startswith("> "):
             do(stage, line[2:])
@@ -80,9 +93,9 @@ def settings(stage: Stage, under: str, /, **given: str) -> None:
 
 
 @verb
-def server(stage: Stage, name: str, *, address: str = "") -> list[str]:
-    """A server registers; one of the same address before it is replaced."""
-    stage.members[name] = stage.yard.register(MemberRole.SERVER, address or f"s:{name}")
+def server(stage: Stage, name: str, *, address: str = "", logs: str = "") -> list[str]:
+    """A server registers; one of the same address before it is replaced. `logs`: the folder of its logs."""
+    stage.members[name] = stage.yard.register(MemberRole.SERVER, address or f"s:{name}", logs=logs)
     return stage.shown(each for each in stage.yard.effects if not isinstance(each, effects.Reply))
 
 
@@ -111,9 +124,9 @@ def variables(stage: Stage, name: str) -> events.Event:
 
 
 @verb
-def created(stage: Stage) -> events.Event:
+def created(stage: Stage, *, generation: str = "1") -> events.Event:
     """The servers have made their partitions."""
-    return events.PartitionsCreated(stage.job())
+    return events.PartitionsCreated(stage.job(), Generation(int(generation)))
 
 
 @verb
@@ -123,14 +136,14 @@ def refused(stage: Stage) -> events.Event:
 
 
 @verb
-def committed(stage: Stage, name: str) -> events.Event:
+def committed(stage: Stage, name: str, *, generation: str = "1") -> events.Event:
     """The worker has sent the first values."""
-    return events.VariablesCommitted(stage.caller(name))
+    return events.VariablesCommitted(stage.caller(name), Generation(int(generation)))
 
 
 @verb
-def opened(stage: Stage) -> events.Event:
-    return events.PartitionsOpened(stage.job())
+def opened(stage: Stage, *, generation: str = "1") -> events.Event:
+    return events.PartitionsOpened(stage.job(), Generation(int(generation)))
 
 
 @verb
@@ -290,22 +303,24 @@ def unpaced(stage: Stage) -> events.Event:
 
 
 @verb
-def checkpoint(stage: Stage, *, step: str = "0", created_s: str = "0") -> events.Event:
-    """The checkpoint that is being taken is complete."""
-    number = stage.draft().number
+def checkpoint(stage: Stage, *, step: str = "0", created_s: str = "0", draft: str = "") -> events.Event:
+    """The checkpoint that is being taken is complete, or the one with the number `draft`."""
+    number = int(draft) if draft else stage.draft().number
     return events.CheckpointTaken(stage.job(), number, number, int(step), created_s=int(created_s))
 
 
 @verb
-def checkpoint_failed(stage: Stage, error: str = "the disk is full") -> events.Event:
+def checkpoint_failed(
+    stage: Stage, error: str = "the disk is full", *, kind: str = "StorageUnavailable"
+) -> events.Event:
     """The storage refuses the checkpoint that is being taken."""
-    return events.CheckpointFailed(stage.job(), stage.draft().number, StorageUnavailable(error))
+    return events.CheckpointFailed(stage.job(), stage.draft().number, getattr(errors, kind)(error))
 
 
 @verb
-def ask_checkpoint(stage: Stage, name: str = "", *, ticket: str = "0") -> events.Event:
-    """A person asks for a checkpoint of a job, or what became of the one with this ticket."""
-    return events.CheckpointRequested(None, name, int(ticket))
+def ask_checkpoint(stage: Stage, name: str = "", *, ticket: str = "0", of: str = "") -> events.Event:
+    """A person, or the worker `of`, asks for a checkpoint of a job, or what became of the one with this ticket."""
+    return events.CheckpointRequested(stage.caller(of) if of else None, name, int(ticket))
 
 
 @verb
@@ -349,6 +364,60 @@ def restart(stage: Stage, *, written: str = "records") -> list[str]:
 
 
 @verb
+def perhaps_restart(stage: Stage) -> None:
+    """The coordinator restarts in the second and in the third play of the scenario (see `play`)."""
+    if stage.restarts:
+        stage.yard.restart(from_snapshot=stage.restarts == "snapshot")
+
+
+@verb
+def order_restore(
+    stage: Stage, *, mode: str = "async", number: str = "7", step: str = "60", residual_of: str = ""
+) -> events.Event:
+    """A person orders the next run of the job `default` to begin with a checkpoint of another run, whose workers are
+    gone. `residual_of`: a worker whose residual is in it."""
+    given, updates = stage.settings["default"], UpdateMode(mode)
+    file = FileRef(f"{number}/worker-{residual_of}.safetensors", Written(9, "a" * 64))
+    return events.RestoreOrdered(
+        RestorePoint(
+            name="default",
+            url="/elsewhere",
+            number=int(number),
+            job=JobId((1 << 32) + 5),
+            step=int(step),
+            mode=updates,
+            logical_ranks=given.logical_rank_count,
+            seed=99,
+            layout=plan(VARIABLES, SGD, partitions=4, block_bytes=64),
+            data_ledger={"entries": [], "closed": 0, "token": 44},
+            token=Token(44),
+            floor=Token(0),
+            created_s=0,
+            feedback=(ResidualFile(residual_of, file),) if residual_of else (),
+        )
+    )
+
+
+@verb
+def cancel_restore(stage: Stage) -> events.Event:
+    return events.RestoreCancelled("default")
+
+
+@verb
+def log_bytes(stage: Stage, name: str, nbytes: str) -> events.Event:
+    """A server's heartbeat says how long its log is."""
+    return events.HeartbeatReceived(stage.members[name], Report(), ((stage.job(), int(nbytes)),))
+
+
+@verb
+def member(stage: Stage, name: str, *names: str) -> list[str]:
+    """The fields that are named, of a member in the coordinator's status."""
+    found = describe(stage.yard.machine, stage.yard.now_ms).members
+    shown = next(each for each in found if each.incarnation == stage.members[name])
+    return [" ".join(f"{each}={stage.said(getattr(shown, each))}" for each in names)]
+
+
+@verb
 def status(stage: Stage, *names: str) -> list[str]:
     """The latest job: its state, and the fields that are named."""
     job = describe(stage.yard.machine, stage.yard.now_ms).jobs[-1]
@@ -388,9 +457,9 @@ def go_over(stage: Stage, mode: str, at: str) -> list[str]:
 
 
 @verb
-def restore_failed(stage: Stage, error: str = "the disk is gone") -> events.Event:
+def restore_failed(stage: Stage, error: str = "the disk is gone", *, kind: str = "StorageUnavailable") -> events.Event:
     """The servers cannot read the partitions that they were given."""
-    return events.RestoreFailed(stage.job(), stage.restoring(), StorageUnavailable(error))
+    return events.RestoreFailed(stage.job(), stage.restoring(), getattr(errors, kind)(error))
 
 
 @verb

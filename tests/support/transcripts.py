@@ -88,9 +88,11 @@ def write(path: Path, transcript: Transcript) -> None:
 
 
 class Stage:
-    """A machine, the names of its members and jobs, and what a command does to it."""
+    """A machine, the names of its members and jobs, and what a command does to it. `restarts`: from what it restarts at
+    each `perhaps-restart`; empty: it does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: str = "") -> None:
+        self.restarts = restarts
         self.yard = MachineYard(lease_ms=LEASE_MS)
         self.members: dict[str, Incarnation] = {}
         self.callers: dict[str, Caller] = {}
@@ -150,6 +152,7 @@ class Stage:
             if isinstance(value, effects.VariablesPlaced | effects.RestorePartitions):
                 owners = " ".join(self.name_of(each.server) for each in value.map.owners)
                 with_values = f" map={value.map.generation}({owners})"
+                with_values += f" url={value.url}" if isinstance(value, effects.RestorePartitions) else ""
             if isinstance(value, effects.JobSpec):
                 shown += self._told(value)
             return type(value).__name__ + self.fields(shown) + with_values
@@ -158,7 +161,8 @@ class Stage:
         if isinstance(value, Mapping):
             return "{" + self.fields(value.items()).strip() + "}"
         if isinstance(value, list | tuple | set | frozenset):
-            return "[" + " ".join(self.show(each, field.removesuffix("s")) for each in value) + "]"
+            listed = [self.show(each, field.removesuffix("s")) for each in value]
+            return "[" + " ".join(listed if isinstance(value, list | tuple) else sorted(listed)) + "]"
         if isinstance(value, bool) or value is None:
             return {True: "yes", False: "no", None: "-"}[value]
         if isinstance(value, int) and field in MEMBERS:

@@ -68,11 +68,8 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
     if isinstance(job.feeds, DataLedger):
         # lower tokens belong to ended leases, and future tokens are higher
         floor = Token(min((lease.token for lease in job.feeds.leases), default=job.tokens.latest + 1))
-    step = job.progress.step
-    if book.committed is not None and job.ranks is None:
-        # after a restart of the coordinator no worker may have reported yet; the partitions of a synchronous job know
-        # their step themselves
-        step = max(step, book.committed.step)
+    # no worker may have reported yet after a restart of the coordinator; then the newest checkpoint knows more
+    step = job.progress.step or (0 if book.committed is None else book.committed.step)
     draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone)
     return [
         *job.records([record]),
