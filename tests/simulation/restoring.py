@@ -1,6 +1,6 @@
 """Machines made anew from records, held against the one that wrote them.
 
-`state_of` looks at every field that there is, so a field that no record brings back shows, unless records.NOT_RECORDED
+`state_of` looks at every field that there is, so a field that no record brings back shows, unless not_recorded.py
 names it.
 """
 
@@ -22,9 +22,10 @@ from shardyard_coordinator.members.progress import Progress
 from shardyard_coordinator.members.readers import Readers
 from shardyard_coordinator.members.roster import LATE_MS
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.records import NOT_RECORDED, Record
+from shardyard_coordinator.records import Record
 from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_coordinator.work.step_times import StepTimes
+from tests.simulation.not_recorded import NOT_RECORDED
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")

@@ -1,9 +1,9 @@
 """The state of one job in one dataclass: its settings, its phase, and all its parts.
 
 The functions of `flows` and `machine` change it; it decides nothing itself. Invariants: each change has its record
-among the same effects, and the records alone rebuild the state (except for records.NOT_RECORDED). A job that has ended
-no longer changes, except for evaluations and for readers of its last values. Must not know: other jobs, members that
-are not its workers, the network, the clock.
+among the same effects, and the records alone rebuild the state (except for what tests/simulation/not_recorded.py
+lists). A job that has ended no longer changes, except for evaluations and for readers of its last values. Must not
+know: other jobs, members that are not its workers, the network, the clock.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Owns: all state of a yard that is decided in one place. `handle` is its only mut
 typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and
 concerns the member's own job. A member's end reaches its job in the same step. Records come before all other effects.
 The records of all effects, in order, rebuild the machine, and so do those of `snapshot` (except for
-records.NOT_RECORDED). Must not know: the clock (`now_ms` is an argument), threads, messages, the network, the disk.
+what tests/simulation/not_recorded.py lists). Must not know: the clock (`now_ms` is an argument), threads, messages, the
+network, the disk.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ blocks into partitions) and an assignment of partitions to servers. A layout doe
 so the job's results do not either.
 
 Read `placement` first: `plan` makes the layout, `assign` the map. `deployment` tracks how far the variables are on the
-way to the servers. `registration` compares registrations, `table_specs` checks tables. `layout_records` is the form of
-a layout and a map in the journal.
+way to the servers. `registration` compares what workers register, `table_specs` checks tables. `layout_records` is
+the form of a layout and a map in the journal.
 """

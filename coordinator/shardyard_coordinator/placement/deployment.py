@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from shardyard.checkpoints import layout as layouts
 from shardyard.config.settings import JobSettings
 from shardyard.domain import optimizers
 from shardyard.domain.errors import InvalidRequest, NotReady, StaleGeneration
@@ -207,7 +208,7 @@ class Deployment:
         """The record of the first registration, with what was decided about it."""
         assert self.layout is not None
         kind, body = self.with_map("variables_registered")
-        return kind, {"layout": layout_records.layout_to_record(self.layout), **body}
+        return kind, {"layout": layouts.to_document(self.layout), **body}
 
     def with_map(self, kind: str) -> Entry:
         """A record of that kind that has the map."""

@@ -14,10 +14,6 @@ from shardyard.storage.json_reader import JsonNode
 from shardyard_coordinator.records import Body, DamagedRecord, checked_items, checked_number, checked_text
 
 
-def layout_to_record(layout: JobLayout) -> dict[str, object]:
-    return layouts.to_document(layout)
-
-
 def layout_of_record(body: Body) -> JobLayout:
     """The record's `layout`. Raises DamagedRecord."""
     try:

@@ -1,7 +1,6 @@
-"""Checks a job's embedding tables: whether the job can have them, and whether its workers register the same ones.
+"""Which jobs can have embedding tables, and how much address space a table gets.
 
-Owns: these rules. Invariants: the first registration wins, including its seeds, so that all workers read the same rows.
-The address space that tables take at a server is bounded, whatever their number. Must not know: rows.
+Invariant: the address space that tables take at a server is bounded, whatever their number. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Final
 from shardyard.config.settings import JobSettings
 from shardyard.domain import limits
 from shardyard.domain.consistency import ConsistencyMode
-from shardyard.domain.errors import ConfigurationError, InvalidRequest, VariableConflict
+from shardyard.domain.errors import ConfigurationError, InvalidRequest
 from shardyard.domain.layout.checks import check_stale_rows
-from shardyard.domain.tables import row_optimizers
-from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.tables.table_settings import TableSettings
 
 Tables = Sequence[TableSettings]
 
@@ -68,33 +66,4 @@ def fitted(tables: Tables, *, partitions: int) -> tuple[TableSettings, ...]:
     return tuple(
         replace(each, rows_max=min(each.rows_max, ROWS_MAX, max(ROWS_MAX_LEAST, share // (4 * _STATES * each.dim))))
         for each in tables
-    )
-
-
-def check_same(first: Tables, second: Tables) -> None:
-    """Raises VariableConflict unless a registration's tables are the job's. Their seeds and their room may differ."""
-    for expected, got in zip(first, second, strict=False):
-        alike = replace(got, seed=expected.seed, rows_max=expected.rows_max)
-        if alike != expected:
-            raise VariableConflict(
-                f"table {expected.name!r} differs from the job's: expected {_described(expected)}, got "
-                f"{_described(got)}",
-                facts={"table": expected.name},
-            )
-    if len(first) != len(second):
-        odd = max(first, second, key=len)[min(len(first), len(second))].name
-        raise VariableConflict(
-            f"expected the job's {len(first)} tables, got {len(second)}; {odd!r} is on one side only",
-            facts={"table": odd},
-        )
-
-
-def _described(table: TableSettings) -> str:
-    names = [setting.name for setting in row_optimizers.settings_of(table.optimizer)]
-    settings = ", ".join(f"{name} {value:g}" for name, value in zip(names, table.group, strict=True))
-    return (
-        f"{table.name!r} of dim {table.dim}, {table.initial.kind.name.lower()} {table.initial.scale:g}, "
-        f"{table.optimizer} ({settings})"
-        + (f", {table.admission}" if table.admission != AdmissionSettings() else "")
-        + (f", {table.expiry}" if table.expiry != ExpirySettings() else "")
     )

@@ -119,6 +119,7 @@ class Journal:
                     todo="move the file away, or set yard.state to another folder",
                 ) from error
             term = noted.term + 1
+        self.audit = AuditReader(self._database, self.name)
         try:
             self.term = self._begin(term, noted.record)
         except BaseException:
@@ -163,15 +164,6 @@ class Journal:
         if latest >= wanted:
             raise self._refused("it is missing", wanted)
         return tuple(found)
-
-    def read_audit(self, job: int, after: int) -> Page:
-        """The audit of a job, and of the yard during the job, from the entry after number `after` on. Raises
-        ConfigurationError if an entry is damaged."""
-        return _read_audit(self._database, self.name, job, after)
-
-    def find_job(self, job: str) -> int:
-        """The job of that id, or the latest of that name. Raises NotFound."""
-        return _find_job(self._database, self.name, job)
 
     def close(self) -> None:
         self._database.close()
@@ -295,21 +287,9 @@ class Journal:
         return ConfigurationError(f"{which} cannot be read: {what}", why=_REFUSED_WHY, todo=_REFUSED_TODO, facts=facts)
 
 
-def find_audited_job(folder: Path, job: str) -> int:
-    """The same as `Journal.find_job`, for a folder whose coordinator need not run. Raises NotFound,
-    ConfigurationError."""
-    with _reading(folder) as database:
-        return _find_job(database, str(folder / FILE), job)
-
-
-def read_audit(folder: Path, job: int, after: int) -> Page:
-    """The same as `Journal.read_audit`, for a folder whose coordinator need not run. Raises ConfigurationError."""
-    with _reading(folder) as database:
-        return _read_audit(database, str(folder / FILE), job, after)
-
-
 @contextmanager
-def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
+def reading_audit(folder: Path) -> Iterator[AuditReader]:
+    """The audit in a folder whose coordinator need not run. Raises NotFound, ConfigurationError."""
     path = folder / FILE
     if not path.exists():
         raise NotFound(
@@ -323,46 +303,55 @@ def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version != FORMAT:
             raise _unreadable(str(path), f"it is of format {version}, and this release reads format {FORMAT}")
-        yield database
+        yield AuditReader(database, str(path))
     except sqlite3.DatabaseError as error:
         raise _unreadable(str(path), str(error)) from error
     finally:
         database.close()
 
 
-def _find_job(database: sqlite3.Connection, name: str, job: str) -> int:
-    rows = database.execute("SELECT job, name FROM audited_jobs ORDER BY first DESC").fetchall()
-    for number, named in rows:
-        if job in (named, str(JobId(number))):
-            return int(number)
-    known = ", ".join(sorted({str(named) for _, named in rows})[:8]) or "none"
-    raise NotFound(f"no job {job!r} in the audit of {name}, whose jobs are: {known}", why="", todo="")
+class AuditReader:
+    """Reads the audit in a journal's file. `name`: the file's."""
 
+    def __init__(self, database: sqlite3.Connection, name: str) -> None:
+        self._database = database
+        self._name = name
 
-def _read_audit(database: sqlite3.Connection, name: str, job: int, after: int) -> Page:
-    found = database.execute("SELECT first, last FROM audited_jobs WHERE job = ?", (job,)).fetchone()
-    first, last = (1, None) if found is None else found
-    after = max(after, first - 1)
-    (least, latest) = database.execute(
-        "SELECT COALESCE(MIN(number), 1), COALESCE(MAX(number), 0) FROM audit"
-    ).fetchone()
-    reached = min(max(after, least - 1) + PAGE_ENTRIES_MAX, latest)
-    rows = database.execute(
-        """SELECT number, term, time, job, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM audit
-        WHERE number > ? AND number <= ? AND (job = ? OR (job = 0 AND number <= ?)) ORDER BY number""",
-        (after, reached, job, latest if last is None else last),
-    )
-    entries: list[Audited] = []
-    nbytes = 0
-    for number, term, at, of, kind, body, checksum in rows:
-        if nbytes >= PAGE_BYTES_MAX:
-            reached = entries[-1].number
-            break
-        if checksum != _checksum(number, term, at, of, kind, body):
-            raise _unreadable(name, f"entry {number} of the audit has a wrong checksum")
-        nbytes += len(body)
-        entries.append(Audited(number, term, at, of, kind.decode(), json.loads(body)))
-    return Page(tuple(entries), max(reached, after), reached < latest, least - 1 if least > first else 0)
+    def find_job(self, job: str) -> int:
+        """The job of that id, or the latest of that name. Raises NotFound."""
+        rows = self._database.execute("SELECT job, name FROM audited_jobs ORDER BY first DESC").fetchall()
+        for number, named in rows:
+            if job in (named, str(JobId(number))):
+                return int(number)
+        known = ", ".join(sorted({str(named) for _, named in rows})[:8]) or "none"
+        raise NotFound(f"no job {job!r} in the audit of {self._name}; its jobs are: {known}", why="", todo="")
+
+    def read(self, job: int, after: int) -> Page:
+        """The audit of a job, and of the yard during the job, from the entry after number `after` on. Raises
+        ConfigurationError if an entry is damaged."""
+        found = self._database.execute("SELECT first, last FROM audited_jobs WHERE job = ?", (job,)).fetchone()
+        first, last = (1, None) if found is None else found
+        after = max(after, first - 1)
+        (least, latest) = self._database.execute(
+            "SELECT COALESCE(MIN(number), 1), COALESCE(MAX(number), 0) FROM audit"
+        ).fetchone()
+        reached = min(max(after, least - 1) + PAGE_ENTRIES_MAX, latest)
+        rows = self._database.execute(
+            """SELECT number, term, time, job, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM audit
+            WHERE number > ? AND number <= ? AND (job = ? OR (job = 0 AND number <= ?)) ORDER BY number""",
+            (after, reached, job, latest if last is None else last),
+        )
+        entries: list[Audited] = []
+        nbytes = 0
+        for number, term, at, of, kind, body, checksum in rows:
+            if nbytes >= PAGE_BYTES_MAX:
+                reached = entries[-1].number
+                break
+            if checksum != _checksum(number, term, at, of, kind, body):
+                raise _unreadable(self._name, f"entry {number} of the audit has a wrong checksum")
+            nbytes += len(body)
+            entries.append(Audited(number, term, at, of, kind.decode(), json.loads(body)))
+        return Page(tuple(entries), max(reached, after), reached < latest, least - 1 if least > first else 0)
 
 
 def _unreadable(name: str, what: str) -> ConfigurationError:

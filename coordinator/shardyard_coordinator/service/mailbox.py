@@ -18,7 +18,7 @@ from typing import Final
 
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain.errors import ConfigurationError, NotReady
-from shardyard.domain.ids import JobId, Term
+from shardyard.domain.ids import Term
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_coordinator.core import effects, events
@@ -81,8 +81,8 @@ class Mailbox:
     def read_audit(self, job_name: str, after: int) -> tuple[int, Page]:
         """The job's id, and the page of its audit after that number. Raises NotFound."""
         with self._lock:
-            job = self._journal.find_job(job_name)
-            return job, self._journal.read_audit(JobId(job), after)
+            job = self._journal.audit.find_job(job_name)
+            return job, self._journal.audit.read(job, after)
 
     def handle(self, event: events.Event, start: Start) -> list[effects.Effect]:
         """Gives one event to the machine, writes its records, then starts its effects. Returns all effects. Raises what

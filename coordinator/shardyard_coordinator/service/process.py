@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from shardyard.config.settings import CHECKPOINTS, Settings
@@ -34,13 +35,14 @@ def serve(
 ) -> None:
     """Serves the coordinator at `bind` until `stop` is set.
 
-    `advertise` is the HOST:PORT that `ready` is told where `bind` is not what others use; port 0 in it stands for the
-    port that was taken. `state` is the journal's folder; None keeps the journal in memory. Raises AddressInUse and
+    `advertise`: the HOST:PORT that `ready` gets if others use another address than `bind`; port 0 in it stands for the
+    port that was taken. `state`: the journal's folder; None keeps the journal in memory. Raises AddressInUse and
     ConfigurationError.
     """
     tune_malloc()
-    journal = Journal(state)
-    try:
+    with ExitStack() as ending:
+        journal = Journal(state)
+        ending.callback(journal.close)
         coordinator = Coordinator(
             network=GrpcNetwork(),
             journal=journal,
@@ -48,35 +50,17 @@ def serve(
             membership=settings.membership,
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
         )
-        _serve(coordinator, journal, bind=bind, advertise=advertise, stop=stop, ready=ready)
-    finally:
-        journal.close()
-
-
-def _serve(
-    coordinator: Coordinator,
-    journal: Journal,
-    *,
-    bind: str,
-    advertise: str | None,
-    stop: threading.Event,
-    ready: Callable[[str], None],
-) -> None:
-    try:
+        ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service])
-        try:
-            coordinator.start()
-            listener.start()
-            listener.set_ready(ready=True)
-            address = listener.address if advertise is None else _with_port(advertise, listener.port)
-            bind_process(role="coordinator", id=f"{journal.term}")
-            log.info("the coordinator serves at %s (term %d)", address, journal.term)
-            ready(address)
-            stop.wait()
-        finally:
-            listener.stop()
-    finally:
-        coordinator.stop()
+        ending.callback(listener.stop)
+        coordinator.start()
+        listener.start()
+        listener.set_ready(ready=True)
+        address = listener.address if advertise is None else _with_port(advertise, listener.port)
+        bind_process(role="coordinator", id=f"{journal.term}")
+        log.info("the coordinator serves at %s (term %d)", address, journal.term)
+        ready(address)
+        stop.wait()
 
 
 def _with_port(advertise: str, port: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardyard.checkpoints import layout as layouts
 from shardyard.checkpoints.manifest import ResidualFile
 from shardyard.config.settings import JobSettings
 from shardyard.domain.consistency import UpdateMode
@@ -98,7 +99,7 @@ class RestorePoint:
             "mode": self.mode.value,
             "logical_ranks": self.logical_ranks,
             "seed": self.seed,
-            "layout": layout_records.layout_to_record(self.layout),
+            "layout": layouts.to_document(self.layout),
             "data_ledger": self.data_ledger,
             "token": self.token,
             "floor": self.floor,

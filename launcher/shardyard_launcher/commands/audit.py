@@ -107,19 +107,21 @@ def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, A
 
 
 def _look_up(folder: Path, job: str) -> Iterator[Mapping[str, Any]]:
-    from shardyard_coordinator.service.journal import FILE, find_audited_job, read_audit
+    """The audit in a coordinator's journal. Raises NotFound, ConfigurationError."""
+    from shardyard_coordinator.service.journal import FILE, reading_audit
     from shardyard_launcher.yard.state_file import JOURNAL
 
     if not (folder / FILE).exists() and (folder / JOURNAL / FILE).exists():
         folder = folder / JOURNAL
-    number, after, more = find_audited_job(folder, job), 0, True
-    while more:
-        page = read_audit(folder, number, after)
-        if not after:
-            _say_lost(page.lost)
-        for each in page.entries:
-            yield _entry(each.number, each.time, each.term, each.job, each.kind, each.body)
-        after, more = page.reached, page.more
+    with reading_audit(folder) as audit:
+        number, after, more = audit.find_job(job), 0, True
+        while more:
+            page = audit.read(number, after)
+            if not after:
+                _say_lost(page.lost)
+            for each in page.entries:
+                yield _entry(each.number, each.time, each.term, each.job, each.kind, each.body)
+            after, more = page.reached, page.more
 
 
 def _say_lost(number: int) -> None:

@@ -202,7 +202,7 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
             if not standing.gone:
                 if not standing.supervised:
                     standing = supervise_again(settings, folder, found)
-                    click.echo(f"the yard in {folder} had lost its supervisor; started another")
+                    click.echo(f"the yard in {folder} had no supervisor; started a new supervisor")
                 standing.await_whole(signals.stop)
                 click.echo(f"the yard in {folder} is up already and is used")
                 _note_differences(settings, standing)

@@ -96,7 +96,7 @@ def assert_whole(script: Script) -> None:
 def test_evaluator_that_is_killed_is_started_again_and_training_goes_on(yard: RoleYard, tmp_path: Path) -> None:
     """It begins before the job does, ends with it, after its last step; what was kept is not lost."""
     with Evaluator(yard, str(tmp_path / "died")) as script, Training(yard, tmp_path) as training:
-        script.wait_for("was ended by signal 9; it is started again (1 of 3)")
+        script.wait_for("was ended by signal 9; it is restarted (1 of 3)")
         await_evaluated(script)
         last = training.end()
         assert script.wait() == 0, script.output
@@ -153,7 +153,7 @@ def test_script_that_always_dies_is_given_up(yard: RoleYard, tmp_path: Path) -> 
     with Training(yard, tmp_path):
         script = Script([*ROLE, "eval", "--follow", *options, str(broken)], {})
         assert script.wait() == 7, script.output
-    assert any("is started again (1 of 1)" in line for line in script.lines)
+    assert any("is restarted (1 of 1)" in line for line in script.lines)
     assert any("is not started again (evaluator.restarts_max is 1" in line for line in script.lines)
 
 

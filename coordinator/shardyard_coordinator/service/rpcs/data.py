@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardyard.domain import limits
-from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.errors import MalformedPayload
 from shardyard.domain.ids import Token
 from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
 from shardyard.transport.error_codes import to_detail
@@ -79,8 +79,7 @@ def begin_batch_event(request: wire.BeginBatchRequest) -> events.BatchBegun:
     source = common_messages.source_from_wire(request.source)
     if not isinstance(source, DataShardSource | RankSource):
         raise MalformedPayload(f"{source} is not leased, so none of its batches is announced")
-    if max(request.sequence, request.highest) > limits.SEQUENCE_MAX:
-        raise TooLarge(f"sequence {max(request.sequence, request.highest)}; at most {limits.SEQUENCE_MAX} are taken")
+    parts.sequence(max(request.sequence, request.highest), "batch")
     caller = common_messages.caller_from_wire(request.caller)
     return events.BatchBegun(caller, source, Token(request.token), request.sequence, request.highest)
 
@@ -99,8 +98,7 @@ def report_not_finite_event(request: wire.ReportNotFiniteRequest) -> events.NotF
             f"gradients that are not finite, of #{request.first} to #{request.last}, {request.in_a_row} in a row of"
             f" {request.count}"
         )
-    if max(request.last, request.count, request.step, request.highest) > limits.SEQUENCE_MAX:
-        raise TooLarge(f"more than {limits.SEQUENCE_MAX} gradients that are not finite")
+    parts.sequence(max(request.last, request.count, request.step, request.highest), "a gradient that is not finite at")
     parameter = common_messages.text(request.parameter, "a parameter's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
     if not parameter:
         raise MalformedPayload("a gradient that is not finite, of a parameter without a name")
@@ -128,7 +126,7 @@ def report_not_finite_reply(verdict: NotFiniteVerdict) -> wire.ReportNotFiniteRe
 def decide_step_event(request: wire.DecideStepRequest) -> events.StepReported:
     caller = common_messages.caller_from_wire(request.caller)
     ranks = push_messages.ranks_from_wire(request.ranks, f"ranks that have contributed to step {request.step}")
-    return events.StepReported(caller, _step(request.step), ranks)
+    return events.StepReported(caller, parts.sequence(request.step, "step"), ranks)
 
 
 def decide_step_reply(decision: StepDecision) -> wire.DecideStepReply:
@@ -141,7 +139,9 @@ def decide_step_reply(decision: StepDecision) -> wire.DecideStepReply:
 
 
 def read_make_up_event(request: wire.ReadMakeUpRequest) -> events.MakeupRequested:
-    return events.MakeupRequested(common_messages.caller_from_wire(request.caller), request.feed, _step(request.step))
+    return events.MakeupRequested(
+        common_messages.caller_from_wire(request.caller), request.feed, parts.sequence(request.step, "step")
+    )
 
 
 def read_make_up_reply(made_up: MakeupBatches) -> wire.ReadMakeUpReply:
@@ -151,16 +151,9 @@ def read_make_up_reply(made_up: MakeupBatches) -> wire.ReadMakeUpReply:
     return reply
 
 
-def _step(step: int) -> int:
-    if step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"step {step}; the last one is {limits.SEQUENCE_MAX}")
-    return step
-
-
 def rebase_source_event(request: wire.RebaseSourceRequest) -> events.RebaseRequested:
-    if request.next > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
-    return events.RebaseRequested(common_messages.caller_from_wire(request.caller), request.next)
+    next_ = parts.sequence(request.next, "a source to continue at push")
+    return events.RebaseRequested(common_messages.caller_from_wire(request.caller), next_)
 
 
 def rebase_source_reply(rebased: Rebased) -> wire.RebaseSourceReply:

@@ -6,11 +6,11 @@ import json
 import time
 
 from shardyard.domain import limits
-from shardyard.domain.errors import TooLarge
 from shardyard.domain.ids import JobId
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import status
+from shardyard_coordinator.service.rpcs import parts
 from shardyard_coordinator.service.rpcs.rpc import Backend, served
 
 
@@ -29,9 +29,7 @@ def _list_quarantined(backend: Backend, request: wire.ListQuarantinedRequest) ->
 
 def _read_audit(backend: Backend, request: wire.ReadAuditRequest) -> wire.ReadAuditReply:
     name = common_messages.text(request.job, "a job's name or id", limits.JOB_NAME_CHARACTERS_MAX)
-    if request.after > limits.SEQUENCE_MAX:
-        raise TooLarge(f"audit entries after {request.after}; at most {limits.SEQUENCE_MAX} are taken")
-    job, page = backend.mailbox.read_audit(name, request.after)
+    job, page = backend.mailbox.read_audit(name, parts.sequence(request.after, "audit entries after"))
     return wire.ReadAuditReply(
         entries=[
             wire.AuditEntry(

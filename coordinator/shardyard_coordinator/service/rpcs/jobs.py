@@ -114,15 +114,10 @@ def report_evaluation_event(request: wire.ReportEvaluationRequest, now_s: int) -
     if request.HasField("best"):
         kept = request.best
         url = common_messages.text(kept.url, "the URL of what is kept")
-        step = _evaluated(kept.step)
+        step = parts.sequence(kept.step, "an evaluation of step")
         best = Best(parts.metric_name(kept.metric), kept.lowest, _finite(kept.value), step, url, now_s)
-    return events.EvaluationReported(JobId(request.job), Evaluation(_evaluated(request.step), metrics, now_s), best)
-
-
-def _evaluated(step: int) -> int:
-    if step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"an evaluation of step {step}; the last one is {limits.SEQUENCE_MAX}")
-    return step
+    step = parts.sequence(request.step, "an evaluation of step")
+    return events.EvaluationReported(JobId(request.job), Evaluation(step, metrics, now_s), best)
 
 
 def _finite(value: float) -> float:

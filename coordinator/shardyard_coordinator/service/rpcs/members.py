@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain import limits
 from shardyard.domain.errors import TooLarge
@@ -50,15 +52,16 @@ def _register(backend: Backend, request: wire.RegisterRequest) -> wire.RegisterR
 def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
     if len(request.metrics) > limits.METRICS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
+    reached, halt = partial(parts.sequence, what="a worker that is at step"), request.halt_heard
     report = Report(
         step=request.step,
         samples=request.samples,
         metrics=tuple((parts.metric_name(metric.name), metric.value) for metric in request.metrics),
         waiting_for=common_messages.text(request.waiting_for, "what a member waits for"),
         residual_norm=parts.residual_norm(request.residual_norm),
-        pushed=_pushed(request.pushed),
-        reached=_reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
-        halted=_halted(request.halt_heard) if request.HasField("halt_heard") else None,
+        pushed=parts.sequence(request.pushed, "pushes"),
+        reached=reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
+        halted=(halt.number, reached(halt.reached)) if request.HasField("halt_heard") else None,
         switches=request.switches,
     )
     if len(request.logs) > limits.JOBS_MAX:
@@ -71,22 +74,6 @@ def _rows(request: wire.HeartbeatRequest) -> tuple[tuple[JobId, tuple[int, ...]]
     if len(request.tables) > limits.JOBS_MAX or any(len(each.rows) > limits.TABLES_MAX for each in request.tables):
         raise TooLarge(f"a heartbeat with the rows of {len(request.tables)} jobs; more than there can be")
     return tuple((JobId(each.job), tuple(each.rows)) for each in request.tables)
-
-
-def _pushed(pushed: int) -> int:
-    if pushed > limits.SEQUENCE_MAX:
-        raise TooLarge(f"{pushed} pushes; at most {limits.SEQUENCE_MAX} have names")
-    return pushed
-
-
-def _halted(heard: wire.HaltHeard) -> tuple[int, int]:
-    return heard.number, _reached(heard.reached)
-
-
-def _reached(step: int) -> int:
-    if step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a worker that has come to step {step}; the last one is {limits.SEQUENCE_MAX}")
-    return step
 
 
 def heartbeat_reply(
@@ -124,7 +111,9 @@ def _heartbeat(backend: Backend, request: wire.HeartbeatRequest) -> wire.Heartbe
 def leave_event(request: wire.LeaveRequest) -> events.MemberLeft:
     error = common_messages.text(request.error, "an error")
     lost = parts.residual_norm(request.residual_lost)
-    return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed), lost)
+    return events.MemberLeft(
+        Incarnation(request.caller.incarnation), error, parts.sequence(request.pushed, "pushes"), lost
+    )
 
 
 def report_exit_event(request: wire.ReportExitRequest) -> events.ExitReported:

@@ -8,7 +8,7 @@ from typing import Final
 
 from shardyard.domain import limits
 from shardyard.domain.consistency import Consistency, Stop, SwitchPoint
-from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.wire import common_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core.effects import JobPhase
@@ -38,6 +38,13 @@ def job_name(name: str) -> str:
 
 def metric_name(name: str) -> str:
     return common_messages.text(name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX)
+
+
+def sequence(number: int, what: str) -> int:
+    """A step, or the number of a push."""
+    if number > limits.SEQUENCE_MAX:
+        raise TooLarge(f"{what} {number}; at most {limits.SEQUENCE_MAX} is taken")
+    return number
 
 
 def residual_norm(norm: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shardyard.checkpoints import layout as layouts
 from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain import limits
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
@@ -173,7 +174,7 @@ def test_layout_is_never_planned_anew(yard: Yard) -> None:
 
 
 def read_back(layout: JobLayout) -> JobLayout:
-    written = json.dumps({"layout": layout_records.layout_to_record(layout)})
+    written = json.dumps({"layout": layouts.to_document(layout)})
     return layout_records.layout_of_record(Body(json.loads(written)))
 
 

@@ -17,9 +17,19 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.service import journal as module
-from shardyard_coordinator.service.audit import Audited, audited
-from shardyard_coordinator.service.journal import FILE, Journal, find_audited_job, read_audit
+from shardyard_coordinator.service.audit import Audited, Page, audited
+from shardyard_coordinator.service.journal import FILE, Journal, reading_audit
 from tests.support.coordinator_yards import ASYNC, Yard, begin, sync_settings, wait_until
+
+
+def find_audited_job(folder: Path, job: str) -> int:
+    with reading_audit(folder) as audit:
+        return audit.find_job(job)
+
+
+def read_audit(folder: Path, job: int, after: int) -> Page:
+    with reading_audit(folder) as audit:
+        return audit.read(job, after)
 
 
 def started(job: int, name: str = "ads") -> Entry:
@@ -33,7 +43,7 @@ def leased(job: int, index: int = 0) -> Entry:
 def all_of(journal: Journal, job: int) -> list[Audited]:
     found, after, more = [], 0, True
     while more:
-        page = journal.read_audit(job, after)
+        page = journal.audit.read(job, after)
         found += page.entries
         after, more = page.reached, page.more
     return found
@@ -93,10 +103,10 @@ def test_job_has_its_own_entries_and_those_of_the_yard_while_it_ran(journal: Jou
 
 def test_job_is_found_by_id_and_the_latest_by_name(journal: Journal) -> None:
     journal.append([started((1 << 32) + 1), started((1 << 32) + 2), started((1 << 32) + 3, "other")])
-    assert journal.find_job("ads") == (1 << 32) + 2
-    assert journal.find_job("1.1") == (1 << 32) + 1
+    assert journal.audit.find_job("ads") == (1 << 32) + 2
+    assert journal.audit.find_job("1.1") == (1 << 32) + 1
     with pytest.raises(NotFound, match=r"no job 'nothing'.*ads, other"):
-        journal.find_job("nothing")
+        journal.audit.find_job("nothing")
 
 
 def test_old_entries_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +118,9 @@ def test_old_entries_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pyt
     found = all_of(journal, 1)
     assert 10 <= len(found) <= 14
     assert [each.number for each in found] == list(range(found[0].number, 42))
-    page = journal.read_audit(1, 0)
+    page = journal.audit.read(1, 0)
     assert page.lost == found[0].number - 1
-    assert journal.find_job("ads") == 1
+    assert journal.audit.find_job("ads") == 1
     journal.close()
 
 
@@ -119,7 +129,7 @@ def test_long_audit_is_read_page_by_page(journal: Journal, monkeypatch: pytest.M
     monkeypatch.setattr(module, "PAGE_BYTES_MAX", 200)
     journal.append([started(1), *(leased(1 + index % 2, index) for index in range(60))])
     assert [each.number for each in all_of(journal, 1)] == [1, *range(2, 62, 2)]
-    assert all(len(journal.read_audit(1, after).entries) <= 4 for after in range(60))
+    assert all(len(journal.audit.read(1, after).entries) <= 4 for after in range(60))
 
 
 def test_folder_of_a_coordinator_that_does_not_run_is_read_and_not_changed(journal: Journal, tmp_path: Path) -> None:
@@ -138,7 +148,7 @@ def test_folder_of_a_coordinator_that_does_not_run_is_read_and_not_changed(journ
 def test_damaged_entry_is_refused_and_named(journal: Journal, tmp_path: Path) -> None:
     journal.append([started(1), leased(1)])
     journal._database.execute("""UPDATE audit SET body = replace(body, '"token":1', '"token":2') WHERE number = 2""")
-    for read in (lambda: journal.read_audit(1, 0), lambda: read_audit(tmp_path, 1, 0)):
+    for read in (lambda: journal.audit.read(1, 0), lambda: read_audit(tmp_path, 1, 0)):
         with pytest.raises(ConfigurationError, match="entry 2 of the audit has a wrong checksum"):
             read()
 

@@ -47,7 +47,7 @@ ALLOWED: Final[dict[str, str]] = {
     "storage/storage.py:_write_through:fsync": OUTSIDE,
     "coordinator/service/checkpoint_io.py:_everywhere:ThreadPoolExecutor": OUTSIDE,
     "coordinator/service/checkpoint_io.py:_everywhere:result": OUTSIDE,
-    "coordinator/service/process.py:_serve:wait": ENDS_WITH_IT,
+    "coordinator/service/process.py:serve:wait": ENDS_WITH_IT,
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
     "domain/failpoints.py:_sleep:sleep": "a test has asked for it",
     "launcher/commands/checkpoint_export.py:_write_torch:fsync": "a command at work on a file of its own",
