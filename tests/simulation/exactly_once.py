@@ -1,22 +1,19 @@
-"""Seeded models of training over the servers' own stores, with workers, messages and leases that fail.
+"""A seeded model of asynchronous training over the servers' own stores, with workers, messages and leases that fail.
 
-`AsyncRun`: workers lease data shards and push batch after batch to every server. Each batch owns a coordinate, and SGD
-at rate 1 adds 1 to it, so a lost or doubled push shows as a whole number. `SyncRun`: workers compute logical ranks from
-pulled values; the last bits must be those of a run without faults.
+Workers lease data shards and push batch after batch to every server. Each batch owns a coordinate, and SGD at rate 1
+adds 1 to it, so a lost or doubled push shows as a whole number.
 
 Faults, for the first ticks of a run: workers that die between two servers or in the middle of opening a lease; workers
 that were declared dead and go on; messages lost, doubled, reordered, and delayed past the end of what they belong to;
 generations that change. Then nothing fails any more, and the run must end.
 
 Oracles: exactly once (promise 1); no write under a token once a higher one was opened there, nor by whom a server was
-told is dead (promise 4); no refusal but those that tell a sender that it is behind the times; the same bits
-(promise 6); an end (promise 7).
+told is dead (promise 4); no refusal but those that tell a sender that it is behind the times; an end (promise 7).
 """
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardyard.domain.consistency import UpdateMode
-from shardyard.domain.errors import NotFound, Refused, ShardyardError
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
+from shardyard.domain.errors import Refused, ShardyardError
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term, Token
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
 from shardyard.domain.optimizers import OptimizerSpec, make_group
-from shardyard.domain.pulls import PullHeader
-from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
+from shardyard.domain.push_names import DataShardSource, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
-from shardyard_ps_server.hosting import admission, orders, pulls, pushes
+from shardyard_ps_server.hosting import admission, orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.reads import hold_version
@@ -44,6 +40,8 @@ FAULTY_TICKS = 500
 TICKS_MAX = 6_000
 ON_THE_WAY_MAX = 40
 Groups = tuple[tuple[float, ...], ...]
+Gradients = dict[PartitionId, np.ndarray]
+RATES: Groups = (make_group("sgd", {"lr": 1.0}),)
 
 
 class Violation(AssertionError):
@@ -76,26 +74,16 @@ class Worker:
     leases: list[Lease] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Work:
-    """One batch, or one rank's step: a gradient for each partition that it touches, none for a named empty push."""
-
-    gradients: dict[PartitionId, np.ndarray]
-    weight: float
-    groups: Groups
-
-
 class Yard:
     """The servers of a run, and the only way to them."""
 
-    def __init__(self, layout: JobLayout, servers: int, mode: UpdateMode, ranks: int) -> None:
+    def __init__(self, layout: JobLayout, servers: int) -> None:
         self.layout = layout
         self.generation = Generation(1)
         self.stores = [Store() for _ in range(servers)]
         self.owned = [
             [part.partition for part in layout.partitions if part.partition % servers == s] for s in range(servers)
         ]
-        self._create = (layout, mode, ranks)
         self.answers: Counter[str] = Counter()
         """Outcomes of partitions and codes of refusals, so that a test can see that faults did happen."""
         self._highest: dict[tuple[int, SourceKey], int] = {}
@@ -107,11 +95,8 @@ class Yard:
 
     def announce(self, server: int) -> None:
         """Tells a server the present generation."""
-        layout, mode, ranks = self._create
-        orders.create(
-            self.stores[server],
-            CreateRequest(JOB, self.generation, layout, self.owned[server], UpdateRules(mode, ranks)),
-        )
+        rules = UpdateRules(UpdateMode.ASYNC, 0)
+        orders.create(self.stores[server], CreateRequest(JOB, self.generation, self.layout, self.owned[server], rules))
 
     def open(self, worker: Worker, server: int, lease: Lease) -> list[int]:
         """Rule A5 on one server: its watermarks. Raises Refused."""
@@ -152,29 +137,15 @@ class Yard:
         if (message.server, order.caller.incarnation) in self._fenced:
             raise Violation(f"{order.name} of worker {order.caller.incarnation} counted, which was declared dead")
 
-    def pull(self, worker: Worker, number: int) -> list[np.ndarray] | None:
-        """Exactly that version of all partitions, None where it is not there yet. Raises NotFound, Refused."""
-        found: dict[PartitionId, np.ndarray] = {}
-        for server, store in enumerate(self.stores):
-            owned = tuple(self.owned[server])
-            wish = PullHeader(self.caller(worker), incarnation_of(server), self.generation, owned, number, exactly=True)
-            result, held = pulls.hold(admission.admit_pull(store, wish), wish)
-            if result.missing:
-                return None
-            for part, (_, buffer) in zip(result.parts, held.buffers, strict=True):
-                found[part.partition] = self._read(buffer)
-            held.release()
-        return [found[part.partition] for part in self.layout.partitions]
-
-    def messages(self, worker: Worker, lease: Lease, sequence: int, work: Work, rng: random.Random) -> list[Message]:
+    def messages(self, worker: Worker, lease: Lease, gradients: Gradients, rng: random.Random) -> list[Message]:
         """A push to every server, sometimes as two that list different partitions."""
         found = []
         for server, owned in enumerate(self.owned):
             split = rng.randint(0, len(owned)) if rng.random() < 0.2 else 0
             for listed in (owned[:split], owned[split:]):
                 if listed or not owned:
-                    name = PushName(lease.key, lease.token, sequence, sequence)
-                    found.append(self._message(worker, server, name, listed, work))
+                    name = PushName(lease.key, lease.token, lease.next, lease.next)
+                    found.append(self._message(worker, server, name, listed, gradients))
         rng.shuffle(found)
         return found
 
@@ -182,15 +153,15 @@ class Yard:
         return Caller(JOB, worker.incarnation, Term(1))
 
     def _message(
-        self, worker: Worker, server: int, name: PushName, listed: Sequence[PartitionId], work: Work
+        self, worker: Worker, server: int, name: PushName, listed: Sequence[PartitionId], gradients: Gradients
     ) -> Message:
-        touched = [partition for partition in listed if partition in work.gradients]
+        touched = [partition for partition in listed if partition in gradients]
         sizes = {partition: self.layout.partitions[partition].payload_bytes for partition in touched}
         payload = aligned_empty(sum(sizes.values()))
         payload[:] = 0
         at = 0
         for partition in touched:
-            gradient = work.gradients[partition]
+            gradient = gradients[partition]
             payload[at : at + gradient.nbytes] = gradient.view(np.uint8)
             at += sizes[partition]
         order = PushHeader(
@@ -200,17 +171,15 @@ class Yard:
             name,
             PushKind.GRADIENT if touched else PushKind.EMPTY,
             tuple(PushPart(partition, sizes.get(partition, 0)) for partition in listed),
-            work.weight if touched else 0.0,
-            work.groups if touched else (),
+            1.0 if touched else 0.0,
+            RATES if touched else (),
         )
         return Message(server, order, payload)
 
-    def _read(self, buffer: Bytes) -> np.ndarray:
-        return buffer[: self.layout.variables[0].payload_bytes].view(np.float64).copy()
 
-
-class Run(ABC):
-    """What both modes share: time, the network, workers that come, die, and are declared dead."""
+class AsyncRun:
+    """Time, the network, workers that come, die, and are declared dead, and the data shards that they lease. Each is a
+    source; its sequence counts batches."""
 
     def __init__(self, seed: int, *, progress: Callable[[Iterable[int]], int] = min) -> None:
         """`progress`: where a source stands, from its watermarks in all partitions (rule A6: the lowest)."""
@@ -221,41 +190,26 @@ class Run(ABC):
         self._workers_max = self.rng.randint(1, 4)
         self._hired = 0
         self._last_token = 0
-        self.yard = self.make_yard()
-
-    @abstractmethod
-    def make_yard(self) -> Yard: ...
-
-    @abstractmethod
-    def next_source(self, worker: Worker) -> SourceKey | None:
-        """Something for the worker to lease."""
-
-    @abstractmethod
-    def give_back(self, key: SourceKey) -> None: ...
-
-    @abstractmethod
-    def close(self, key: SourceKey) -> None: ...
-
-    @abstractmethod
-    def length(self) -> int:
-        """Number of sequences of a source."""
-
-    @abstractmethod
-    def work(self, worker: Worker, lease: Lease) -> Work | None:
-        """What the lease's next sequence means; None where it cannot be computed yet."""
-
-    @abstractmethod
-    def finished(self) -> bool: ...
-
-    @abstractmethod
-    def judge(self) -> None:
-        """Raises Violation unless what the servers hold is right."""
+        rng = self.rng
+        partitions, servers = rng.randint(1, 5), rng.randint(1, 3)
+        shards, self._batches = rng.randint(2, 8), rng.randint(1, 5)
+        self._free = [SourceKey(DataShardSource(0, 0, index)) for index in range(shards)]
+        self._shards = list(self._free)
+        self._done: set[SourceKey] = set()
+        self._touched = {
+            (key, batch): [PartitionId(p) for p in range(partitions) if rng.random() < 0.8]
+            if rng.random() > 0.1
+            else []
+            for key in self._shards
+            for batch in range(self._batches)
+        }
+        self.yard = Yard(layout_of(partitions, shards * self._batches, OptimizerSpec("sgd", RATES)), servers)
 
     def run(self) -> None:
         for tick in range(TICKS_MAX):
             faulty = tick < FAULTY_TICKS
             self._tick(faulty=faulty)
-            if not faulty and self.finished() and not self._on_the_way:
+            if not faulty and len(self._done) == len(self._shards) and not self._on_the_way:
                 break
         else:
             raise Violation(f"stuck: not done after {TICKS_MAX} ticks")
@@ -290,8 +244,7 @@ class Run(ABC):
         """It is dead, or goes on and does not know; servers hear of it, or not."""
         if worker.alive:
             worker.alive = False
-            for lease in worker.leases:
-                self.give_back(lease.key)
+            self._free += [lease.key for lease in worker.leases]
         for server in range(len(self.yard.stores)):
             if self.rng.random() < 0.3:
                 self.yard.fence(worker, server)
@@ -299,21 +252,20 @@ class Run(ABC):
             self._workers.remove(worker)
 
     def _act(self, worker: Worker, *, faulty: bool) -> None:
-        if worker.alive and (not worker.leases or self.rng.random() < 0.2):
-            key = self.next_source(worker)
-            if key is not None:
-                self._last_token += 1
-                servers = list(range(len(self.yard.stores)))
-                self.rng.shuffle(servers)
-                worker.leases.append(Lease(key, Token(self._last_token), servers))
-                return
+        if worker.alive and not worker.leases and self._free:
+            key = self._free.pop(self.rng.randrange(len(self._free)))
+            self._last_token += 1
+            servers = list(range(len(self.yard.stores)))
+            self.rng.shuffle(servers)
+            worker.leases.append(Lease(key, Token(self._last_token), servers))
+            return
         if not worker.leases:
             return
         lease = self.rng.choice(worker.leases)
         try:
             if lease.unopened:
                 self._open(worker, lease)
-            elif lease.next >= self.length() or self.rng.random() < 0.3:
+            elif lease.next >= self._batches or self.rng.random() < 0.3:
                 self._look(worker, lease)
             elif len(self._on_the_way) < ON_THE_WAY_MAX:
                 self._push(worker, lease, faulty=faulty)
@@ -331,16 +283,16 @@ class Run(ABC):
     def _look(self, worker: Worker, lease: Lease) -> None:
         """Goes on from the watermark, and closes what is done, if it is still this worker's to close."""
         lease.next = self._progress(self.yard.watermarks(lease.key))
-        if lease.next >= self.length():
+        if lease.next >= self._batches:
             worker.leases.remove(lease)
             if worker.alive:
-                self.close(lease.key)
+                self._done.add(lease.key)
 
     def _push(self, worker: Worker, lease: Lease, *, faulty: bool) -> None:
-        work = self.work(worker, lease)
-        if work is None:
-            return
-        for message in self.yard.messages(worker, lease, lease.next, work, self.rng):
+        own = np.zeros(len(self._touched))
+        own[self._coordinate(lease.key, lease.next)] = -1
+        gradients = dict.fromkeys(self._touched[lease.key, lease.next], own)
+        for message in self.yard.messages(worker, lease, gradients, self.rng):
             if faulty and self.rng.random() < 0.04:
                 self._declare_dead(worker)
                 if worker in self._workers:
@@ -349,52 +301,8 @@ class Run(ABC):
             self._on_the_way.append(message)
         lease.next += 1
 
-
-class AsyncRun(Run):
-    """Leased data shards, each a source; its sequence counts batches."""
-
-    def make_yard(self) -> Yard:
-        rng = self.rng
-        partitions, servers = rng.randint(1, 5), rng.randint(1, 3)
-        shards, self._batches = rng.randint(2, 8), rng.randint(1, 5)
-        self._free = [SourceKey(DataShardSource(0, 0, index)) for index in range(shards)]
-        self._shards = list(self._free)
-        self._done: set[SourceKey] = set()
-        self._rates: Groups = (make_group("sgd", {"lr": 1.0}),)
-        self._touched = {
-            (key, batch): [PartitionId(p) for p in range(partitions) if rng.random() < 0.8]
-            if rng.random() > 0.1
-            else []
-            for key in self._shards
-            for batch in range(self._batches)
-        }
-        layout = layout_of(partitions, shards * self._batches, OptimizerSpec("sgd", self._rates))
-        return Yard(layout, servers, UpdateMode.ASYNC, 0)
-
-    def next_source(self, worker: Worker) -> SourceKey | None:
-        if worker.leases or not self._free:
-            return None
-        return self._free.pop(self.rng.randrange(len(self._free)))
-
-    def give_back(self, key: SourceKey) -> None:
-        self._free.append(key)
-
-    def close(self, key: SourceKey) -> None:
-        self._done.add(key)
-
-    def length(self) -> int:
-        return self._batches
-
-    def work(self, worker: Worker, lease: Lease) -> Work:
-        own = np.zeros(len(self._touched))
-        own[self._coordinate(lease.key, lease.next)] = -1
-        touched = self._touched[lease.key, lease.next]
-        return Work(dict.fromkeys(touched, own), 1.0, self._rates)
-
-    def finished(self) -> bool:
-        return len(self._done) == len(self._shards)
-
     def judge(self) -> None:
+        """Raises Violation unless what the servers hold is right."""
         for key in self._shards:
             if set(self.yard.watermarks(key)) != {self._batches}:
                 raise Violation(f"{key.source} is closed; watermarks {self.yard.watermarks(key)}")
@@ -410,86 +318,6 @@ class AsyncRun(Run):
 
     def _coordinate(self, key: SourceKey, batch: int) -> int:
         return self._shards.index(key) * self._batches + batch
-
-
-class SyncRun(Run):
-    """Logical ranks, each a source; its sequence is the step. Any worker may compute any rank."""
-
-    def make_yard(self) -> Yard:
-        rng = self.rng
-        partitions, servers = rng.randint(1, 4), rng.randint(1, 3)
-        self._ranks, self._steps = rng.randint(1, 4), rng.randint(2, 9)
-        self._kind = rng.choice(["sgd", "adam"])
-        self._free = [SourceKey(RankSource(Rank(rank))) for rank in range(self._ranks)]
-        self._all = list(self._free)
-        self._numbers = rng.randrange(1 << 32)
-        self._empty = {(key, s) for key in self._all for s in range(self._steps) if rng.random() < 0.1}
-        layout = layout_of(partitions, 5, OptimizerSpec(self._kind, self._rates(0)))
-        self._layout = layout
-        return Yard(layout, servers, UpdateMode.SYNC, self._ranks)
-
-    def next_source(self, worker: Worker) -> SourceKey | None:
-        return self._free.pop(self.rng.randrange(len(self._free))) if self._free else None
-
-    def give_back(self, key: SourceKey) -> None:
-        self._free.append(key)
-
-    def close(self, key: SourceKey) -> None:
-        """Nothing: a rank is done when the last step is taken everywhere."""
-
-    def length(self) -> int:
-        return self._steps
-
-    def work(self, worker: Worker, lease: Lease) -> Work | None:
-        try:
-            values = self.yard.pull(worker, lease.next)
-        except NotFound as gone:
-            if worker.alive and min(self.yard.watermarks(lease.key)) == lease.next:
-                raise Violation(f"{lease.key.source} of step {lease.next} cannot be computed again: {gone}") from gone
-            lease.next = min(self.yard.watermarks(lease.key))
-            return None
-        return None if values is None else self._compute(lease.key, lease.next, values)
-
-    def finished(self) -> bool:
-        return all(set(self.yard.watermarks(key)) == {self._steps} for key in self._all)
-
-    def judge(self) -> None:
-        expected = self._undisturbed()
-        for server, store in enumerate(self.yard.stores):
-            for partition in self.yard.owned[server]:
-                if newest_values(store, partition).tobytes() != expected[partition].tobytes():
-                    raise Violation(f"partition {partition} has other bits than in a run without faults")
-
-    def _undisturbed(self) -> list[np.ndarray]:
-        """One server, one worker, rank after rank."""
-        yard, worker = Yard(self._layout, 1, UpdateMode.SYNC, self._ranks), Worker(Incarnation(1_000))
-        leases = [Lease(key, Token(1), []) for key in self._all]
-        for lease in leases:
-            yard.open(worker, 0, lease)
-        for step in range(self._steps):
-            values = yard.pull(worker, step)
-            assert values is not None
-            for lease in leases:
-                work = self._compute(lease.key, step, values)
-                for message in yard.messages(worker, lease, step, work, random.Random(0)):
-                    yard.deliver(message)
-        found = yard.pull(worker, self._steps)
-        assert found is not None
-        return found
-
-    def _compute(self, key: SourceKey, step: int, values: Sequence[np.ndarray]) -> Work:
-        """A gradient that depends on every bit of every partition, the rank and the step."""
-        if (key, step) in self._empty:
-            return Work({}, 0.0, ())
-        numbers = np.random.default_rng([self._numbers, self._all.index(key), step])
-        total = float(np.concatenate(values).sum())
-        gradients = {
-            PartitionId(p): np.sin(total + own) + numbers.standard_normal(own.size) for p, own in enumerate(values)
-        }
-        return Work(gradients, float(numbers.integers(1, 9)), self._rates(step))
-
-    def _rates(self, step: int) -> Groups:
-        return (make_group(self._kind, {"lr": 0.1 / (1 + step)}),)
 
 
 def layout_of(partitions: int, elements: int, optimizer: OptimizerSpec) -> JobLayout:

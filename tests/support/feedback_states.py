@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardyard.codecs import decode
+from shardyard.codecs.dense.decoding import decode
 from shardyard.config.settings import CompressionSettings
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout

@@ -5,9 +5,7 @@ Here the device is the CPU; tests/gpu has the same on a GPU.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,16 +19,10 @@ from shardyard.codecs.dense.decoding import decode
 from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
 from shardyard.codecs.dense.powersgd import grid_of
 from shardyard.codecs.format.form import CodeId
-from shardyard.config.settings import CompressionSettings
 from shardyard.domain.compression import parse_codec, sent_count
-from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
-from shardyard.domain.ids import PartitionId
-from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
-from shardyard.domain.optimizers import OptimizerSpec
-from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_worker.compression import device_codecs
-from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.exchange.device_copies import DeviceCopies
+from tests.support.feedback_states import KEPT, gradients, layout, on_device, on_host, push, same
 
 torch.set_num_threads(1)
 
@@ -246,109 +238,9 @@ def test_many_are_fetched_together() -> None:
 # --- what is kept
 
 
-VARIABLES = (
-    VariableSpec("fc1.weight", DType.FLOAT32, (80, 60)),
-    VariableSpec("fc1.bias", DType.FLOAT32, (80,)),
-    VariableSpec("fc2.weight", DType.FLOAT64, (40, 80)),
-    VariableSpec("count", DType.INT64, (), VariableKind.BUFFER),
-    VariableSpec("none", DType.FLOAT32, (0, 5)),
-)
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
-KEPT: tuple[tuple[str, dict[str, float]], ...] = (
-    ("none", {}),
-    ("bf16", {}),
-    ("fp16", {}),
-    ("qsgd:1+zstd", {}),
-    ("randomk:0.05:unbiased", {}),
-    ("int8:64+zstd", {}),
-    ("onebit:64", {}),
-    ("topk:0.05:int8", {}),
-    ("topk:0.01", {"momentum": 0.9, "warmup_steps": 4}),
-    ("topk:0.01:fp16", {"momentum": 0.9, "clip": 1.0}),
-    ("randomk:0.05", {}),
-    ("fc1*=powersgd:2 *=int8", {}),
-)
 exact = [each for each in KEPT if "powersgd" not in each[0] and "clip" not in each[1]]
-summed = [each for each in KEPT if not each[1] and each[0].split(":")[0] not in ("bf16", "fp16", "qsgd", "randomk")]
 by_rules = pytest.mark.parametrize(("rules", "more"), KEPT, ids=[rules for rules, _ in KEPT])
 by_exact_rules = pytest.mark.parametrize(("rules", "more"), exact, ids=[rules for rules, _ in exact])
-
-
-def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
-    made: list[list[Block]] = [[], []]
-    for index, spec in enumerate(VARIABLES):
-        cuts = np.linspace(0, spec.elements, (pieces if spec.elements > 100 else 1) + 1).astype(int).tolist()
-        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
-            made[number % 2].append(Block(index, start, stop - start, 0))
-    parts = tuple(PartitionLayout(PartitionId(i), 0, tuple(each)) for i, each in enumerate(made))
-    return JobLayout(VARIABLES, optimizer, parts)
-
-
-def on_host(rules: str, **more: float) -> ErrorFeedback:
-    return ErrorFeedback(CompressionSettings(push=rules, **more), layout(), seed=3, worker=1)
-
-
-class PlainLane:
-    """Does its work at once."""
-
-    def follow(self) -> None: ...
-
-    def launch(self, work: Callable[[], None]) -> None:
-        work()
-
-    def inside(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def keep(self, tensor: torch.Tensor) -> None: ...
-
-    def mark(self) -> PlainLane:
-        return self
-
-    def lead(self, event: PlainLane) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class PlainEngine:
-    """Makes a device of the CPU."""
-
-    def lane(self) -> PlainLane:
-        return PlainLane()
-
-    def host(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def on_device(rules: str, optimizer: OptimizerSpec = SGD, pieces: int = 2, **more: float) -> ErrorFeedback:
-    return ErrorFeedback(
-        CompressionSettings(push=rules, **more),
-        layout(pieces, optimizer),
-        seed=3,
-        worker=1,
-        devices=[torch.device("cpu")] * len(VARIABLES),
-        copies=DeviceCopies(lambda _: PlainEngine()),
-    )
-
-
-def gradients(seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    values = [rng.standard_normal(spec.elements) * np.exp(rng.standard_normal(spec.elements)) for spec in VARIABLES]
-    return [np.array(each).astype(spec.dtype.value) for each, spec in zip(values, VARIABLES, strict=True)]
-
-
-def push(state: ErrorFeedback, given_: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
-    """What the servers have of a push, and its codes."""
-    received = [np.zeros_like(each) for each in given_]
-    every = [block for partition in layout(pieces).partitions for block in partition.blocks]
-    cut = [(block, given_[block.variable][block.offset : block.offset + block.length]) for block in every]
-    codes = state.encode([(block, tensor(each)) for block, each in cut])
-    for block, code in zip(every, codes, strict=True):
-        decode(code, received[block.variable][block.offset : block.offset + block.length])
-    return received, [bytes(code) for code in codes]
-
-
-def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
 @by_exact_rules
@@ -362,53 +254,6 @@ def test_pushes_of_a_device_are_the_hosts(rules: str, more: dict[str, float]) ->
     assert same(host.state_dict(), device.state_dict())
     assert device.lost_norm == pytest.approx(host.lost_norm, rel=1e-5)
     assert device.residuals().keys() == host.residuals().keys()
-
-
-@pytest.mark.parametrize(("rules", "more"), summed, ids=[rules for rules, _ in summed])
-def test_sent_and_residual_add_up_to_all_gradients(rules: str, more: dict[str, float]) -> None:
-    state = on_device(rules, **more)
-    sent, total = gradients(99), gradients(99)
-    for step in range(20):
-        given_ = gradients(step)
-        received, _ = push(state, given_)
-        for index in range(3):
-            sent[index] = sent[index] + received[index]
-            total[index] = total[index] + given_[index]
-    left = state.residuals()
-    for index in range(3):
-        np.testing.assert_allclose(sent[index] + left.get(index, 0), total[index], atol=1e-4)
-
-
-@by_rules
-def test_undone_push_leaves_no_trace(rules: str, more: dict[str, float]) -> None:
-    state, other = on_device(rules, **more), on_device(rules, **more)
-    for step in range(3):
-        push(state, gradients(step))
-        push(other, gradients(step))
-    push(state, gradients(77))
-    state.undo()
-    assert same(state.state_dict(), other.state_dict())
-    assert push(state, gradients(3))[1] == push(other, gradients(3))[1]
-
-
-@by_rules
-def test_push_can_be_undone_in_one_partition_alone(rules: str, more: dict[str, float]) -> None:
-    state, other = on_device(rules, **more), on_device(rules, **more)
-    push(state, gradients(0))
-    push(other, gradients(0))
-    before = other.state_dict()
-    push(state, gradients(1))
-    push(other, gradients(1))
-    after = other.state_dict()
-    lost = layout().partitions[1].blocks
-    state.undo(lost)
-    state.undo(lost)  # twice is once
-    state.commit()
-    for name, value in state.state_dict().items():
-        if name.startswith(("residual", "momentum")):
-            middle = value.size // 2
-            np.testing.assert_array_equal(value[:middle], after[name][:middle])
-            np.testing.assert_array_equal(value[middle:], before[name][middle:])
 
 
 @by_rules
@@ -460,52 +305,6 @@ def test_what_was_saved_does_not_change() -> None:
     copied = {name: value.copy() for name, value in saved.items()}
     push(state, gradients(1))
     assert same(saved, copied)
-
-
-def test_residuals_are_handed_over() -> None:
-    leaving, staying = on_device("onebit:64"), on_device("onebit:64")
-    push(leaving, gradients(0))
-    push(staying, gradients(1))
-    mine = staying.residuals()
-    staying.absorb(leaving.residuals())
-    for index, left in leaving.residuals().items():
-        np.testing.assert_allclose(staying.residuals()[index], mine[index] + left, rtol=1e-6)
-    with pytest.raises(ShapeMismatch):
-        staying.absorb({0: np.zeros(3, np.float32)})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("residual.fc1.bias", np.zeros(80, np.float32), UnknownVariable),
-        ("residual.fc1.weight", np.zeros((80, 60), np.float32), ShapeMismatch),
-        ("residual.fc1.weight", np.zeros(4_800), DTypeMismatch),
-    ],
-)
-def test_wrong_state_is_refused_and_changes_nothing(name: str, value: np.ndarray, error: type[Exception]) -> None:
-    state = on_device("int8")
-    push(state, gradients(0))
-    saved = state.state_dict()
-    with pytest.raises(error):
-        state.load_state_dict({"residual.fc2.weight": np.ones(3_200), name: value})
-    assert same(state.state_dict(), saved)
-
-
-def test_momentum_on_both_sides_is_refused() -> None:
-    optimizer = OptimizerSpec("sgd", ((0.1, 0.9, 0.0, 0.0, 0.0, 0.0),))
-    with pytest.raises(ConfigurationError, match="both would square it"):
-        on_device("topk:0.01", optimizer, momentum=0.9)
-
-
-def test_gradient_is_clipped_as_a_whole() -> None:
-    given_ = gradients(0)
-    norm = np.sqrt(sum(np.sum(each.astype(float) ** 2) for each in given_[:3]))
-    state = on_device("fc2*=none *=topk:0.5", clip=1.0)
-    received, _ = push(state, given_)
-    np.testing.assert_allclose(received[0] + state.residuals()[0], given_[0] / norm, rtol=1e-5)
-    np.testing.assert_allclose(received[1], given_[1] / norm, rtol=1e-5)
-    np.testing.assert_allclose(received[2], given_[2] / norm, rtol=1e-6)
-    np.testing.assert_array_equal(received[3], given_[3])
 
 
 def test_autocast_changes_no_code() -> None:

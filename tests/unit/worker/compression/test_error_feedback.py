@@ -2,84 +2,45 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-from shardyard.codecs.dense.decoding import decode
 from shardyard.codecs.format.form import CodeId
-from shardyard.config.settings import CompressionSettings
 from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
-from shardyard.domain.ids import PartitionId
-from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec
-from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_worker.compression.block_state import density_at
 from shardyard_worker.compression.error_feedback import ErrorFeedback
+from tests.support.feedback_states import KEPT, VARIABLES, gradients, layout, on_device, on_host, piece, push, same
 
-VARIABLES = (
-    VariableSpec("fc1.weight", DType.FLOAT32, (80, 60)),
-    VariableSpec("fc1.bias", DType.FLOAT32, (80,)),
-    VariableSpec("fc2.weight", DType.FLOAT64, (40, 80)),
-    VariableSpec("count", DType.INT64, (), VariableKind.BUFFER),
-)
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+Make = Callable[..., ErrorFeedback]
 CODECS = ("int8", "int8:64+zstd", "onebit:64", "topk:0.01", "topk:0.05:int8", "randomk:0.05", "powersgd:2")
 by_codec = pytest.mark.parametrize("codec", CODECS)
 
 
-def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
-    """Each variable of some size in `pieces` blocks, over two partitions; positions do not matter here."""
-    blocks: list[list[Block]] = [[], []]
-    for index, spec in enumerate(VARIABLES):
-        cuts = np.linspace(0, spec.elements, (pieces if spec.elements > 100 else 1) + 1).astype(int).tolist()
-        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
-            blocks[number % 2].append(Block(index, start, stop - start, 0))
-    partitions = tuple(PartitionLayout(PartitionId(i), 0, tuple(each)) for i, each in enumerate(blocks))
-    return JobLayout(VARIABLES, optimizer, partitions)
-
-
-def feedback(push: str, pieces: int = 2, worker: int = 1, **more: object) -> ErrorFeedback:
-    return ErrorFeedback(CompressionSettings(push=push, **more), layout(pieces), seed=3, worker=worker)
-
-
-def gradients(seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    values = [rng.standard_normal(spec.elements) * np.exp(rng.standard_normal(spec.elements)) for spec in VARIABLES]
-    return [np.array(each).astype(spec.dtype.value) for each, spec in zip(values, VARIABLES, strict=True)]
-
-
-def push(state: ErrorFeedback, given: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
-    """What the servers have of a push, and its codes."""
-    received = [np.zeros_like(each) for each in given]
-    blocks = [block for partition in layout(pieces).partitions for block in partition.blocks]
-    codes = state.encode([(block, piece(block, given)) for block in blocks])
-    for block, code in zip(blocks, codes, strict=True):
-        decode(code, received[block.variable][block.offset : block.offset + block.length])
-    return received, [bytes(code) for code in codes]
-
-
-def piece(block: Block, given: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(given[block.variable].reshape(-1)[block.offset : block.offset + block.length])
-
-
-def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+HOSTS = [pytest.param(partial(on_host, codec), id=codec) for codec in CODECS]
+DEVICES = [pytest.param(partial(on_device, rules, **more), id=f"device {rules} {more}") for rules, more in KEPT]
+SUMMED = [
+    pytest.param(partial(on_device, rules), id=f"device {rules}")
+    for rules in ("int8:64+zstd", "onebit:64", "topk:0.05:int8", "fc1*=powersgd:2 *=int8")
+]
+by_state = pytest.mark.parametrize("make", [*HOSTS, *DEVICES])
+by_place = pytest.mark.parametrize("make", [on_host, on_device])
 
 
 def test_only_what_the_rules_name_is_coded() -> None:
-    state = feedback("fc2*=none *=onebit:64")
+    state = on_host("fc2*=none *=onebit:64")
     received, codes = push(state, gradients(0))
     for index in (1, 2, 3):
         np.testing.assert_array_equal(received[index], gradients(0)[index])
-    assert sorted(code[0] for code in codes) == sorted([CodeId.ONEBIT] * 2 + [CodeId.RAW] * 4)
+    assert sorted(code[0] for code in codes) == sorted([CodeId.ONEBIT] * 2 + [CodeId.RAW] * 5)
 
 
-@by_codec
-def test_sent_and_residual_add_up_to_all_gradients(codec: str) -> None:
-    state = feedback(codec)
+@pytest.mark.parametrize("make", [*HOSTS, *SUMMED])
+def test_sent_and_residual_add_up_to_all_gradients(make: Make) -> None:
+    state = make()
     sent, total = gradients(99), gradients(99)
     for step in range(20):
         given = gradients(step)
@@ -97,9 +58,10 @@ def test_sent_and_residual_add_up_to_all_gradients(codec: str) -> None:
     assert state.lost_norm > 0
 
 
+@by_place
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "qsgd", "randomk:0.05:unbiased"])
-def test_codecs_without_feedback_keep_nothing(codec: str) -> None:
-    state = feedback(codec)
+def test_codecs_without_feedback_keep_nothing(codec: str, make: Make) -> None:
+    state = make(codec)
     push(state, gradients(0))
     assert state.residuals() == {}
     assert state.lost_norm == 0
@@ -109,9 +71,9 @@ def test_codecs_without_feedback_keep_nothing(codec: str) -> None:
 # --- pushes that do not count
 
 
-@by_codec
-def test_undone_push_leaves_no_trace(codec: str) -> None:
-    state, other = feedback(codec), feedback(codec)
+@by_state
+def test_undone_push_leaves_no_trace(make: Make) -> None:
+    state, other = make(), make()
     for step in range(3):
         push(state, gradients(step))
         push(other, gradients(step))
@@ -123,16 +85,16 @@ def test_undone_push_leaves_no_trace(codec: str) -> None:
 
 @by_codec
 def test_first_push_can_be_undone(codec: str) -> None:
-    state = feedback(codec)
+    state = on_host(codec)
     push(state, gradients(0))
     state.undo()
     assert state.residuals() == {}
     assert state.lost_norm == 0
 
 
-@by_codec
-def test_push_can_be_undone_in_one_partition_alone(codec: str) -> None:
-    state, other = feedback(codec), feedback(codec)
+@by_state
+def test_push_can_be_undone_in_one_partition_alone(make: Make) -> None:
+    state, other = make(), make()
     push(state, gradients(0))
     push(other, gradients(0))
     before = other.state_dict()
@@ -144,7 +106,7 @@ def test_push_can_be_undone_in_one_partition_alone(codec: str) -> None:
     state.undo(lost)  # twice is once
     state.commit()
     for name, value in state.state_dict().items():
-        if not name.startswith("residual"):
+        if not name.startswith(("residual", "momentum")):
             continue
         middle = value.size // 2
         np.testing.assert_array_equal(value[:middle], after[name][:middle])
@@ -152,7 +114,7 @@ def test_push_can_be_undone_in_one_partition_alone(codec: str) -> None:
 
 
 def test_push_that_counts_is_not_undone() -> None:
-    state = feedback("int8")
+    state = on_host("int8")
     push(state, gradients(0))
     state.commit()
     saved = state.state_dict()
@@ -163,7 +125,7 @@ def test_push_that_counts_is_not_undone() -> None:
 def test_block_is_encoded_once_a_push() -> None:
     block = layout().partitions[0].blocks[0]
     with pytest.raises(AssertionError, match="twice"):
-        feedback("int8").encode([(block, piece(block, gradients(0)))] * 2)
+        on_host("int8").encode([(block, piece(block, gradients(0)))] * 2)
 
 
 # --- what is drawn
@@ -171,14 +133,14 @@ def test_block_is_encoded_once_a_push() -> None:
 
 @pytest.mark.parametrize("codec", ["qsgd", "randomk:0.05", "randomk:0.05:unbiased", "topk:0.01", "powersgd:2"])
 def test_run_can_be_repeated(codec: str) -> None:
-    first, second = feedback(codec), feedback(codec)
+    first, second = on_host(codec), on_host(codec)
     for step in range(3):
         assert push(first, gradients(step))[1] == push(second, gradients(step))[1]
 
 
 @pytest.mark.parametrize("codec", ["qsgd", "randomk:0.05"])
 def test_workers_and_pushes_draw_differently(codec: str) -> None:
-    one, two = feedback(codec, worker=1), feedback(codec, worker=2)
+    one, two = on_host(codec, worker=1), on_host(codec, worker=2)
     first = push(one, gradients(0))[1]
     assert first != push(two, gradients(0))[1]
     assert first[0] != push(one, gradients(0))[1][0]
@@ -197,14 +159,14 @@ def test_density_falls_by_quarters_to_its_own() -> None:
 
 
 def test_warm_up_sends_more_at_first() -> None:
-    state = feedback("topk:0.001", warmup_steps=4)
+    state = on_host("topk:0.001", warmup_steps=4)
     counts = [np.count_nonzero(push(state, gradients(step))[0][0]) for step in range(6)]
     assert counts == [1_200, 300, 76, 18, 4, 4]
 
 
 def test_momentum_is_corrected_and_masked() -> None:
     """Held against the paper's algorithm, written down plainly."""
-    state = feedback("topk:0.01", pieces=1, momentum=0.9)
+    state = on_host("topk:0.01", pieces=1, momentum=0.9)
     u, v = np.zeros(4_800, np.float32), np.zeros(4_800, np.float32)
     for step in range(10):
         given = gradients(step)
@@ -221,28 +183,29 @@ def test_momentum_is_corrected_and_masked() -> None:
     np.testing.assert_allclose(saved["residual.fc1.weight"], v, rtol=1e-5, atol=1e-6)
 
 
+@by_place
 @pytest.mark.parametrize("kind", ["sgd", "rmsprop"])
-def test_momentum_on_both_sides_is_refused(kind: str) -> None:
+def test_momentum_on_both_sides_is_refused(kind: str, make: Make) -> None:
     values = {"sgd": (0.1, 0.9, 0, 0, 0, 0), "rmsprop": (0.1, 0.99, 1e-8, 0, 0.9, 0, 0)}[kind]
-    both = CompressionSettings(push="topk:0.01", momentum=0.9)
+    theirs = OptimizerSpec(kind, (values,))
     with pytest.raises(ConfigurationError, match="both would square it"):
-        ErrorFeedback(both, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
-    ErrorFeedback(both, layout(), seed=0, worker=0)
-    alone = CompressionSettings(push="topk:0.01")
-    ErrorFeedback(alone, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
+        make("topk:0.01", theirs, momentum=0.9)
+    make("topk:0.01", momentum=0.9)
+    make("topk:0.01", theirs)
 
 
-def test_gradient_is_clipped_as_a_whole_and_buffers_are_not() -> None:
+@by_place
+def test_gradient_is_clipped_as_a_whole_and_buffers_are_not(make: Make) -> None:
     given = gradients(0)
     norm = np.sqrt(sum(np.sum(each.astype(float) ** 2) for each in given[:3]))
-    state = feedback("fc2*=none *=topk:0.5", clip=1.0)
+    state = make("fc2*=none *=topk:0.5", clip=1.0)
     received, _ = push(state, given)
     np.testing.assert_allclose(received[0] + state.residuals()[0], given[0] / norm, rtol=1e-5)
     np.testing.assert_allclose(received[1], given[1] / norm, rtol=1e-5)
     np.testing.assert_allclose(received[2], given[2] / norm, rtol=1e-6)
     np.testing.assert_array_equal(received[3], given[3])
     short = [(each / (2 * norm)).astype(each.dtype) for each in given]
-    np.testing.assert_array_equal(push(feedback("topk:0.5", clip=1.0), short)[0][1], short[1])
+    np.testing.assert_array_equal(push(make("topk:0.5", clip=1.0), short)[0][1], short[1])
 
 
 # --- what is not finite
@@ -250,7 +213,7 @@ def test_gradient_is_clipped_as_a_whole_and_buffers_are_not() -> None:
 
 @by_codec
 def test_gradient_that_is_not_finite_reaches_the_servers(codec: str) -> None:
-    state = feedback(codec)
+    state = on_host(codec)
     push(state, gradients(0))
     bad = gradients(1)
     bad[0][5] = np.nan
@@ -262,7 +225,7 @@ def test_gradient_that_is_not_finite_reaches_the_servers(codec: str) -> None:
 
 
 def test_momentum_starts_anew_after_a_gradient_that_is_not_finite() -> None:
-    state = feedback("topk:0.01", momentum=0.9)
+    state = on_host("topk:0.01", momentum=0.9)
     bad = gradients(1)
     bad[0][5] = np.inf
     assert push(state, bad)[0][0][5] == np.inf
@@ -275,7 +238,7 @@ def test_momentum_starts_anew_after_a_gradient_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize(("codec", "more"), [*((codec, {}) for codec in CODECS), ("topk:0.01", {"momentum": 0.9})])
 def test_restored_worker_sends_the_same_bytes(codec: str, more: dict[str, float]) -> None:
-    state, other = feedback(codec, **more), feedback(codec, **more)
+    state, other = on_host(codec, **more), on_host(codec, **more)
     for step in range(3):
         push(state, gradients(step))
     saved = state.state_dict()
@@ -287,7 +250,7 @@ def test_restored_worker_sends_the_same_bytes(codec: str, more: dict[str, float]
 
 
 def test_state_is_named_after_variables() -> None:
-    state = feedback("topk:0.01", momentum=0.5)
+    state = on_host("topk:0.01", momentum=0.5)
     assert list(state.state_dict()) == [
         "pushes",
         "residual.fc1.weight",
@@ -295,14 +258,14 @@ def test_state_is_named_after_variables() -> None:
         "momentum.fc1.weight",
         "momentum.fc2.weight",
     ]
-    low_rank = feedback("powersgd:2")
+    low_rank = on_host("powersgd:2")
     push(low_rank, gradients(0))
     assert "factor.fc1.weight@2400" in low_rank.state_dict()
 
 
 @by_codec
 def test_state_fits_blocks_that_are_cut_otherwise(codec: str) -> None:
-    state, other = feedback(codec, pieces=2), feedback(codec, pieces=3)
+    state, other = on_host(codec, pieces=2), on_host(codec, pieces=3)
     push(state, gradients(0))
     other.load_state_dict(state.state_dict())
     for index, left in state.residuals().items():
@@ -321,8 +284,11 @@ def test_state_fits_blocks_that_are_cut_otherwise(codec: str) -> None:
         ("residual.fc1.weight", np.zeros(4_800), DTypeMismatch),
     ],
 )
-def test_wrong_state_is_refused_and_changes_nothing(name: str, value: np.ndarray, error: type[Exception]) -> None:
-    state = feedback("int8")
+@by_place
+def test_wrong_state_is_refused_and_changes_nothing(
+    name: str, value: np.ndarray, error: type[Exception], make: Make
+) -> None:
+    state = make("int8")
     push(state, gradients(0))
     saved = state.state_dict()
     with pytest.raises(error):
@@ -330,8 +296,9 @@ def test_wrong_state_is_refused_and_changes_nothing(name: str, value: np.ndarray
     assert same(state.state_dict(), saved)
 
 
-def test_another_worker_can_take_over_what_was_not_sent() -> None:
-    leaving, staying = feedback("onebit:64", worker=1), feedback("onebit:64", worker=2)
+@by_place
+def test_another_worker_can_take_over_what_was_not_sent(make: Make) -> None:
+    leaving, staying = make("onebit:64", worker=1), make("onebit:64", worker=2)
     push(leaving, gradients(0))
     push(staying, gradients(1))
     mine = staying.residuals()
@@ -354,7 +321,7 @@ def without_factors(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("counts", [True, False])
 def test_push_under_way_when_the_job_goes_back_counts_for_the_residual_of_then(codec: str, counts: bool) -> None:
     """It was made with the residual of now, and counts, if it does, for servers that have what they had then."""
-    state = feedback(codec)
+    state = on_host(codec)
     push(state, gradients(0))
     saved = state.state_dict()
     for step in (1, 2):
@@ -376,7 +343,7 @@ def test_push_under_way_when_the_job_goes_back_counts_for_the_residual_of_then(c
 
 
 def test_momentum_of_a_push_under_way_is_that_of_then() -> None:
-    state = feedback("topk:0.05", momentum=0.9)
+    state = on_host("topk:0.05", momentum=0.9)
     push(state, gradients(0))
     saved = state.state_dict()
     push(state, gradients(1))
@@ -389,18 +356,18 @@ def test_momentum_of_a_push_under_way_is_that_of_then() -> None:
 
 @by_codec
 def test_job_that_goes_back_to_before_a_worker_leaves_it_nothing(codec: str) -> None:
-    state = feedback(codec)
+    state = on_host(codec)
     push(state, gradients(0))
     state.commit()
     state.go_back({})
-    assert same(state.state_dict(), feedback(codec).state_dict())
+    assert same(state.state_dict(), on_host(codec).state_dict())
 
 
 def test_residuals_are_read_from_a_state_with_other_settings_of_the_same_variables() -> None:
-    saved, other = feedback("topk:0.05", momentum=0.9), feedback("onebit:64")
+    saved, other = on_host("topk:0.05", momentum=0.9), on_host("onebit:64")
     push(saved, gradients(0))
     found, residuals = other.residuals_in(saved.state_dict()), saved.residuals()
     assert found.keys() == residuals.keys() == {0, 2}
     assert all(np.array_equal(found[index], residuals[index]) for index in found)
     with pytest.raises(UnknownVariable):
-        feedback("fc1*=onebit *=none").residuals_in(saved.state_dict())
+        on_host("fc1*=onebit *=none").residuals_in(saved.state_dict())

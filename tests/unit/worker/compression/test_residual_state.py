@@ -23,7 +23,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.compression import residual_state
 from shardyard_worker.compression.residual_state import ResidualCheckpointer, refuse
 from shardyard_worker.session.session import Progress
-from tests.unit.worker.compression import test_error_feedback as feedbacks
+from tests.support import feedback_states as feedbacks
 
 DEADLINE_S = 10.0
 READY, COPIED, ENDED = wire.FEEDBACK_STAGE_READY, wire.FEEDBACK_STAGE_COPIED, wire.FEEDBACK_STAGE_ENDED
@@ -75,7 +75,7 @@ class Coordinator:
 @dataclass
 class Worker:
     folder: Path
-    feedback: Any = field(default_factory=lambda: feedbacks.feedback("topk:0.01"))
+    feedback: Any = field(default_factory=lambda: feedbacks.on_host("topk:0.01"))
     session: Any = field(default_factory=Coordinator)
     made: ResidualCheckpointer = field(init=False)
 
@@ -149,7 +149,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def remembered(seeds: range, worker: int = 9) -> dict[str, np.ndarray]:
-    other = feedbacks.feedback("topk:0.01", worker=worker)
+    other = feedbacks.on_host("topk:0.01", worker=worker)
     for seed in seeds:
         feedbacks.push(other, feedbacks.gradients(seed))
     other.commit()
