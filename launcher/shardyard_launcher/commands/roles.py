@@ -6,6 +6,7 @@ ADDRESS` goes to standard output once the role can be used. Roles are imported o
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
 import socket
@@ -26,8 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _WILDCARDS = ("0.0.0.0", "[::]")
 
-_coordinator = click.option("--coordinator", metavar=ADDRESS, help="The coordinator's address.")
-
 
 def launcher_options(command: F) -> F:
     """How a launcher ties a process to itself (shardyard_launcher.yard.role_process). The process is tied before the
@@ -43,42 +42,62 @@ def launcher_options(command: F) -> F:
     return cast(F, called)
 
 
-def _role_options(command: F) -> F:
-    """The options of all roles."""
-    command = launcher_options(log_option(settings_options(command)))
-    command = click.option(
-        "--advertise",
-        metavar=ADDRESS,
-        help="The address at which other processes reach this one (default: that of --bind; the machine's name if it "
-        "listens on all addresses).",
-    )(command)
-    return click.option("--bind", metavar=ADDRESS, help="The address to listen on. Port 0 takes a free port.")(command)
+def _role(role: str) -> Callable[[F], F]:
+    """Adds the options of all roles, loads the settings and sets up the log. The command gets `given`, the address to
+    listen on, and the one to advertise (None: the same)."""
+    is_coordinator = role == "coordinator"
+
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def called(
+            *,
+            coordinator: str | None,
+            bind: str | None,
+            advertise: str | None,
+            config: str | None,
+            sets: tuple[str, ...],
+            log_format: str | None,
+            **own: Any,
+        ) -> Any:
+            flags: dict[str, object] = {"log.format": log_format, "coordinator": coordinator}
+            if is_coordinator:
+                del flags["coordinator"]
+                advertise = advertise or coordinator
+            given = load_given(config, sets, flags)
+            settings = given.loaded.settings
+            if not is_coordinator:
+                _require_coordinator(settings)
+            _set_up_log(role, settings)
+            port = settings.yard.coordinator_port if is_coordinator else 0
+            where, known_as = addresses(bind or f"{settings.yard.bind}:{port}", advertise)
+            return command(given=given, bind=where, advertise=known_as, **own)
+
+        meaning = "The same as --advertise." if is_coordinator else "The coordinator's address."
+        advertised = (
+            "The address at which other processes reach this one (default: that of --bind; the machine's name if it "
+            "listens on all addresses)."
+        )
+        with_options = launcher_options(log_option(settings_options(called)))
+        with_options = click.option("--advertise", metavar=ADDRESS, help=advertised)(with_options)
+        bound = "The address to listen on. Port 0 takes a free port."
+        with_options = click.option("--bind", metavar=ADDRESS, help=bound)(with_options)
+        return cast(F, click.option("--coordinator", metavar=ADDRESS, help=meaning)(with_options))
+
+    return decorate
 
 
 @click.command()
-@click.option("--coordinator", "own", metavar=ADDRESS, help="The same as --advertise.")
 @click.option("--state", metavar="DIR", help="Folder of its journal. Without it the coordinator cannot be restarted.")
-@_role_options
-def coordinator(
-    own: str | None,
-    bind: str | None,
-    advertise: str | None,
-    state: str | None,
-    config: str | None,
-    sets: tuple[str, ...],
-    log_format: str | None,
-) -> int:
+@_role("coordinator")
+def coordinator(given: Given, bind: str, advertise: str | None, state: str | None) -> int:
     """Run a coordinator: it assigns partitions to servers and data to workers."""
-    settings = load_given(config, sets, {"log.format": log_format}).loaded.settings
-    _set_up_log("coordinator", settings)
-    where, known_as = addresses(bind or f"{settings.yard.bind}:{settings.yard.coordinator_port}", advertise or own)
     from shardyard_coordinator.service import process
 
     with StopSignals() as signals:
         process.serve(
-            bind=where,
-            advertise=known_as,
-            settings=settings,
+            bind=bind,
+            advertise=advertise,
+            settings=given.loaded.settings,
             state=None if state is None else Path(state),
             stop=signals.stop,
             ready=_ready,
@@ -87,28 +106,17 @@ def coordinator(
 
 
 @click.command()
-@_coordinator
-@_role_options
-def server(
-    coordinator: str | None,
-    bind: str | None,
-    advertise: str | None,
-    config: str | None,
-    sets: tuple[str, ...],
-    log_format: str | None,
-) -> int:
+@_role("server")
+def server(given: Given, bind: str, advertise: str | None) -> int:
     """Run a server: it holds parameters and updates them."""
-    settings = _given(coordinator, config, sets, log_format).loaded.settings
-    _set_up_log("server", settings)
-    where, known_as = addresses(bind or f"{settings.yard.bind}:0", advertise)
     from shardyard_ps_server.service import process
 
     with StopSignals() as signals:
         process.serve(
-            coordinator=settings.coordinator,
-            bind=where,
-            advertise=known_as,
-            settings=settings,
+            coordinator=given.loaded.settings.coordinator,
+            bind=bind,
+            advertise=advertise,
+            settings=given.loaded.settings,
             stop=signals.stop,
             ready=_ready,
         )
@@ -116,7 +124,6 @@ def server(
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@_coordinator
 @click.option(
     "--workers", type=click.IntRange(min=1), help="How many training processes a launch starts (default: yard.workers)."
 )
@@ -125,35 +132,31 @@ def server(
     is_flag=True,
     help="Start programs for callers on other machines too. Anybody who reaches the port can then run programs here.",
 )
-@_role_options
+@_role("agent")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
 def agent(
-    coordinator: str | None,
-    bind: str | None,
+    given: Given,
+    bind: str,
     advertise: str | None,
     workers: int | None,
     allow_remote_launch: bool,
-    config: str | None,
-    sets: tuple[str, ...],
-    log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
     """Run an agent: it starts and watches training processes.
 
     With a script, the agent launches the script and ends with its exit code.
     """
-    given = _given(coordinator, config, sets, log_format)
-    settings = given.loaded.settings
-    _set_up_log("agent", settings)
-    where, known_as = addresses(bind or f"{settings.yard.bind}:0", advertise)
-    _pass_on(given)
+    from shardyard_launcher.scripts.script import launch_environment
     from shardyard_worker.agent import process as agent_process
 
+    settings = given.loaded.settings
+    # the training processes inherit the settings with the environment
+    os.environ.update(launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=False))
     with StopSignals() as signals:
         code = agent_process.serve(
             coordinator=settings.coordinator,
-            bind=where,
-            advertise=known_as,
+            bind=bind,
+            advertise=advertise,
             workers=workers or settings.yard.workers,
             settings=settings,
             allow_remote_launch=allow_remote_launch,
@@ -201,17 +204,15 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], log_format: str | None) -> Given:
+def _require_coordinator(settings: Settings) -> None:
     from shardyard.domain import errors
 
-    given = load_given(config, sets, {"coordinator": coordinator, "log.format": log_format})
-    if not given.loaded.settings.coordinator:
+    if not settings.coordinator:
         raise errors.ConfigurationError(
             "the coordinator's address is missing",
             why="a server or an agent registers with the coordinator of its yard",
             todo="give --coordinator HOST:PORT, set SHARDYARD_COORDINATOR, or name it in the settings file",
         )
-    return given
 
 
 def _tie(ends_with: int | None, awaits_go: bool) -> None:
@@ -229,16 +230,6 @@ def _set_up_log(role: str, settings: Settings) -> None:
 
     log.setup(settings.log.format, settings.log.level)
     log.bind_process(role=role)
-
-
-def _pass_on(given: Given) -> None:
-    """Puts an agent's settings into its environment, which its training processes inherit."""
-    import os
-
-    from shardyard_launcher.scripts.script import launch_environment
-
-    passed = launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=False)
-    os.environ.update(passed)
 
 
 def _ready(address: str) -> None:

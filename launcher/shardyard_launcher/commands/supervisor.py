@@ -160,21 +160,19 @@ def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
 
 def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -> None:
     from shardyard.domain import errors
-    from shardyard.runtime.waits import ExplainedWait
-    from shardyard_launcher.yard.local_cluster import READY_MS_MAX, Interrupted
-    from shardyard_launcher.yard.role_process import POLL_S
+    from shardyard_launcher.yard.local_cluster import READY_MS_MAX, wait_until
 
-    begun = time.monotonic()
-    with ExplainedWait(lambda: yard.waited_for) as wait:
-        while not child.read_ready():
-            if not child.alive:
-                raise _failed(child)
-            if time.monotonic() >= begun + (READY_MS_MAX + LATE_MS) / 1000:
-                raise errors.DeadlineExceeded(f"the yard was not ready in time: {yard.waited_for}")
-            wait.tick()
-            if stop.wait(POLL_S):
-                raise Interrupted
-            yard.refresh()
+    def missing() -> str:
+        if child.read_ready():
+            return ""
+        if not child.alive:
+            raise _failed(child)
+        yard.refresh()
+        return yard.waited_for
+
+    left = wait_until(missing, time.monotonic() + (READY_MS_MAX + LATE_MS) / 1000, stop)
+    if left:
+        raise errors.DeadlineExceeded(f"the yard was not ready in time: it waited for {left}")
 
 
 def _failed(supervisor: RunningRole) -> StartFailed:

@@ -49,6 +49,19 @@ class Interrupted(Exception):
     """A stop was requested while the yard was starting."""
 
 
+def wait_until(missing: Callable[[], str], give_up: float, stop: threading.Event) -> str:
+    """Waits until nothing is missing. Returns what still is missing when the monotonic clock is at `give_up`; else
+    nothing. Raises what `missing` raises, and Interrupted once `stop` is set."""
+    what = missing()
+    with ExplainedWait(lambda: what) as wait:
+        while what and time.monotonic() < give_up:
+            wait.tick()
+            if stop.wait(POLL_S):
+                raise Interrupted
+            what = missing()
+    return what
+
+
 class RoleSlot:
     """A process of the yard, and those that replace it, one after the other."""
 
@@ -148,11 +161,13 @@ class LocalCluster:
         check_free(yard.bind, yard.coordinator_port)
         write_settings(self._settings, self._folder)
         try:
-            self._await_ready([self._place("coordinator", "coordinator")], begun, stop)
-            others = [self._place(f"server-{index}", "server") for index in range(yard.servers)]
-            others.append(self._place("agent", "agent"))
-            self._await_ready(others, begun, stop)
-            self._await_registered(begun, stop)
+            self._place("coordinator", "coordinator")
+            self._await(self._unready, begun, stop)
+            for index in range(yard.servers):
+                self._place(f"server-{index}", "server")
+            self._place("agent", "agent")
+            self._await(self._unready, begun, stop)
+            self._await(self._unregistered, begun, stop)
         except BaseException:
             self.stop()
             raise
@@ -189,11 +204,10 @@ class LocalCluster:
             place.end_wait()
         stop_roles([place.running for place in self._places])
 
-    def _place(self, name: str, role: str) -> RoleSlot:
-        place = RoleSlot(self._start(name, role, ""))
-        self._places.append(place)
-        self._written_down(place.running)
-        return place
+    def _place(self, name: str, role: str) -> None:
+        running = self._start(name, role, "")
+        self._places.append(RoleSlot(running))
+        self._written_down(running)
 
     def _start(self, name: str, role: str, address: str) -> RunningRole:
         yard = self._settings.yard
@@ -277,42 +291,27 @@ class LocalCluster:
         except OSError:
             return
 
-    def _await_ready(self, places: Iterable[RoleSlot], begun: float, stop: threading.Event) -> None:
-        waiting = [place.running for place in places]
-        with ExplainedWait(lambda: f"{_names(waiting)} to be ready; logs are in {self._folder / LOGS}") as wait:
-            while waiting:
-                # in this order: a process that prints and ends at once has ended
-                self._check_alive("before it was ready")
-                before = [role.process for role in waiting]
-                ready = [role for role in waiting if role.read_ready()]
-                is_changed = [role.process for role in waiting] != before
-                waiting = [role for role in waiting if role not in ready]
-                if is_changed:
-                    self._changed()
-                elif waiting:
-                    log = waiting[0].process.log
-                    what = f"{_names(waiting)} did not become ready; the end of {log}:\n{tail(log)}"
-                    self._pause(begun, stop, wait, what)
+    def _await(self, missing: Callable[[], str], begun: float, stop: threading.Event) -> None:
+        left = wait_until(missing, begun + READY_MS_MAX / 1000, stop)
+        if left:
+            log = next((each.running.process.log for each in self._places if not each.running.process.ready), None)
+            said = "" if log is None else f"; the end of {log}:\n{tail(log)}"
+            raise errors.DeadlineExceeded(f"the yard was not ready in time: it waited for {left}{said}")
 
-    def _await_registered(self, begun: float, stop: threading.Event) -> None:
-        members = [place.running for place in self._places if place.running.process.role != "coordinator"]
-        missing = members
-        with ExplainedWait(lambda: f"the coordinator at {self.coordinator} to know {_names(missing)}") as wait:
-            while True:
-                self._check_alive("")
-                absent = unregistered(self.coordinator, [role.process for role in members])
-                missing = [role for role in members if role.process in absent]
-                if not missing:
-                    return
-                what = f"the coordinator at {self.coordinator} does not know {_names(missing)}"
-                self._pause(begun, stop, wait, what)
+    def _unready(self) -> str:
+        # in this order: a process that prints and ends at once has ended
+        self._check_alive("before it was ready")
+        waiting = [place.running for place in self._places if not place.running.process.ready]
+        missing = [role for role in waiting if not role.read_ready()]
+        if len(missing) < len(waiting):
+            self._changed()
+        return f"{_names(missing)} to be ready; logs are in {self._folder / LOGS}" if missing else ""
 
-    def _pause(self, begun: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
-        if time.monotonic() >= begun + READY_MS_MAX / 1000:
-            raise errors.DeadlineExceeded(f"the yard was not ready in time: {waiting_for}")
-        wait.tick()
-        if stop.wait(POLL_S):
-            raise Interrupted
+    def _unregistered(self) -> str:
+        self._check_alive("")
+        members = [place.running.process for place in self._places if place.running.process.role != "coordinator"]
+        absent = ", ".join(map(str, unregistered(self.coordinator, members)))
+        return f"the coordinator at {self.coordinator} to know {absent}" if absent else ""
 
     def _check_alive(self, when: str) -> None:
         for place in self._places:

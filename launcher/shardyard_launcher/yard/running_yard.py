@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.domain import errors
-from shardyard.runtime.waits import ExplainedWait
-from shardyard_launcher.yard.local_cluster import Interrupted, lost, stop_roles, unregistered
+from shardyard_launcher.yard.local_cluster import lost, stop_roles, unregistered, wait_until
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
 from shardyard_launcher.yard.state_file import LOGS, RoleRestart, YardState, read_state
 
 MENDING_MS_MAX: Final = 30_000
 """How long a yard may take to be whole again before it is called broken."""
-LOOK_S: Final = 0.1
 ROLES: Final = {"coordinator", "server", "agent"}
 
 
@@ -89,22 +87,23 @@ class RunningYard:
     def await_whole(self, stop: threading.Event) -> None:
         """Waits, at most MENDING_MS_MAX, until all of it runs and is registered. Raises NotReady that says what is
         missing, at once if that will not come back; Interrupted once `stop` is set."""
-        give_up = time.monotonic() + MENDING_MS_MAX / 1000
-        problem = self._problem()
-        with ExplainedWait(lambda: f"the yard in {self._folder} to be whole: {problem}") as wait:
-            while problem:
-                if not self.mends or time.monotonic() >= give_up:
-                    raise errors.NotReady(
-                        f"the yard in {self._folder} is incomplete: {problem}",
-                        why="a script would fail on it",
-                        todo=f"`shardyard down --state {self._folder}`, then start it again; the logs are in "
-                        f"{self._folder / LOGS}",
-                    )
-                wait.tick()
-                if stop.wait(LOOK_S):
-                    raise Interrupted
-                self.refresh()
-                problem = self._problem()
+
+        def missing() -> str:
+            self.refresh()
+            problem = self._problem()
+            if problem and not self.mends:
+                raise self._incomplete(problem)
+            return f"the yard in {self._folder} to be whole: {problem}" if problem else ""
+
+        if wait_until(missing, time.monotonic() + MENDING_MS_MAX / 1000, stop):
+            raise self._incomplete(self._problem())
+
+    def _incomplete(self, problem: str) -> errors.NotReady:
+        return errors.NotReady(
+            f"the yard in {self._folder} is incomplete: {problem}",
+            why="a script would fail on it",
+            todo=f"`shardyard down --state {self._folder}`, then start it again; the logs are in {self._folder / LOGS}",
+        )
 
     def stop(self) -> tuple[RoleProcess, ...]:
         """Ends all of it: the supervisor, the agent with what it runs, the servers, the coordinator. Bounded. Returns

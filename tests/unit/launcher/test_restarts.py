@@ -239,7 +239,7 @@ def test_a_start_that_takes_too_long_names_the_process_that_is_not_ready(
     settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0}).settings
     cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
     try:
-        with pytest.raises(errors.DeadlineExceeded, match=r"server-0 \(pid \d+\) did not become ready"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"waited for server-0 \(pid \d+\) to be ready"):
             cluster.start(stop=threading.Event())
     finally:
         cluster.stop()

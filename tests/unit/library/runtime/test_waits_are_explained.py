@@ -51,7 +51,6 @@ ALLOWED: Final[dict[str, str]] = {
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
     "domain/failpoints.py:_sleep:sleep": "a test has asked for it",
     "launcher/commands/checkpoint_export.py:_write_torch:fsync": "a command at work on a file of its own",
-    "launcher/yard/local_cluster.py:LocalCluster._pause:wait": SLICE,
     "launcher/yard/local_cluster.py:LocalCluster._written_down:wait": "RunningRole.wait explains itself",
     "launcher/yard/local_cluster.py:stop_roles:wait": "RunningRole.wait explains itself",
     "launcher/commands/evaluate.py:_follow:wait": "BACKOFF_MS_MAX at most, and it is said",
