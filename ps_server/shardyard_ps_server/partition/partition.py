@@ -145,8 +145,8 @@ class Partition:
     def blank(self) -> Bytes:
         """A buffer for the next version. Raises TooLarge."""
         with self.changed:
-            new = self.versions.idle()
-        return self.versions.another() if new is None else new
+            new = self.versions.take_idle()
+        return self.versions.allocate() if new is None else new
 
     def release(self, buffer: Bytes) -> None:
         """A reader is done with a version's buffer, which it held."""
@@ -251,7 +251,7 @@ class Partition:
             for block, into in zip(state.blocks, found, strict=True):
                 if {"values", *block.slots} != into.keys():
                     with self.changed:
-                        self.versions.give_back(new)
+                        self.versions.return_unused(new)
                     raise CheckpointDamaged(
                         f"block {block.index} of partition {self.id} with the state {sorted(block.slots)}; expected "
                         f"{sorted(into.keys() - {'values'})}"

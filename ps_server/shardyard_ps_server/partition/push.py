@@ -155,7 +155,7 @@ def _compensate(partition: Partition, stale: Staleness, contribution: Contributi
             stale.squares[:] = 0
         room = partition.blank()
         with partition.changed:
-            partition.versions.give_back(room)
+            partition.versions.return_unused(room)
     partition.dense.compensate(contribution, stale.rule, base, now, stale.compensated, stale.squares)
     return stale.compensated
 

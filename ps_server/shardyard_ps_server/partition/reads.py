@@ -164,14 +164,14 @@ def pin_version(partition: Partition, number: int | None, *, rows: bool = False)
             if rows:
                 _await_copies(partition)
             if not versions.is_short_of_buffers:
-                pin, newest = versions.want(number), versions.newest.number
+                pin, newest = versions.pin(number), versions.newest.number
                 if pin is not None and rows and not partition.overlay.pin(pin, newest):
-                    versions.unwant(pin)
+                    versions.unpin(pin)
                     pin = None
                 break
-        buffer = versions.another()
+        buffer = versions.allocate()
         with partition.changed:
-            versions.give_back(buffer)
+            versions.return_unused(buffer)
     if pin is None:
         raise InvalidRequest(
             f"version {number} of partition {partition.id}, whose newest is {newest}",
@@ -194,7 +194,7 @@ def _await_copies(partition: Partition) -> None:
 def unpin(partition: Partition, pin: VersionPin) -> None:
     """The second time does nothing."""
     with partition.changed:
-        partition.versions.unwant(pin)
+        partition.versions.unpin(pin)
         partition.overlay.unpin(pin)
 
 

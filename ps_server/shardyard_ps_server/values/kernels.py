@@ -1,14 +1,13 @@
-"""Optimizer arithmetic: one pass over memory for each update rule, from what was pushed to the next values.
+"""Optimizer arithmetic: one pass over memory for each update rule, from pushed gradients to the next values.
 
-Owns: the loops. A rule takes a `Task` (`pieces`), its state arrays, which are as long as the payload and updated in
-place, and its scalars in the elements' dtype (a wider scalar would widen the whole loop).
+Owns: the loops. A rule takes a `Task` (`pieces`), its state arrays, and its scalars. State arrays are as long as the
+payload, and are updated in place. Scalars have the elements' dtype, because a wider scalar would widen the whole loop.
 
 Invariants: the compiler may neither reorder nor contract floating-point operations, and element i of the results
-depends on element i of the arrays only, so arrays cut anywhere give the same bits; `lamb` alone needs a whole variable,
-whose norm is always summed in one order. Operations follow the single-tensor functions of `torch.optim`, and those of
-`shardyard_worker.optimizers.extra`, one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1
-or -1, which is exact; a slot that the settings leave out is None, and numba compiles a loop of its own for that;
-conditions in a loop never depend on the element.
+depends only on element i of the arrays, so arrays that are cut anywhere give the same bits. Only `lamb` needs a whole
+variable; its norm is always summed in one order. Operations follow the single-tensor functions of `torch.optim`, and
+those of `shardyard_worker.optimizers.extra`, one by one. Settings do not cost anything per element: maximize is a
+`sign` of 1 or -1, which is exact; a slot that the settings do not need is None, and numba compiles a loop without it.
 
 Must not know: settings' names and ranges, counts, torch (shardyard_ps_server.values.optimizers).
 """
@@ -84,7 +83,7 @@ def compensate(task: Task, squares: Bytes | None, scalars: Array) -> None:
 
 @inlined
 def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
-    """The gradient to descend. A decay of 0 does not touch w, which may be infinite."""
+    """Returns the gradient to descend. A decay of 0 does not touch w, which may be infinite."""
     x = sign * g
     if decay != 0:
         x += decay * w
@@ -93,7 +92,7 @@ def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
 
 @inlined
 def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
-    """torch.lerp; `rest` is 1 - weight, rounded after the subtraction in the arrays' dtype."""
+    """As torch.lerp. `rest` is 1 - weight, computed in the arrays' dtype."""
     if weight < 0.5:
         return start + weight * (end - start)
     return end - rest * (end - start)
@@ -224,7 +223,7 @@ def adamax(task: Task, exp_avg: Bytes, exp_inf: Bytes, scalars: Array) -> None:
 
 @compiled
 def momentum_product(beta1: float, momentum_decay: float, count: int) -> float:
-    """The product of nadam's momenta of updates 1 to `count`. It is 0 once it is too small to change 1."""
+    """Returns the product of nadam's momenta of updates 1 to `count`, or 0 once it is too small to change 1."""
     product = 1.0
     for t in range(1, count + 1):
         product *= beta1 * (1.0 - 0.5 * 0.96 ** (t * momentum_decay))
@@ -327,7 +326,7 @@ def ftrl(task: Task, z: Bytes, n: Bytes, scalars: Array, first: bool) -> None:
 
 @compiled
 def square_norm(values: Array) -> float:
-    """The sum of squares: eight sums in double precision, which one after the other take an element each."""
+    """Returns the sum of squares, in double precision: eight partial sums take the elements in turn."""
     a, b, c, d, e, f, g, h = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     whole = values.size // 8 * 8
     for i in range(0, whole, 8):
@@ -346,14 +345,13 @@ def square_norm(values: Array) -> float:
 
 @compiled
 def _norm(values: Array) -> float:
-    """The 2-norm."""
     return float(np.sqrt(square_norm(values)))
 
 
 @compiled
 def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: float) -> None:
-    """One variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The update lies where the
-    next values will, until its norm is known."""
+    """Updates one whole variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The update is
+    kept in the memory of the next values until its norm is known."""
     sign, decay, weight1, beta2, weight2, root2, eps, scale = unpacked(scalars, 8)
     rest1 = scalars.dtype.type(1) - weight1
     old, new, _, _, _, _, _, _ = task

@@ -1,10 +1,9 @@
-"""Update rules: which state each keeps, and how its settings become a kernel's scalars.
+"""Update rules: which state each needs, and how its settings become a kernel's scalars.
 
-Owns: one rule for each kind of shardyard.domain.optimizers.KINDS. Invariants: rules hold no state (the partition
-has it, in the order of `slots`); scalars such as bias corrections are computed in double precision, as torch does, and
-rounded to the arrays' dtype last; settings have been checked (shardyard.domain.optimizers.check_spec, check_update).
-
-Must not know: torch, partitions, where arrays live.
+Owns: one rule for each kind of shardyard.domain.optimizers.KINDS. Invariants: a rule has no state of its own (the
+partition has it, in the order of `slots`); scalars such as bias corrections are computed in double precision, as torch
+does, and then rounded to the arrays' dtype; settings were checked (shardyard.domain.optimizers.check_spec,
+check_update). Must not know: torch, partitions, where arrays are.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from shardyard_ps_server.values import kernels, pieces
 from shardyard_ps_server.values.pieces import Addresses, Array, Bytes, Shares, Task
 
 LONE: Shares = np.empty(0, np.float64)
-"""The shares of a lone gradient, which is taken as it is."""
+"""The shares of a single gradient: it is used as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A state array of the parameter's shape and dtype, filled with `initial` at first; `name` is torch's for it."""
+    """A state array of the parameter's shape and dtype. `name`: as in torch; `initial`: its first values."""
 
     name: str
     initial: float = 0.0
@@ -262,7 +261,7 @@ _BY_KIND: Final = {
 
 
 def make(kind: str) -> Optimizer:
-    """The update rule of that kind. Raises InvalidRequest for an unknown one."""
+    """Returns the update rule of that kind. Raises InvalidRequest if it is unknown."""
     if kind not in _BY_KIND:
         raise InvalidRequest(f"unknown optimizer {kind!r}; the servers know {', '.join(sorted(_BY_KIND))}")
     return _BY_KIND[kind]
@@ -273,12 +272,13 @@ def _sign(maximize: float) -> float:
 
 
 def _decay(lr: float, weight_decay: float, decoupled: float) -> tuple[float, float]:
-    """What is added to the gradient, times the parameter; and what the parameter is multiplied by."""
+    """Returns the factor of the parameter that is added to the gradient, and the factor by which the parameter
+    shrinks."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 
 def _scalars(task: Task, *values: float) -> Array:
-    """The values in the elements' dtype, without which numba would compute in float64."""
+    """Returns the values in the elements' dtype. With float64 scalars numba would compute in float64."""
     return np.array(values, task[4].dtype)
 
 
@@ -287,8 +287,8 @@ def _fits(w: Array, a: Array) -> bool:
 
 
 def _plain_task(w_in: Array, g: Array, w_out: Array) -> tuple[Task, Any]:
-    """A task of one gradient, and what must be kept while it is used."""
-    # one type for numba, whether or not the caller may write; else it would compile a second time
+    """Returns a task of one gradient, and the array that must stay alive while the task is used."""
+    # numba would compile a second time for an array that may not be written
     old = (w_in if w_in.flags.writeable else w_in.copy()).view(np.uint8)
     new, gradient = w_out.view(np.uint8), g.view(np.uint8)
     sources: Addresses = np.array([pieces.locate(old, new, gradient, g.itemsize)])

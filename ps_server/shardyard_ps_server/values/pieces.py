@@ -1,4 +1,4 @@
-"""How loops reach the memory of an update: payloads that were pushed, values before and after, in pieces.
+"""How loops reach the memory of an update, in pieces: pushed payloads, and the values before and after.
 
 The gradient is the sum of share times value in the order of the sources. Each product and each sum is rounded to the
 dtype. The sum is made piece by piece in the scratch memory, which stays in the processor's cache, and the rule reads it
@@ -26,13 +26,13 @@ Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
 Task = tuple[Bytes, Bytes, Addresses, Shares, Array, Array, int, int]
-"""What is to be updated, bytes [start, stop) of one partition's payload:
+"""An update of bytes [start, stop) of one partition's payload:
 
     old, new     values before and after
-    sources      addresses of the payloads that were pushed, as `locate` gives them
-    shares       each source's share of the mean; empty: a lone source, taken as it is
+    sources      addresses of pushed payloads, from `locate`
+    shares       each source's share of the mean; empty: there is one source, used as it is
     scratch      memory for the sum of a piece; its dtype is that of the elements
-    staged       memory for the next values of a piece, which then go past the cache; empty: they are written in place
+    staged       memory for the next values of a piece, which are then copied past the cache; empty: no copy
     start, stop  multiples of the element's size
 """
 

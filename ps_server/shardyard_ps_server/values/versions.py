@@ -1,10 +1,9 @@
 """The values of one partition, by version, so that reading and writing never touch the same memory.
 
-Owns: a small set of equal buffers. Invariants: a buffer that a reader holds, or that one of the last two versions
-stands in, is never written (docs/internals/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent,
-and version t can be read until t+1 is complete everywhere; a version that a reader wants is held from the moment in
-which it is there. Called under the partition's lock, but for `another`. Must not know: what the bytes mean, readers'
-names.
+Owns: a small set of buffers of equal size. Invariants: a buffer that a reader holds, or that has one of the last two
+versions, is never written (docs/internals/ledger.md, rule B3). So a pull needs no copy, and no lock while it is sent;
+version t can be read until t+1 is complete everywhere; a pinned version is held from the moment in which it exists.
+All methods but `allocate` are called under the partition's lock. Must not know: what the bytes mean, readers' names.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ KEPT = 2
 
 
 def aligned_empty(nbytes: int) -> Bytes:
-    """Uninitialised bytes that begin at a multiple of BLOCK_ALIGN_BYTES. Raises TooLarge where there is no memory."""
+    """Returns uninitialised bytes that begin at a multiple of BLOCK_ALIGN_BYTES. Raises TooLarge if there is no
+    memory."""
     try:
         raw = np.empty(nbytes + BLOCK_ALIGN_BYTES, dtype=np.uint8)
     except MemoryError:
@@ -36,7 +36,7 @@ def aligned_empty(nbytes: int) -> Bytes:
 
 
 def aligned_copy(values: Bytes) -> Bytes:
-    """Raises TooLarge where there is no memory."""
+    """Raises TooLarge if there is no memory."""
     copy = aligned_empty(len(values))
     copy[:] = values
     return copy
@@ -45,7 +45,7 @@ def aligned_copy(values: Bytes) -> Bytes:
 NO_BYTES = aligned_empty(0)
 
 Memory = Callable[[int], tuple[Bytes, ShmLocation | None]]
-"""Gives so many bytes, aligned, and says where others find them, if they can. Raises TooLarge."""
+"""Returns so many aligned bytes, and the place where workers on this machine find them, if any. Raises TooLarge."""
 
 
 def private_memory(nbytes: int) -> tuple[Bytes, ShmLocation | None]:
@@ -54,7 +54,7 @@ def private_memory(nbytes: int) -> tuple[Bytes, ShmLocation | None]:
 
 @dataclass(eq=False)
 class VersionPin:
-    """A version that a reader has requested. `buffer`: held, once the version exists; `lost`: it will never exist."""
+    """A version that a reader keeps. `buffer`: its values, once the version exists; `lost`: it will never exist."""
 
     number: int
     version: Version | None = None
@@ -63,20 +63,20 @@ class VersionPin:
 
 
 class Versions:
-    """The last KEPT versions, and the buffers to write the next one into."""
+    """The last KEPT versions, pinned ones, and the buffers into which the next one is written."""
 
     def __init__(self, nbytes: int, memory: Memory = private_memory) -> None:
         self._nbytes = nbytes
         self._memory = memory
         self._places: dict[int, ShmLocation] = {}
         self._life = 1
-        first = self.another()
+        first = self.allocate()
         first[:] = 0
         self._kept: deque[tuple[int, Bytes]] = deque([(0, first)], maxlen=KEPT)
         self._idle: list[Bytes] = []
         self._readers: dict[int, int] = {}
         self._retired: dict[int, Bytes] = {}
-        self._wanted: list[VersionPin] = []
+        self._pins: list[VersionPin] = []
         self.newest = Version(self._life, 0)
 
     @property
@@ -84,84 +84,54 @@ class Versions:
         """The newest version's buffer, to read from."""
         return self._kept[-1][1]
 
-    def idle(self) -> Bytes | None:
-        """A buffer that nobody reads, to write the next version into, if there is one."""
+    # ---- the next version
+
+    def take_idle(self) -> Bytes | None:
+        """Returns a buffer that nobody reads, to write the next version into, if there is one."""
         return self._idle.pop() if self._idle else None
 
-    def another(self) -> Bytes:
-        """One more such buffer. May take long, and needs no lock. Raises TooLarge."""
+    def allocate(self) -> Bytes:
+        """Returns a new buffer, to write the next version into. May take long, and needs no lock. Raises TooLarge."""
         buffer, place = self._memory(self._nbytes)
         if place is not None:
             self._places[id(buffer)] = place
         return buffer
 
+    def return_unused(self, buffer: Bytes) -> None:
+        """Takes back a buffer that was not needed."""
+        self._idle.append(buffer)
+
     def place(self, buffer: Bytes) -> ShmLocation | None:
-        """Where others find the buffer, if they can."""
+        """Where workers on this machine find the buffer, if they can."""
         return self._places.get(id(buffer))
 
     def publish(self, buffer: Bytes) -> Version:
-        """Makes `buffer` (of `idle` or `another`) the next version."""
+        """Makes a buffer that was taken or allocated the next version."""
         if len(self._kept) == KEPT:
             self._retire(self._kept[0][1])
         self.newest = Version(self._life, self.newest.number + 1)
         self._kept.append((self.newest.number, buffer))
-        if self._wanted:
-            self._give_wanted(buffer)
+        for pin in self._pins:
+            if pin.version is None and pin.number == self.newest.number:
+                self.hold(buffer)
+                pin.version, pin.buffer = self.newest, buffer
         return self.newest
 
-    def _give_wanted(self, buffer: Bytes) -> None:
-        for wanted in self._wanted:
-            if wanted.version is None and wanted.number == self.newest.number:
-                self.hold(buffer)
-                wanted.version, wanted.buffer = self.newest, buffer
-
-    @property
-    def is_short_of_buffers(self) -> bool:
-        """Whether an update could lack memory if one more reader held a version for long."""
-        held = sum(wanted.buffer is not None for wanted in self._wanted) if self._wanted else 0
-        pending = len(self._wanted) - held
-        there = len(self._kept) + len(self._idle) + len(self._retired)
-        return there < KEPT + 1 + held + pending + 1
-
-    def want(self, number: int | None) -> VersionPin | None:
-        """A reader wants that version, None: the newest; `unwant` must follow. None where it has passed."""
-        wanted = VersionPin(self.newest.number if number is None else number)
-        buffer = self.find(wanted.number)
-        if buffer is not None:
-            self.hold(buffer)
-            wanted.version, wanted.buffer = Version(self._life, wanted.number), buffer
-        elif wanted.number < self.newest.number:
-            return None
-        self._wanted.append(wanted)
-        return wanted
-
-    def unwant(self, wanted: VersionPin) -> None:
-        if wanted in self._wanted:
-            self._wanted.remove(wanted)
-            if wanted.buffer is not None:
-                self.release(wanted.buffer)
-                wanted.buffer = None
-
-    def give_back(self, buffer: Bytes) -> None:
-        """A buffer of `idle` or `another` was not needed."""
-        self._idle.append(buffer)
-
     def restore(self, version: Version, buffer: Bytes) -> None:
-        """`buffer` (of `idle` or `another`) is that version, and no earlier one is kept."""
+        """Makes a buffer that was taken or allocated that version. No earlier version is kept."""
         for _, kept in self._kept:
             self._retire(kept)
         self._kept = deque([(version.number, buffer)], maxlen=KEPT)
         self._life = version.life
         self.newest = version
-        for wanted in self._wanted:
-            wanted.lost = wanted.version is None
+        for pin in self._pins:
+            pin.lost = pin.version is None
+
+    # ---- readers
 
     def find(self, number: int) -> Bytes | None:
-        """The buffer of that version, if it is kept."""
-        for kept, buffer in self._kept:
-            if kept == number:
-                return buffer
-        return None
+        """Returns the buffer of that version, if it is one of the last KEPT."""
+        return next((buffer for kept, buffer in self._kept if kept == number), None)
 
     def hold(self, buffer: Bytes) -> None:
         """A reader begins; `release` must follow."""
@@ -175,6 +145,32 @@ class Versions:
         del self._readers[id(buffer)]
         if self._retired.pop(id(buffer), None) is not None:
             self._idle.append(buffer)
+
+    @property
+    def is_short_of_buffers(self) -> bool:
+        """Whether an update could lack memory if one more reader held a version for long."""
+        # each pin holds a buffer beside the kept ones, now or later; the next pin and the next version need one each
+        return len(self._kept) + len(self._idle) + len(self._retired) < KEPT + 2 + len(self._pins)
+
+    def pin(self, number: int | None) -> VersionPin | None:
+        """Keeps that version, None: the newest, until `unpin`, which must follow. Returns None if it has passed."""
+        pin = VersionPin(self.newest.number if number is None else number)
+        buffer = self.find(pin.number)
+        if buffer is not None:
+            self.hold(buffer)
+            pin.version, pin.buffer = Version(self._life, pin.number), buffer
+        elif pin.number < self.newest.number:
+            return None
+        self._pins.append(pin)
+        return pin
+
+    def unpin(self, pin: VersionPin) -> None:
+        """Releases a pin. A second call does nothing."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            if pin.buffer is not None:
+                self.release(pin.buffer)
+                pin.buffer = None
 
     def _retire(self, buffer: Bytes) -> None:
         if id(buffer) in self._readers:

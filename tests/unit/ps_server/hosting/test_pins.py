@@ -240,7 +240,7 @@ def test_pins_one_after_the_other_take_the_same_memory() -> None:
         pulls.unpin(found, JOB, name)
     assert buffers(partition) == KEPT + 2
     assert not partition.versions._readers
-    assert not partition.versions._wanted
+    assert not partition.versions._pins
 
 
 def test_no_more_than_so_many_versions_are_held() -> None:
@@ -265,7 +265,7 @@ def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.Mon
     with pytest.raises(TooLarge, match="no memory"):
         pulls.pin(found, wish())
     assert len(hosted.pins) == 0
-    assert not hosted.partitions[OWNED[0]].versions._wanted
+    assert not hosted.partitions[OWNED[0]].versions._pins
     monkeypatch.undo()
     push(found, 0)
 
@@ -341,16 +341,16 @@ def test_waiting_for_a_version_ends_in_time() -> None:
 
 def test_version_that_is_wanted_is_never_written() -> None:
     versions = Versions(64)
-    versions.give_back(versions.another())
-    held = versions.want(1)
+    versions.return_unused(versions.allocate())
+    held = versions.pin(1)
     assert held is not None
     for number in range(1, 6):
-        buffer = versions.idle()
-        buffer = versions.another() if buffer is None else buffer
+        buffer = versions.take_idle()
+        buffer = versions.allocate() if buffer is None else buffer
         buffer[:] = number
         versions.publish(buffer)
     assert held.buffer is not None
     assert set(held.buffer) == {1}
-    versions.unwant(held)
-    versions.unwant(held)
+    versions.unpin(held)
+    versions.unpin(held)
     assert not versions._readers

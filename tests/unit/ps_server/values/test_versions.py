@@ -17,8 +17,8 @@ NBYTES = 128
 
 
 def blank(versions: Versions) -> Bytes:
-    idle = versions.idle()
-    return versions.another() if idle is None else idle
+    idle = versions.take_idle()
+    return versions.allocate() if idle is None else idle
 
 
 def publish(versions: Versions, fill: int) -> Bytes:
