@@ -1,8 +1,8 @@
-"""Cutting a partition for a checkpoint, now or at a version that is named ahead (ledger.md, rules A9 and B7).
+"""Cuts a partition for a checkpoint, now or at a version that is named ahead (ledger.md, rules A9 and B7).
 
-An asynchronous job's partition is cut at once. A synchronous job's checkpoint is of one step in all partitions: the
-step is named ahead, and the update that makes that version cuts it, before anything follows. A cut copies nothing;
-`cuts` says what is copied later, while updates go on.
+An asynchronous job's partition is cut at once. A synchronous job's checkpoint has the same step of all partitions: the
+step is named ahead, and the update that makes that version also makes the cut. A cut copies nothing; `cuts` says what
+is copied later, while updates go on.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from shardyard_ps_server.rows.table_states import Since, cut_tables
 
 
 def take_cut(partition: Partition, since: Since | None = None) -> Cut:
-    """The partition as it is now; to be released. `since`: for each table the generation that an earlier checkpoint
-    has, so that only later changes are cut, where they are known. Raises TooLarge, TableError, InvalidRequest where
-    another cut is open, and NotReady where a reader reads a whole table."""
+    """Cuts the partition as it is now. The cut must be released. `since`: for each table the generation that an earlier
+    checkpoint has; then only later changes are cut, if they are known. Raises TooLarge, TableError, InvalidRequest if
+    another cut is open, and NotReady while a reader reads a whole table."""
     with partition.turn, partition.changed:
         return _cut(partition, since or {})
 
 
 def name_cut(partition: Partition, number: int, *, between: bool = False, since: Since | None = None) -> None:
-    """A synchronous job's partition is to be cut when it has version `number`; `unname_cut` must follow. `between`:
-    only between two steps, so a version of which a contribution to the next step is recorded has passed. `since`: as
-    for `take_cut`. Raises InvalidRequest (facts: newest, and gathering where it has passed so) where the version has
-    passed, or another cut is open, and what `take_cut` raises."""
+    """Names the version at which a synchronous job's partition will be cut; `unname_cut` must follow. `between`: cut
+    only between two steps; so a version has passed once a contribution to the next step is recorded. `since`: as for
+    `take_cut`. Raises InvalidRequest if the version has passed (facts: newest, and with `between` gathering) or another
+    cut is open, and what `take_cut` raises."""
     with partition.turn, partition.changed:
         newest = partition.versions.newest.number
         if newest > number:
@@ -51,7 +51,7 @@ def name_cut(partition: Partition, number: int, *, between: bool = False, since:
 
 
 def cut_if_named(partition: Partition, version: Version) -> None:
-    """Called with `changed` held, by the update that has made that version."""
+    """Called by the update that has made that version, with `changed` held."""
     if version.number == partition.named_cut:
         try:
             partition.named_cut = _cut(partition, partition.named_since)
@@ -60,8 +60,8 @@ def cut_if_named(partition: Partition, version: Version) -> None:
 
 
 def await_named_cut(partition: Partition, until: float) -> Cut | None:
-    """Waits until `until` (time.monotonic) for the cut that was named; it must be released. None where it does not come
-    in time. Raises what `take_cut` raises."""
+    """Waits until `until` (time.monotonic) for the cut that was named, and returns it. It must be released. Returns
+    None if it does not come in time. Raises what `take_cut` raises."""
     with partition.changed:
         while isinstance(partition.named_cut, int):
             if not partition.wait(until):
@@ -73,7 +73,7 @@ def await_named_cut(partition: Partition, until: float) -> Cut | None:
 
 
 def unname_cut(partition: Partition) -> None:
-    """Releases the cut that was named, unless `await_named_cut` gave it."""
+    """Releases the cut that was named, unless `await_named_cut` has returned it."""
     with partition.changed:
         found, partition.named_cut = partition.named_cut, None
     if isinstance(found, Cut):
@@ -81,7 +81,7 @@ def unname_cut(partition: Partition) -> None:
 
 
 def block_arrays(partition: Partition, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a block at a cut that is complete: "values", and optimizer state by the slots' names."""
+    """Returns the arrays of a block at a completed cut: "values", and optimizer state by the slots' names."""
     return partition.dense.arrays(index, cut.values, cut.state.of)
 
 

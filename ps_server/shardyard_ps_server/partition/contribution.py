@@ -1,8 +1,8 @@
 """One push's part for one partition: what it contains, and how its payload is checked and unpacked.
 
-In: a part's header and its bytes as they were received, of which absent blocks are left out, and present ones may be
-compressed. Out: a `Contribution`, whose payload is in the partition's full layout. A length that a header claims is
-compared with the layout before memory is asked for. Must not know: names, ledgers, versions.
+In: a part's header and its bytes as they were received. Absent blocks are left out, and present ones may be compressed.
+Out: a `Contribution`, whose payload is in the partition's full layout. A length that a header claims is compared with
+the layout before memory is allocated. Must not know: ledgers, versions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 
 class Contribution(NamedTuple):
-    """`payload`: shape (payload_bytes,), dtype uint8, contiguous, at a multiple of 8 bytes; `present[i]` says whether
-    block i has a gradient (or value). `groups`: settings of the optimizer; None: a named empty push, without payload.
-    `base`: the version that the gradient was computed on, where the worker says it. `overflow`: loss scaling has found
-    that the gradient is beyond its format. `rows`: gradients of tables, to be applied with `table_groups`; `gone`: ids
-    that expire with them, where that was decided before.
+    """`payload`: shape (payload_bytes,), dtype uint8, contiguous, at a multiple of 8 bytes; `present[i]`: block i has a
+    gradient (or value). `groups`: settings of the optimizer; None: a named empty push, without payload. `base`: the
+    version on which the gradient was computed, if the worker says it. `overflow`: loss scaling has found that the
+    gradient is beyond its format. `rows`: gradients of tables, to be applied with `table_groups`; `gone`: ids that
+    expire with them, if that was decided before.
     """
 
     weight: float
@@ -56,8 +56,8 @@ def parts_of(header: PushHeader, payload: Bytes) -> Iterator[tuple[PushPart, Byt
 
 
 class PayloadLayout:
-    """Where the blocks of one partition lie in its payload. `spans[i]`: first byte of block i, and that behind it with
-    its filling."""
+    """The places of one partition's blocks in its payload. `spans[i]`: the first byte of block i, and the first byte
+    after it and its padding."""
 
     def __init__(self, layout: JobLayout, part: PartitionLayout) -> None:
         self._partition = part.partition
@@ -73,12 +73,13 @@ class PayloadLayout:
         self.none_present = (False,) * len(part.blocks)
 
     def elements(self, index: int) -> tuple[int, int]:
-        """The bytes of block `index` without its filling."""
+        """Returns the first byte of block `index`, and the first one after it, without padding."""
         start = self.spans[index][0]
         return start, start + self.blocks[index].length * self.variables[index].dtype.item_bytes
 
     def expected_bytes(self, part: PushPart) -> int:
-        """Length that the payload of this part must have. Raises MalformedPayload for a block that does not exist."""
+        """Returns the length that the payload of this part must have. Raises MalformedPayload for a block that does not
+        exist."""
         absent = part.absent_blocks
         if not absent:
             return self.nbytes if part.payload_bytes else 0
@@ -106,9 +107,9 @@ class PayloadLayout:
                 raise MalformedPayload(f"a code of {nbytes} bytes in partition {part.partition} for {length} elements")
 
     def check_recorded(self, part: PushPart, nbytes: int, groups: Sequence[Sequence[float]] | None) -> None:
-        """Checks a part that was read from a log, whose payload has `nbytes`. Raises InvalidRequest where no server of
-        this job can have admitted it: the length is another one, in full layout or with absent blocks left out, or the
-        settings are of another optimizer."""
+        """Checks a part that was read from a log; its payload has `nbytes`, in full layout or without absent blocks.
+        Raises InvalidRequest if no server of this job can have admitted it: the length does not fit, or the settings
+        are of another optimizer."""
         if groups is not None:
             check_update(self._optimizer, groups)
         if part.code_bytes and nbytes:
@@ -127,7 +128,7 @@ class PayloadLayout:
         rows: Sequence[PushedTableRows],
         gone: Sequence[ExpiredIds] = (),
     ) -> Contribution:
-        """What a part of a push contributes; `piece`: its payload. Raises as `unpack`."""
+        """Returns what a part of a push contributes. `piece`: its payload. Raises what `unpack` raises."""
         full, present = self.unpack(part, piece)
         groups = header.groups if header.kind is PushKind.GRADIENT else None
         return Contribution(
@@ -135,8 +136,8 @@ class PayloadLayout:
         )
 
     def unpack(self, part: PushPart, payload: Bytes) -> tuple[Bytes, tuple[bool, ...]]:
-        """A part's payload in the full layout, and which blocks are present. Copies only where blocks were left out or
-        are compressed. Raises TooLarge, MalformedPayload for bytes that are no code."""
+        """Returns a part's payload in the full layout, and which blocks are present. Copies only if blocks were left
+        out or are compressed. Raises TooLarge, and MalformedPayload for bytes that are no code."""
         if part.payload_bytes == 0:
             return payload, self.none_present
         if not part.absent_blocks and not part.code_bytes:

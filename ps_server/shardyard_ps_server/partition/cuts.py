@@ -1,11 +1,11 @@
 """A partition as it was at one moment, for a checkpoint, while updates go on.
 
-Values need no copy: a version is not written while a reader holds it. Optimizer state changes in place, so an update
+Values need no copy: a version is not written while a reader holds it. Optimizer state changes in place. So an update
 copies what it is about to change (`keep`), and the checkpoint's thread copies the rest piece by piece (`keep_next`).
-Tables copy for themselves (tables.cuts).
+Tables have cuts of their own (tables.cuts).
 
-Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. Must not know:
-what the state means.
+Owns: the copies. Invariant: the copies have the state at the moment of the cut, whatever updates came since. Must not
+know: what the state means.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardyard_ps_server.tables import cuts as tables
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 PIECE_BYTES = MIB
-"""An update waits for the copy of one piece."""
+"""An update waits at most for the copy of one piece."""
 
 
 class StateCut:
-    """Arrays of shape (nbytes,), dtype uint8, as they were when this was made. Raises TooLarge."""
+    """Arrays of shape (nbytes,), dtype uint8, as they were when the cut was made. Raises TooLarge."""
 
     def __init__(self, state: Mapping[str, Bytes]) -> None:
         self._state = state
@@ -43,7 +43,7 @@ class StateCut:
         return self._next == len(self._kept)
 
     def keep(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) are about to change."""
+        """Copies bytes [begin, end), which are about to change."""
         if self.complete:
             return
         for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
@@ -58,7 +58,7 @@ class StateCut:
             self._next += 1
 
     def of(self, name: str) -> Bytes:
-        """One of the arrays. All must be copied."""
+        """Returns one of the arrays. All must be copied."""
         assert self.complete
         return self._copies[name]
 
@@ -74,8 +74,8 @@ class StateCut:
 
 @dataclass(frozen=True)
 class Cut:
-    """A partition at one moment: version, ledger, values (to be read until `release`), updates of each block, and
-    optimizer state once `complete` was called. `tables`: cuts of the same moment, to be read before `release`."""
+    """A partition at one moment: version, ledger, values, the number of updates of each block, and, once `complete` was
+    called, optimizer state. `tables`: cuts of the same moment. Values and tables can be read until `release`."""
 
     partition: PartitionId
     version: Version

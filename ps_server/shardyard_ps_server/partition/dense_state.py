@@ -1,10 +1,10 @@
-"""The dense state of one partition: blocks of variables in a flat payload, optimizer state beside them, and how an
-update computes the next version's bytes.
+"""The dense state of one partition: blocks of variables in a flat payload, their optimizer state, and how an update
+computes the next version's bytes.
 
-Owns: optimizer state, update counts per block. Invariants: an update is elementwise, or one of a variable that is not
-cut, and takes contributions in the order given, so the bits depend neither on how variables were cut nor on which
-server hosts them (promise 6); values are written out of place. Called by the thread that has the partition's turn. Must
-not know: ledgers, versions, threads.
+Owns: optimizer state, update counts of blocks. Invariants: an update is elementwise, or of a variable that is not cut,
+and takes contributions in the given order; so the bits depend neither on how variables are cut nor on which server has
+them (promise 6). The next values are written into another buffer. Called by the thread that has the partition's turn.
+Must not know: ledgers, versions, threads.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _ITEM_BYTES_MAX = max(dtype.item_bytes for dtype in DType)
 SQUARES_EPS = 1e-7
 """Added to the mean of squares, as in DC-ASGD-a."""
 PIECE_BYTES = 128 * 1024
-"""How much of a payload is summed at a time. The sum stays in a core's second cache. Each piece begins without
-prefetching, so smaller ones are slower (64 MiB of two contributions with SGD: 22 ms in pieces of 16 KiB, 12.5 in
-these)."""
+"""Bytes of a payload that are summed at a time. The sum stays in a core's second cache. The processor begins each piece
+without prefetching, so smaller pieces are slower (64 MiB of two contributions with SGD: 22 ms in pieces of 16 KiB, 12.5
+ms in these)."""
 STAGED_BYTES = 32 * 1024
 STAGED_BYTES_MIN = 1024 * 1024
-"""From this size on the next values are computed in pieces of STAGED_BYTES and written past the cache, in which they
-would not stay."""
+"""From this size on, the next values are computed in pieces of STAGED_BYTES and written past the cache, which is too
+small for them."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Blocks next to each other that are updated alike, as one slice of the payload. `first` is the first block's
-    index; `having`: indices of the members of the update that have these blocks, None where all have all. `nothing` is
-    an empty array of the blocks' dtype."""
+    """Adjacent blocks that are updated alike, as one slice of the payload. `first`: the first block's index. `having`:
+    indices of the members of the update that have these blocks; None: all have all. `nothing`: an empty array of the
+    blocks' dtype."""
 
     start: int
     stop: int
@@ -102,17 +102,17 @@ class DenseState:
         return np.array(self._counts, np.int64) + self._whole_count
 
     def cut(self) -> StateCut:
-        """Optimizer state as it is now. Raises TooLarge."""
+        """Cuts the optimizer state as it is now. Raises TooLarge."""
         self._cut = StateCut(self._slots)
         return self._cut
 
     @property
     def is_cut(self) -> bool:
-        """Whether a cut is open, for which an update copies state before it changes it."""
+        """Whether a cut is open. Then an update copies state before it changes it."""
         return self._cut is not None
 
     def keep_all(self) -> None:
-        """All state is about to change."""
+        """Copies for an open cut, because all state is about to change."""
         cut = self._cut
         if cut is not None:
             cut.keep(0, self._payload.nbytes)
@@ -122,8 +122,8 @@ class DenseState:
             self._cut = None
 
     def arrays(self, index: int, values: Bytes, state: Callable[[str], Bytes] | None = None) -> dict[str, Array]:
-        """Views of the elements of block `index`: in the payload `values`, under "values", and in each array of
-        optimizer state that it has, by the slot's name. `state` gives these arrays by name; None: the present ones."""
+        """Returns views of the elements of block `index`: "values" in the payload `values`, and its optimizer state by
+        the slots' names. `state` gives a state array by name; None: the present ones."""
         start, stop = self._payload.elements(index)
         spec = self._variables[index]
         found = {"values": values[start:stop].view(spec.dtype.value)}
@@ -139,15 +139,15 @@ class DenseState:
     # ---- updates
 
     def reserve_sums(self) -> None:
-        """Asks for the memory that an update of several members needs, so that none fails midway. Raises TooLarge."""
+        """Allocates the memory that an update of several members needs, so that none fails midway. Raises TooLarge."""
         if not self._sums and self._payload.nbytes:
             self._sums = _as_floats(aligned_empty(min(PIECE_BYTES, self._payload.nbytes)))
 
     def gather(
         self, members: Sequence[Contribution], shares: Sequence[float], old: Bytes, into: Bytes, limit: float
     ) -> Contribution:
-        """The mean of the members as one contribution, whose payload is `into`. `update` makes the same bits of it as
-        of the members. Elements of gradients beyond `limit`, unless that is 0, are clipped to it."""
+        """Returns the mean of the members as one contribution, with the payload `into`. `update` computes the same bits
+        from it as from the members. Elements of gradients beyond `limit`, unless that is 0, are clipped to it."""
         if not members or not self._payload.nbytes:
             return Contribution(1.0, members[0].groups if members else None, into[:0], self._payload.none_present)
         sources = self._locate(members, old, into)
@@ -165,8 +165,8 @@ class DenseState:
         return Contribution(1.0, members[0].groups, into, present)
 
     def square_norm(self, gradient: Contribution) -> float:
-        """The sum of the squares of its elements, of parameters alone, block by block: so it does not depend on which
-        blocks lie beside each other."""
+        """Returns the sum of the squares of all elements of parameters. It is summed block by block, so it does not
+        depend on which blocks are adjacent."""
         total = 0.0
         for index, spec in enumerate(self._variables):
             if gradient.present[index] and spec.kind is VariableKind.PARAMETER:
@@ -184,12 +184,12 @@ class DenseState:
         *,
         skips: bool = False,
     ) -> None:
-        """Writes the next values into `new`: parameters stepped along the weighted mean of the members' gradients,
-        summed in the order given; floating-point buffers set to the weighted mean, integer ones to the maximum.
+        """Writes the next values into `new`: parameters take a step along the weighted mean of the members' gradients,
+        summed in the given order; floating-point buffers get the weighted mean, integer ones the maximum.
 
-        A block that no member has keeps its values. A gradient that some members lack counts as zero there; a buffer
-        that they lack is ignored. A single member's share is taken as 1; its gradient is multiplied by `scale`. NaN and
-        infinity go through unnoticed. `skips`: parameters, their state and their counts stay as they are; buffers are
+        A block that no member has keeps its values. A gradient that a member lacks counts as zero; a buffer that a
+        member lacks is ignored. A single member's share is 1, and its gradient is multiplied by `scale`. NaN and
+        infinity are not looked for. `skips`: parameters, their state and their counts stay as they are; buffers are
         set.
         """
         if not self._payload.nbytes:
@@ -206,7 +206,7 @@ class DenseState:
             self.reserve_sums()
             weights = np.array([scale])
         whole = _are_whole(members)
-        cut = self._cut  # which may end meanwhile
+        cut = self._cut  # another thread may end it meanwhile
         for run in self._runs(None if whole else members):
             if (skips and run.is_parameter) or run.having == []:
                 new[run.start : run.stop] = old[run.start : run.stop]
@@ -233,10 +233,10 @@ class DenseState:
         into: Bytes,
         squares: Bytes | None = None,
     ) -> None:
-        """Writes a member's payload into `into`. The gradients of parameters are compensated for their age: to each
-        element g is added `rule.compensation` * g^2 * (now - base), rounded after each operation in the elements'
-        dtype. Blocks that the member does not have are not written. `squares`: with a decay, the running mean of g^2,
-        which the gradients enter."""
+        """Writes a member's payload into `into`, with the gradients of parameters compensated for their age: each
+        element g becomes g + `rule.compensation` * g^2 * (now - base), rounded after each operation in the elements'
+        dtype. Blocks that the member does not have are not written. `squares`: with a decay, the running mean of g^2;
+        it takes these gradients in."""
         if not self._payload.nbytes or True not in member.present:
             return
         payloads = (member.payload, base)
@@ -255,7 +255,7 @@ class DenseState:
     def _task(
         self, run: _Run, old: Bytes, into: Bytes, sources: Addresses, weights: Shares, staged: Array, stop: int
     ) -> pieces.Task:
-        """What a compiled loop is given for a run of parameters."""
+        """Returns the arguments of a compiled loop for a run of parameters."""
         sums = run.nothing
         if weights is not LONE:
             sums = self._sums[run.dtype]
@@ -269,7 +269,7 @@ class DenseState:
         return np.array(shares, np.float64)
 
     def _end(self, run: _Run, new: Bytes) -> int:
-        """Where the elements of a run end. Where each variable is updated by itself, filling is not updated."""
+        """Returns where the elements of a run end. If each variable is updated by itself, padding is not updated."""
         if not self._by_variable:
             return run.stop
         end = self._payload.elements(run.first)[1]
@@ -277,7 +277,7 @@ class DenseState:
         return end
 
     def _locate(self, members: Sequence[Contribution], old: Bytes, new: Bytes) -> Addresses:
-        """Addresses of the members' payloads, 0 for one that has no block."""
+        """Returns the addresses of the members' payloads, 0 for a member without blocks."""
         sources = [
             pieces.locate(old, new, each.payload, _ITEM_BYTES_MAX) if True in each.present else 0 for each in members
         ]
@@ -288,7 +288,7 @@ class DenseState:
     def _set(
         self, run: _Run, members: Sequence[Contribution], sources: Addresses, shares: Sequence[float], new: Bytes
     ) -> None:
-        """Writes buffers."""
+        """Writes a run of buffers."""
         having = list(range(len(members))) if run.having is None else run.having
         into = run.of(new)
         into[:] = run.of(members[having[0]].payload)
@@ -314,8 +314,7 @@ class DenseState:
     # ---- runs
 
     def _runs(self, members: Sequence[Contribution] | None) -> Sequence[_Run]:
-        """The payload from begin to end, with neighbours that are updated alike as one run. None: members that all have
-        all blocks."""
+        """Returns the whole payload as runs. `members`: None if all have all blocks."""
         if members is not None:
             return list(self._find_runs(members))
         if self._whole_runs is None:

@@ -38,7 +38,7 @@ _NONE: Final = DoneDataShards(0, 1, 0)
 
 
 class Ledger:
-    """Sequences are counted from 0; `next` is one more than the watermark."""
+    """Sequences begin at 0; `next` is one more than the watermark."""
 
     def __init__(self, partition: PartitionId) -> None:
         self._partition = partition
@@ -46,7 +46,7 @@ class Ledger:
         self._entries: dict[SourceKey, _Entry] = {}
         # a push is checked, counted and answered under one key; hashing it takes longer than all of that
         self._latest: tuple[SourceKey, _Entry] | None = None
-        # the push that was found to be the next, until anything changes: a server asks twice
+        # the push that was found to be the next; a server asks twice, and nothing has changed in between
         self._next_push: PushName | None = None
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Ledger:
         raise StraddlingRange(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
 
     def advance(self, name: PushName) -> None:
-        """Counts the work. The name must have passed `is_duplicate` under the same lock."""
+        """Counts the work. `is_duplicate` must have found the name new, under the same lock."""
         entry = self._find(name.key) or self._entries.setdefault(name.key, _Entry())
         assert name.first == entry.next, (name, entry)
         entry.next = name.last + 1
@@ -118,7 +118,7 @@ class Ledger:
         return entry is None or name.first >= entry.next
 
     def advance_rows(self, name: PushName) -> None:
-        """Counts the rows of the work, if it has any."""
+        """Counts the rows of the work."""
         self.pass_over(name.key.of_rows, name.last + 1)
 
     def pass_over(self, key: SourceKey, next_sequence: int) -> None:
@@ -131,15 +131,14 @@ class Ledger:
 
     @property
     def floor(self) -> Token:
-        """Tokens below are refused."""
+        """Tokens below it are refused."""
         return self._floor
 
     def marks(self) -> tuple[SourceMark, ...]:
-        """All entries."""
         return tuple([SourceMark(key, Token(entry.token), entry.next) for key, entry in self._entries.items()])
 
     def restore(self, marks: Iterable[SourceMark], floor: Token) -> None:
-        """Takes over what `marks` returned, and the floor of that time."""
+        """Replaces all entries by what `marks` returned, and the floor by that of the same time."""
         self._entries = {mark.key: _Entry(mark.next, mark.token) for mark in marks}
         self._latest = self._next_push = None
         self._floor = floor
