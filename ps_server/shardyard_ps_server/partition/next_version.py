@@ -1,8 +1,8 @@
-"""What an update does once it is decided: the next version's values, changed rows, and the moment they become visible.
+"""What an update does once it is decided: it computes values, changes rows, and makes both visible.
 
-    compute_values    writes values into a buffer that nobody reads; asks for all memory that the update needs
+    compute_values    allocates all memory that the update needs, and writes values into a buffer that nobody reads
     update_rows       changes rows in place, and copies what readers of earlier versions still need
-    publish           makes the values the newest version, in the moment in which the ledger advances
+    publish           makes the values the newest version, in the same moment in which the ledger advances
 
 Called by the thread that has the partition's turn. Until `update_rows` begins, an error leaves the partition as it was.
 An error inside `update_rows` leaves it torn.
@@ -26,8 +26,8 @@ from shardyard_ps_server.values.versions import Bytes
 
 
 class RowUpdate(NamedTuple):
-    """Gradients of rows with their settings, and ids that expire. `diff`: what the rows were before, copied already, so
-    that look-ups read one version; None: look-ups may see the change before the push is acknowledged."""
+    """Gradients of rows with their settings, and ids that expire. `diff`: a copy of the rows before the update, so that
+    look-ups read one version; None: look-ups may see the change before the push is acknowledged."""
 
     rows: Sequence[PushedTableRows]
     groups: Groups
@@ -36,7 +36,7 @@ class RowUpdate(NamedTuple):
 
 
 def compute_values(partition: Partition, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
-    """The next version's values. Raises TooLarge, having changed nothing."""
+    """Returns the next version's values. Raises TooLarge, having changed nothing."""
     rules, dense, values = partition.rules, partition.dense, partition.versions.values
     if rules.logical_ranks > 1 or scale != 1.0:
         dense.reserve_sums()
@@ -53,7 +53,7 @@ def compute_values(partition: Partition, taken: Verdict[Contribution], scale: fl
 
 
 def gather(partition: Partition, steps: SyncSteps, taken: Verdict[Contribution]) -> tuple[Contribution, Bytes]:
-    """The members' mean, and the buffer that it is in. Raises TooLarge."""
+    """Returns the members' mean, and its buffer. Raises TooLarge."""
     partition.dense.reserve_sums()
     own, limit = steps.buffer(partition.payload.nbytes), partition.rules.clipping.value
     return partition.dense.gather(taken.members, taken.shares, partition.versions.values, own, limit), own
@@ -71,7 +71,7 @@ def publish(partition: Partition, new: Bytes) -> None:
 
 
 def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Groups) -> RowUpdate:
-    """The rows of a step whose rows have versions, with what expires in it and a copy of what they were. Raises
+    """Returns the row update of a step: what changes, what expires, and, if rows have versions, a copy of both. Raises
     TooLarge, having changed nothing."""
     if not partition.rows.names:
         return RowUpdate(rows, groups)
@@ -106,14 +106,14 @@ def update_rows(partition: Partition, update: RowUpdate) -> None:
     except BaseException:
         partition.torn = Internal(
             f"rows of update {step} of partition {partition.id} are applied in part",
-            why="memory was refused in the middle of them, and what is half done cannot be taken back",
-            todo="give the server more memory; its partitions come back without that push",
+            why="memory was refused in the middle of the update, and it cannot be undone",
+            todo="give the server more memory; its partitions are restored without that push",
         )
         raise
 
 
 def end_rows(partition: Partition) -> None:
-    """The push that changed rows has counted. Called with `changed` held."""
+    """Called when the push that changed rows has counted, with `changed` held."""
     if partition.overlay.end_update():
         partition.changed.notify_all()
 
@@ -125,8 +125,7 @@ def _copy_expiring(partition: Partition, gone: ExpiredIds) -> None:
 def _copy_for_pins(
     partition: Partition, changing: Sequence[Sequence[PushedTableRows | ExpiredIds]], *, begins: bool
 ) -> None:
-    """Copies rows that are about to change, if a reader has pinned them. `begins`: nothing of the push has changed
-    yet."""
+    """Copies rows that are about to change, if a reader has pinned them. `begins`: the push has changed nothing yet."""
     overlay = partition.overlay
     with partition.changed:
         wanted, number = overlay.wants_diff(begins=begins), partition.versions.newest.number

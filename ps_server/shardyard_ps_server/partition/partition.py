@@ -2,17 +2,17 @@
 
 Two locks guard a partition:
 
-    turn      is held while the partition is changed, however long the arithmetic takes: one change at a time
-    changed   guards what others see: version, ledger, gate, row overlay. It is held for a moment, in which the thread
-              that has the turn, and all memory that it needs, makes its change visible; never during arithmetic
+    turn      is held while the partition is changed, for as long as the arithmetic takes: one change at a time
+    changed   guards what others see: version, ledger, gate, row overlay. It is held only for the moment in which the
+              thread that has the turn makes its change visible, never during arithmetic
 
-So pulls, look-ups and checkpoints that copy wait for nobody's arithmetic.
+So pulls, look-ups and checkpoints never wait for arithmetic.
 
-Invariants: work is counted once, by its name (ledger.md, rule A2; `push.py`); a push is applied whole or not at
-all, so memory is asked for before anything changes; the generation is checked within the turn (rule A3), and whatever
-raises the generation takes the turn afterwards; first values are written only before the partition is opened; a
-partition whose tables are torn, because memory was refused in the middle of a push, takes and gives nothing any more.
-Must not know: other partitions, sockets.
+Invariants: work is counted once, by its name (ledger.md, rule A2; `push.py`); a push is applied whole or not at all, so
+memory is allocated before anything changes; the generation is checked within the turn (rule A3), and whatever raises
+the generation takes the turn afterwards; first values are written only before the partition is opened. If memory is
+refused in the middle of a push, its tables are torn, and the partition refuses all pushes and pulls from then on. Must
+not know: other partitions, sockets.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ SYSTEM_CLOCK: Final = SystemClock()
 
 @dataclass(eq=False)
 class SyncSteps:
-    """The step that a synchronous job's partition gathers. `mean`: of a step that waits for its verdict, all
-    contributions as one. `kept`: buffers with payloads of this step; `spare`: buffers for the next ones."""
+    """The step that a synchronous job's partition gathers. `mean`: of all contributions, while the step waits for its
+    verdict. `kept`: buffers with payloads of this step; `spare`: buffers for later steps."""
 
     gate: StepGate[Contribution]
     mean: Contribution | None = None
@@ -64,7 +64,7 @@ class SyncSteps:
         return self.spare.pop() if self.spare else aligned_empty(nbytes)
 
     def free_buffers(self) -> None:
-        """No payload of the step is needed any more."""
+        """Called when no payload of the step is needed any more."""
         self.spare += self.kept
         self.kept = []
 
@@ -72,8 +72,8 @@ class SyncSteps:
 class Partition:
     """Safe for several threads.
 
-    Methods and functions with a parameter `check_current` call it within the turn before anything changes. It raises
-    StaleGeneration where the partition has moved to another server meanwhile.
+    Methods and functions with a parameter `check_current` call it within the turn, before anything changes. It raises
+    StaleGeneration if the partition has moved to another server meanwhile.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Partition:
         budget: Budget | None = None,
         in_flight: LookupsInFlight | None = None,
     ) -> None:
-        """`clock`: gives rows of tables their age; `budget`: of all tables of the server; `in_flight`: rows of the job
-        that must not expire now."""
+        """`clock`: for the age of table rows; `budget`: of all tables of the server; `in_flight`: rows of the job that
+        must not expire now."""
         part = layout.partitions[partition]
         self.id = partition
         self.rules = rules
@@ -106,9 +106,9 @@ class Partition:
         )
         self.overlay = RowOverlay(HELD_ROWS_BYTES_MAX // len(layout.partitions), keeps_last=rules.rows_have_versions)
         self.rows_at_once = rules.rows_at_once and bool(layout.tables)
-        """Hybrid: rows of a contribution are updated when it is recorded."""
+        """In a hybrid job: rows of a contribution are updated when it is recorded."""
         self.torn: Internal | None = None
-        """Why nothing is taken or given any more, if so."""
+        """The reason for which the partition refuses all pushes and pulls, if it does."""
         self.versions = Versions(part.payload_bytes, memory)
         self.ledger = Ledger(partition)
         self.stale: Staleness | None = None
@@ -119,7 +119,7 @@ class Partition:
         self.steps = SyncSteps(self._gate_at(0)) if rules.mode is UpdateMode.SYNC else None
         self.is_open = False
         self.named_cut: int | Cut | ShardyardError | None = None
-        """The version at which a checkpoint is to be cut; then that cut, or why there is none."""
+        """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""
         self.named_since: Since = {}
         self.turn = threading.Lock()
         self.changed = threading.Condition()
@@ -138,25 +138,25 @@ class Partition:
             raise self.torn.anew()
 
     def wait(self, until: float) -> bool:
-        """With `changed` held: waits for a change. False at `until` (time.monotonic)."""
+        """Waits for a change, with `changed` held. Returns False at `until` (time.monotonic)."""
         left = until - time.monotonic()
         return left > 0 and self.changed.wait(left)
 
     def blank(self) -> Bytes:
-        """A buffer for the next version. Raises TooLarge."""
+        """Returns a buffer for the next version. Raises TooLarge."""
         with self.changed:
             new = self.versions.take_idle()
         return self.versions.allocate() if new is None else new
 
     def release(self, buffer: Bytes) -> None:
-        """A reader is done with a version's buffer, which it held."""
+        """Ends a reader's hold of a version's buffer."""
         with self.changed:
             self.versions.release(buffer)
 
     # ---- first values
 
     def set_values(self, payload: Bytes, check_current: Callable[[], None]) -> None:
-        """Overwrites the first values. Raises InvalidRequest where the partition is open."""
+        """Overwrites the first values. Raises InvalidRequest if the partition is open."""
         with self.turn:
             check_current()
             if self.is_open:
@@ -164,7 +164,7 @@ class Partition:
             self.versions.values[:] = payload
 
     def set_rows(self, rows: Sequence[PushedTableRows], check_current: Callable[[], None]) -> None:
-        """First values of rows, over those that are there. Raises InvalidRequest where the partition is open,
+        """Sets first values of rows, over those that are there. Raises InvalidRequest if the partition is open,
         TableFull."""
         with self.turn:
             check_current()
@@ -213,21 +213,21 @@ class Partition:
     # ---- stale gradients
 
     def remember_base(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
-        """A worker was given that version, in a buffer that is held. Its next push may be computed on it."""
+        """Notes that a worker got that version, in a buffer that is held. Its next push may be computed on it."""
         if self.stale is not None:
             with self.changed:
-                if version.life == self.versions.newest.life:  # else it was restored since
+                if version.life == self.versions.newest.life:  # otherwise the partition was restored since
                     self.stale.keep(worker, version, buffer)
 
     def forget_bases(self, worker: Incarnation | None = None) -> None:
-        """The worker pushes nothing from now on; None: no worker does."""
+        """Forgets the versions of a worker that pushes nothing from now on; None: of all workers."""
         if self.stale is not None:
             with self.changed:
                 self.stale.forget(worker)
 
     @property
     def tally(self) -> Tally | None:
-        """Of a job with a rule for stale gradients."""
+        """Counts of stale gradients, in a job with a rule for them."""
         if self.stale is None:
             return None
         with self.changed:
@@ -236,9 +236,9 @@ class Partition:
     # ---- restores
 
     def restore(self, state: PartitionState, tables: Tables | None = None) -> None:
-        """Makes the partition, open, what it was at a cut; what came since never happened. Readers of buffers that they
-        hold are not disturbed. `tables`: those of the state, where they were read already. Raises CheckpointDamaged
-        where state is missing, TooLarge, and what reading tables raises, having changed nothing."""
+        """Puts the partition back to a cut, and opens it. Readers may go on with buffers that they hold. `tables`: of
+        the state, if they were read already. Raises CheckpointDamaged if state is missing, TooLarge, and what reading
+        tables raises, having changed nothing."""
         if tables is None:
             tables = read_tables(state.tables, self.rows.budget)
         if tables.keys() != self.rows.names:
@@ -278,7 +278,7 @@ class Partition:
                 self.changed.notify_all()
 
     def drop_tables(self) -> None:
-        """The partition has left this server. Frees the memory of its rows, until it is restored."""
+        """Frees the memory of the rows, because the partition has left this server, until it is restored."""
         with self.turn, self.changed:
             self.rows.become({})
             self.overlay.clear("the partition has left this server")

@@ -1,13 +1,14 @@
-"""The way of a push into a partition: is it new, and what becomes of it.
+"""How a push enters a partition: is it new, and what does it change.
 
-    1. `check_push`    a server asks all partitions of a push before any applies it (docs/internals/ledger.md, rule A4)
-    2. `apply_push`    takes the turn, and asks again:
+    1. `check_push`    checks the push in each partition before any partition applies it (docs/internals/ledger.md,
+                       rule A4)
+    2. `apply_push`    takes the turn, and checks again:
          duplicate       the ledger has counted this name: nothing changes (rule A2)
-         synchronous     `sync_step` records it as its rank's contribution, and may take the step
-         asynchronous    it is an update by itself, corrected for its staleness where the job asks for that
-       The ledger advances in the moment in which the change becomes visible.
+         synchronous     `sync_step` records it as its rank's contribution, and may apply the step
+         asynchronous    it is an update, corrected for its staleness if the job asks for that
+       The ledger advances in the same moment in which the change becomes visible.
 
-A push of a job with a log is recorded between 1 and 2: `begin_logged` decides what its record must say.
+In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record says.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def apply_push(
 def _admit(
     partition: Partition, name: PushName, contribution: Contribution, check_current: Callable[[], None]
 ) -> tuple[bool, Contribution]:
-    """Whether the push is a duplicate, and what of it may count. Raises what is refused."""
+    """Returns whether the push is a duplicate, and the part of it that may count. Raises if the push is refused."""
     with partition.changed:
         check_current()
         partition.check_whole()
@@ -79,7 +80,8 @@ def _admit(
 
 
 def _repeated(partition: Partition, name: PushName) -> Outcome:
-    """Of a duplicate: its work was counted, or came after its step had been taken without it (backup workers)."""
+    """Returns the outcome of a duplicate: its work was counted before, or its step was applied without it (backup
+    workers)."""
     source = name.key.source
     if partition.steps is None or not isinstance(source, RankSource):
         return Outcome.DUPLICATE
@@ -94,7 +96,7 @@ def check_nothing() -> None:
 
 
 def _apply_alone(partition: Partition, name: PushName, contribution: Contribution) -> Outcome:
-    """A push of an asynchronous job is an update by itself. An empty one makes no version."""
+    """Applies a push of an asynchronous job as an update. An empty push makes no version."""
     makes = contribution.groups is not None and contribution.weight > 0
     stale = partition.stale if makes and not contribution.overflow else None
     staleness, compensated = 0, True
@@ -115,8 +117,8 @@ def _apply_alone(partition: Partition, name: PushName, contribution: Contributio
 
 
 def _correct(partition: Partition, stale: Staleness, contribution: Contribution) -> tuple[Contribution, int, bool]:
-    """The gradient as it is to be applied; its staleness; and whether it is compensated, or needs no compensation.
-    Raises TooLarge."""
+    """Returns the gradient to apply, its staleness, and whether it is compensated, or needs no compensation. Raises
+    TooLarge."""
     base, groups, now = contribution.base, contribution.groups, partition.versions.values
     assert groups is not None
     with partition.changed:
@@ -142,8 +144,8 @@ def _correct(partition: Partition, stale: Staleness, contribution: Contribution)
 
 
 def _compensate(partition: Partition, stale: Staleness, contribution: Contribution, base: Bytes, now: Bytes) -> Bytes:
-    """The gradient's payload, compensated. All memory that its update needs is asked for before the mean of squares
-    takes the gradient in. Raises TooLarge."""
+    """Returns the compensated payload. All memory of the update is allocated before the mean of squares takes the
+    gradient in. Raises TooLarge."""
     nbytes = partition.payload.nbytes
     if not len(contribution.payload):
         return contribution.payload
@@ -164,8 +166,8 @@ def _compensate(partition: Partition, stale: Staleness, contribution: Contributi
 
 
 def begin_logged(partition: Partition, contribution: Contribution) -> Contribution:
-    """A push that is about to be recorded, with the time of its rows and what expires with it; in one thread at a time.
-    `end_logged` must follow when the push has taken effect, or never will."""
+    """Decides the time of the rows of a push that is about to be recorded, and what expires with it. Called by one
+    thread at a time. `end_logged` must follow when the push has taken effect, or never will."""
     if not contribution.rows:
         return contribution
     with partition.changed:

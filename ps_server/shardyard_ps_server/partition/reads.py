@@ -1,8 +1,8 @@
-"""Reads of one partition by version: values, rows of tables, and pins of both (ledger.md, rules B3 and C7).
+"""Reads one partition by version: values, rows of tables, and pins of both (ledger.md, rules B3 and C7).
 
-A version's values are in a buffer that is not written while a reader holds it, so they need no copy. Rows change in
-place: a read of rows looks them up as they are, and then puts back what has changed since the version (`row_overlay`).
-A version can be read until the one after the next is made. A pin keeps one for longer.
+The buffer of a version's values is not written while a reader holds it, so reading needs no copy. Rows change in place:
+a reader looks them up as they are, and then puts back what has changed since the version (`row_overlay`). A version can
+be read until the one after the next is made. A pin keeps a version for longer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardyard_ps_server.values.versions import Bytes, VersionPin
 
 
 class RowsToRead(NamedTuple):
-    """Rows of one table: ids, shape (n,), ascending, and `out`, shape (n, dim), into which their values are put."""
+    """Rows of one table: ascending ids, shape (n,), and `out`, shape (n, dim), into which their values are written."""
 
     table: int
     ids: Ids
@@ -39,9 +39,9 @@ class RowsToRead(NamedTuple):
 def hold_version(
     partition: Partition, number: int, exactly: bool, until: float
 ) -> tuple[Version, Bytes] | NotReadyPart:
-    """Waits until `until` (time.monotonic) for that version, or with `exactly` False for that or a later one; not for a
-    step that needs a verdict, which may be the caller's to bring. The buffer is the caller's to read until it calls
-    `Partition.release`. Raises NotFound where an exact version is gone."""
+    """Waits until `until` (time.monotonic) for that version, or, unless `exactly`, for that or a later one. Does not
+    wait for a step that needs a verdict, because the caller may have to bring it. The caller may read the buffer until
+    it calls `Partition.release`. Raises NotFound if an exact version has passed."""
     with partition.changed:
         missing = _await_version(partition, number, until)
         if missing is not None:
@@ -56,7 +56,7 @@ def hold_version(
 
 
 def _await_version(partition: Partition, number: int, until: float) -> NotReadyPart | None:
-    """Waits for that version or a later one. What is missing, if it does not come in time."""
+    """Waits for that version or a later one. Returns what is missing if it does not come in time."""
     while partition.versions.newest.number < number:
         gate = None if partition.steps is None else partition.steps.gate
         needs_verdict = gate is not None and gate.awaits_verdict and gate.step == number - 1
@@ -92,9 +92,9 @@ def _passed(partition: Partition, number: int) -> NotFound:
 def look_up_rows(
     partition: Partition, asked: Sequence[RowsToRead], number: int | None = None, until: float = 0.0
 ) -> None:
-    """Puts rows into `out` as they are now; where rows have versions, all as one version has them. `number`: that
-    version, for which it waits until `until` (time.monotonic). Changes nothing. Raises NotReady where the version does
-    not come in time, NotFound (facts: newest) where it has passed, InvalidRequest where rows have no versions."""
+    """Writes rows into `out` as they are now. If rows have versions, all are of one version. `number`: that version;
+    the call waits for it until `until` (time.monotonic). Changes nothing. Raises NotReady if the version does not come
+    in time, NotFound (facts: newest) if it has passed, InvalidRequest if rows have no versions."""
     partition.check_whole()
     if not partition.rules.rows_have_versions:
         if number is not None:
@@ -110,7 +110,7 @@ def look_up_rows(
         _read(partition, asked)
         with partition.changed:
             diff = partition.overlay.last
-            if diff is not None and diff.number > wanted:  # a step was taken meanwhile
+            if diff is not None and diff.number > wanted:  # a step was applied meanwhile
                 if number is not None:
                     raise _passed(partition, number)
                 continue
@@ -141,7 +141,7 @@ def _read(partition: Partition, asked: Sequence[RowsToRead]) -> None:
 
 
 def read_table(partition: Partition, table: int) -> Iterator[Chunk]:
-    """All rows of a table as they are between two updates. Raises NotReady while another reader reads all of it."""
+    """Yields all rows of a table as they are between two updates. Raises NotReady while another reader does so."""
     found = partition.rows.items(table)
     with partition.turn:
         partition.check_whole()
@@ -155,9 +155,9 @@ def read_table(partition: Partition, table: int) -> Iterator[Chunk]:
 
 
 def pin_version(partition: Partition, number: int | None, *, rows: bool = False) -> VersionPin:
-    """Keeps that version, None: the newest, from when it is there until `unpin`. The memory that updates need beside it
-    is asked for now. `rows`: keeps rows of tables too, for `look_up_pinned`. Raises InvalidRequest (facts: newest)
-    where the version has passed, TooLarge, NotReady where an update is changing rows of which nothing was copied."""
+    """Keeps that version, None: the newest, from its beginning until `unpin`. The memory that updates need beside it is
+    allocated now. `rows`: keeps rows of tables too, for `look_up_pinned`. Raises InvalidRequest (facts: newest) if the
+    version has passed, TooLarge, and NotReady while an update changes rows without copying them."""
     versions = partition.versions
     while True:
         with partition.changed:
@@ -192,14 +192,14 @@ def _await_copies(partition: Partition) -> None:
 
 
 def unpin(partition: Partition, pin: VersionPin) -> None:
-    """The second time does nothing."""
+    """Releases a pin. A second call does nothing."""
     with partition.changed:
         partition.versions.unpin(pin)
         partition.overlay.unpin(pin)
 
 
 def await_pinned(partition: Partition, pin: VersionPin, until: float) -> Version | NotReadyPart:
-    """Waits until `until` (time.monotonic) for a pinned version. Raises NotFound where it will not come."""
+    """Waits until `until` (time.monotonic) for a pinned version. Raises NotFound if it will not come."""
     with partition.changed:
         while pin.version is None:
             if pin.lost:
@@ -212,7 +212,7 @@ def await_pinned(partition: Partition, pin: VersionPin, until: float) -> Version
 
 
 def hold_pinned(partition: Partition, pin: VersionPin) -> tuple[Version, Bytes]:
-    """The buffer is the caller's to read until it calls `Partition.release`. Raises NotReady."""
+    """Returns a pinned version. The caller may read the buffer until it calls `Partition.release`. Raises NotReady."""
     with partition.changed:
         if pin.version is None or pin.buffer is None:
             raise NotReady(f"version {pin.number} of partition {partition.id}, which is not there yet")
@@ -221,8 +221,8 @@ def hold_pinned(partition: Partition, pin: VersionPin) -> tuple[Version, Bytes]:
 
 
 def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: VersionPin) -> None:
-    """Puts rows into `out` as a pinned version has them. Raises NotReady where that is not there yet, VersionPassed
-    where its rows are not kept any more, InvalidRequest where it was pinned without rows."""
+    """Writes rows into `out` as a pinned version has them. Raises NotReady if the version does not exist yet,
+    VersionPassed if its rows are not kept any more, InvalidRequest if it was pinned without rows."""
     partition.check_whole()
     pinned = _pinned_rows(partition, pin)
     _read(partition, asked)
@@ -236,9 +236,9 @@ def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: Versi
 
 
 def read_pinned_table(partition: Partition, table: int, pin: VersionPin) -> Iterator[tuple[Ids, Floats]]:
-    """All rows of a table as a pinned version has them, in pieces, ids in no order. Rows that have changed since come
-    twice, with the same values; ids that had no row then, and have had one since, come with what they read as. Raises
-    as `look_up_pinned` and `read_table`."""
+    """Yields all rows of a table as a pinned version has them, in pieces, in no order. Rows that have changed since may
+    come twice, with the same values. Ids that got a row since come with their initial values. Raises what
+    `look_up_pinned` and `read_table` raise."""
     pinned = _pinned_rows(partition, pin)
     for chunk in read_table(partition, table):
         values = np.ascontiguousarray(chunk.values)

@@ -1,17 +1,17 @@
-"""Gradients that were computed on an older version of a partition: how old they are, and what is done about it.
+"""Gradients that were computed on an older version of a partition: how old they are, and how they are corrected.
 
 The staleness of a gradient is the number of updates that the partition has applied since the version that the gradient
 was computed on. A job may ask for two corrections (docs/guides/consistency.md):
 
-- The rate of an update is divided by its staleness where that is more than 1 (Zhang et al., Staleness-aware Async-SGD
-  for Distributed Deep Learning, IJCAI 2016).
+- The rate of an update is divided by its staleness if that is more than 1 (Zhang et al., Staleness-aware Async-SGD for
+  Distributed Deep Learning, IJCAI 2016).
 - The change since that version is compensated (Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
-  Compensation, ICML 2017). For this the values that each worker computes on are kept.
+  Compensation, ICML 2017). For this, the values that each worker computes on are kept.
 
-Owns: the rule, which versions are kept for which worker, counts. Invariants: for one worker at most GIVEN_KEPT versions
-are kept, and none before the one that it named last; in a job with logs the staleness depends on version numbers alone,
-so that replay, in another life, finds the same (ledger.md, rule C1). Called under the partition's lock. Must not
-know: arithmetic on values, threads.
+Owns: the rule, which versions are kept for which worker, counts. Invariants: at most GIVEN_KEPT versions are kept for a
+worker, and none before the one that it named last; in a job with logs the staleness depends only on version numbers, so
+that replay, in another life, computes the same (ledger.md, rule C1). Called under the partition's lock. Must not know:
+arithmetic on values, threads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Base(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Of the gradients whose base is known: how many, the sum of their staleness, the highest; and how many of an older
-    version could not be compensated."""
+    """Counts of the gradients whose base is known: how many, the sum and the maximum of their staleness, and how many
+    of an older version could not be compensated."""
 
     gradients: int = 0
     total: int = 0
@@ -51,8 +51,9 @@ class Tally(NamedTuple):
 
 
 class Staleness:
-    """Of one partition. `kind`: of the optimizer; `row_kinds`: of each table's. `logged`: the job has logs.
-    `compensated`: memory for a compensated payload; `squares`: the running mean of squares of gradients."""
+    """The stale gradients of one partition. `kind`: of the optimizer; `row_kinds`: of each table's optimizer. `logged`:
+    the job has logs. `compensated`: memory for a compensated payload; `squares`: the running mean of squared
+    gradients."""
 
     def __init__(
         self,
@@ -77,9 +78,9 @@ class Staleness:
         self.squares: Bytes | None = None
 
     def restored(self, version: Version) -> None:
-        """The partition went back to that version, in another life."""
+        """Notes that the partition went back to that version, in another life."""
         self._began = version.number
-        self.squares = None  # no checkpoint has it
+        self.squares = None  # checkpoints do not have it
         self.forget()
 
     def check(self, base: Base | None, newest: Version) -> None:
@@ -106,19 +107,19 @@ class Staleness:
         return max(0, newest.number - number)
 
     def groups(self, groups: Groups, staleness: int) -> Groups:
-        """Optimizer settings for an update of that staleness."""
+        """Returns optimizer settings for an update of that staleness."""
         if staleness <= 1 or not self.rule.divides_rate:
             return groups
         return tuple([_slowed(values, self._rate, staleness) for values in groups])
 
     def row_groups(self, groups: Groups, staleness: int) -> Groups:
-        """The same for tables."""
+        """Returns table settings for an update of that staleness."""
         if staleness <= 1 or not self.rule.divides_rate or not groups:
             return groups
         return tuple([_slowed(values, at, staleness) for values, at in zip(groups, self._row_rates, strict=True)])
 
     def count(self, base: Base | None, staleness: int, *, compensated: bool) -> None:
-        """A gradient was applied. `compensated`: it was, or was computed on the newest version."""
+        """Counts a gradient that was applied. `compensated`: it was, or was computed on the newest version."""
         if base is None:
             return
         tally = self.tally
@@ -133,7 +134,7 @@ class Staleness:
     # ---- what is kept
 
     def keep(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
-        """That version was given to a worker, which computes on it next. The caller holds `buffer`."""
+        """Keeps a version that a worker got and computes on next. The caller holds `buffer`."""
         if not self.rule.compensation:
             return
         kept = self._kept.setdefault(worker, deque())
@@ -145,7 +146,7 @@ class Staleness:
             self._buffers.release(kept.popleft()[1])
 
     def find(self, base: Base | None) -> Bytes | None:
-        """The values that a gradient was computed on, if they are kept."""
+        """Returns the values that a gradient was computed on, if they are kept."""
         if base is not None:
             for version, buffer in self._kept.get(base.worker, ()):
                 if version == base.version:
@@ -153,7 +154,7 @@ class Staleness:
         return None
 
     def passed(self, base: Base | None) -> None:
-        """The worker pushes nothing more that was computed on an earlier version."""
+        """Drops earlier versions than the base: the worker pushes nothing more that was computed on them."""
         if base is None:
             return
         kept = self._kept.get(base.worker)
@@ -161,7 +162,7 @@ class Staleness:
             self._buffers.release(kept.popleft()[1])
 
     def forget(self, worker: Incarnation | None = None) -> None:
-        """Drops what is kept for a worker; None: for all."""
+        """Drops the versions of a worker; None: of all workers."""
         for each in list(self._kept) if worker is None else [worker]:
             for _, buffer in self._kept.pop(each, ()):
                 self._buffers.release(buffer)

@@ -1,16 +1,16 @@
-"""When a partition takes a synchronous step: the gate (docs/internals/ledger.md, rules B1, B2, B6).
+"""When a partition applies a synchronous step: the gate (docs/internals/ledger.md, rules B1, B2, B6).
 
-    gathers    some logical ranks are missing; with backup workers, the members may not be known yet either
-    gathered   all are there, and the step waits for a verdict with a fact about all partitions
-    taken      the verdict has come, or is implied; the next step is gathered
+    gathers    some logical ranks are missing; with backup workers, the members may not be known yet
+    gathered   all contributions are here, and the step waits for a verdict with a fact about all partitions
+    applied    the verdict has come, or is implied; the next step is gathered
 
-With backup workers a verdict names the members of the step, the ranks that count. From then on the step waits for the
-members alone, and is over for the other ranks.
+With backup workers a verdict names the members of the step: the ranks that count. From then on the step waits only for
+the members, and is over for the other ranks.
 
 Owns: the contributions of the step being gathered, in the order of logical ranks, and the verdict on them. Invariants:
-a rank contributes once to a step; the step is taken when all that count are there, whichever worker computed them; a
-verdict is taken for its own step alone, and members are named once; what a verdict is made of is reported until the
-step after the next is gathered, since other partitions may still need it. Pure. Must not know: what a gradient is.
+a rank contributes once to a step; the step is applied when all ranks that count are here, whichever worker computed
+them; a verdict is for one step, and members are named once; a partition's part of a verdict is reported until the step
+after the next is gathered, because other partitions may still need it. Pure. Must not know: what a gradient is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Groups = tuple[tuple[float, ...], ...]
 
 
 class Weighted(Protocol):
-    """What the gate needs of a contribution. `groups` is None for a named empty push; `table_groups` is empty if it has
-    no rows."""
+    """What the gate reads from a contribution. `groups`: None for a named empty push; `table_groups`: empty without
+    rows."""
 
     @property
     def weight(self) -> float: ...
@@ -47,8 +47,8 @@ T = TypeVar("T", bound=Weighted)
 
 
 class Verdict(NamedTuple, Generic[T]):
-    """What a step consists of: the members that count, in rank order, and each one's share of the mean. `skips`: their
-    gradients do not count, only what they say of buffers."""
+    """What a step consists of: the members that count, in rank order, and their shares of the mean. `skips`: gradients
+    do not count, only buffers do."""
 
     members: tuple[T, ...]
     shares: tuple[float, ...]
@@ -56,10 +56,10 @@ class Verdict(NamedTuple, Generic[T]):
 
 
 def verdict(contributions: Sequence[T]) -> Verdict[T]:
-    """The verdict that is implied without a setting for another: all count, by samples, except those of weight 0. Where
-    loss scaling has found an overflow in any of them, no gradient counts (docs/internals/ledger.md, rule B6).
+    """Returns the implied verdict: all contributions count by samples, except those of weight 0. If loss scaling has
+    found an overflow in any of them, no gradient counts (docs/internals/ledger.md, rule B6).
 
-    Shares are float64, weight over the sum of weights in rank order.
+    A share is the weight over the sum of weights in rank order, in float64.
     """
     members = tuple([c for c in contributions if c.groups is not None and c.weight > 0])
     total = 0.0
@@ -74,21 +74,21 @@ NORM_EPS = 1e-6
 
 
 def scale_of(square_norm: float, norm_max: float) -> float:
-    """The factor that brings a gradient's 2-norm to `norm_max` at most, as torch.nn.utils.clip_grad_norm_ has it: 0 for
-    infinity, NaN for NaN."""
+    """Returns the factor that brings a gradient's 2-norm to at most `norm_max`, as torch.nn.utils.clip_grad_norm_ does:
+    0 for infinity, NaN for NaN."""
     scale = norm_max / (math.sqrt(square_norm) + NORM_EPS)
     return 1.0 if scale > 1.0 else scale
 
 
 class StepGate(Generic[T]):
-    """Gathers one step after the other. `step` is the one being gathered, which is the number of steps taken."""
+    """Gathers one step after the other. `step`: the one being gathered, which is the number of applied steps."""
 
     def __init__(self, partition: PartitionId, ranks: int, *, step: int = 0, backup_workers: int = 0) -> None:
         """`backup_workers`: how many ranks need not count."""
         self._partition = partition
         self._backup_workers = backup_workers
         self._members: tuple[Rank, ...] | None = None
-        self._counted = [step - 1] * ranks  # the last step in which a rank counted, as far as is known
+        self._counted = [step - 1] * ranks  # the last known step in which a rank counted
         self._gathered: list[T | None] = [None] * ranks
         self._count = 0
         self._reported: GatheredPart | None = None
@@ -96,8 +96,8 @@ class StepGate(Generic[T]):
         self.step = step
 
     def check(self, rank: Rank, step: int, contribution: T) -> None:
-        """Raises InvalidRequest for a rank that does not exist, NotReady for a later step, RateMismatch where the
-        ranks of a step use different optimizer settings (rule B5)."""
+        """Raises InvalidRequest for a rank that does not exist, NotReady for a later step, RateMismatch if the ranks of
+        a step use different optimizer settings (rule B5)."""
         if rank >= len(self._gathered):
             raise InvalidRequest(f"logical rank {rank}; the job has {len(self._gathered)}")
         if step != self.step:
@@ -129,31 +129,30 @@ class StepGate(Generic[T]):
         return self._count == len(self._gathered) - 1 and self._gathered[rank] is None
 
     def with_last(self, rank: Rank, contribution: T) -> tuple[T, ...]:
-        """The contributions that count, in rank order, with that of the missing rank. Changes nothing."""
+        """Returns the contributions that count, in rank order, with that of the missing rank. Changes nothing."""
         assert self.completes(rank), (rank, self.missing())
         counted = self._gathered if self._members is None else [self._gathered[member] for member in self._members]
         return tuple([contribution if gathered is None else gathered for gathered in counted])
 
     @property
     def recorded(self) -> tuple[T, ...]:
-        """The contributions that are there, while others are missing."""
+        """The contributions that are here, while others are missing."""
         return tuple([gathered for gathered in self._gathered if gathered is not None])
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has contributed to the step, and nothing is decided about it."""
+        """Whether no rank has contributed to the step, and no members are named."""
         return self._count == 0 and self._members is None
 
     def missing(self) -> tuple[Rank, ...]:
-        """Ranks that are missing, of those that count as far as that is known."""
+        """Returns the ranks that are missing, of the members if they are known."""
         if self.awaits_verdict:
             return ()
         counted = range(len(self._gathered)) if self._members is None else self._members
         return tuple([Rank(rank) for rank in counted if self._gathered[rank] is None])
 
     def next_step(self) -> None:
-        """The step was taken, by its verdict or with the rank that alone was missing; the next one is gathered from
-        here on."""
+        """Begins to gather the next step, because this one was applied."""
         assert self.awaits_verdict or len(self.missing()) <= 1, self.missing()
         for rank in self._members or ():
             self._counted[rank] = self.step
@@ -166,7 +165,7 @@ class StepGate(Generic[T]):
     # ---- steps that wait for a verdict
 
     def gather(self, square_norm: float) -> None:
-        """All are there, and the step waits for a verdict. The contributions are the caller's from here on."""
+        """Makes the step wait for a verdict, because all contributions are here. The caller keeps them from now on."""
         assert len(self.missing()) <= 1, self.missing()
         self._gathered = [None] * len(self._gathered)
         self._count += 1
@@ -177,14 +176,14 @@ class StepGate(Generic[T]):
         return self._reported is not None
 
     def gathered(self, step: int) -> GatheredPart | None:
-        """What this partition reports of a step that waits for its verdict, or was taken last."""
+        """Returns this partition's part of the verdict on a step that waits for it, or was applied last."""
         for part in (self._reported, self._reported_before):
             if part is not None and part.step == step:
                 return part
         return None
 
     def judges(self, verdict: StepVerdict) -> bool:
-        """Whether the step waits for this verdict; False where that step was taken.
+        """Returns whether the step waits for this verdict; False if that step was applied.
 
         Raises InvalidRequest for a step that this partition has not gathered, and for a sum of square norms that is
         less than the part that this partition reported. With backup workers also for too few members, and for other
@@ -220,20 +219,20 @@ class StepGate(Generic[T]):
         return bool(self._backup_workers) and self._members is None
 
     def present(self, members: Sequence[Rank]) -> tuple[T, ...] | None:
-        """The members' contributions, in rank order; None where some are missing."""
+        """Returns the members' contributions, in rank order; None if some are missing."""
         found = [each for each in (self._gathered[member] for member in members) if each is not None]
         return tuple(found) if len(found) == len(members) else None
 
     def name_members(self, members: Sequence[Rank]) -> tuple[Rank, ...]:
-        """From here on the step waits for the members alone. Returns the other ranks, for which it is over."""
+        """Makes the step wait only for the members. Returns the other ranks, for which it is over."""
         assert self.awaits_members, self.step
         self._members = tuple(members)
         named = frozenset(members)
         return tuple([Rank(rank) for rank in range(len(self._gathered)) if rank not in named])
 
     def has_dropped(self, rank: Rank, step: int) -> bool:
-        """Whether a contribution to a step that is over for the rank did not count. False for steps before a restore,
-        of which nothing is known."""
+        """Returns whether a step is over for the rank without its contribution. False for steps before a restore,
+        which are not known."""
         if step < self.step:
             return bool(self._backup_workers) and step > self._counted[rank]
         return self._members is not None and rank not in self._members

@@ -1,16 +1,16 @@
 """One step of a synchronous job in one partition: gather, verdict, apply (ledger.md, rules B1, B2 and B6).
 
-    contribute      a rank's push is recorded; the last one that counts completes the step
-    verdict         who counts, and with which share. Implied by the samples; where gradients are clipped by their
-                    global norm, or with backup workers, it comes from outside: `take_verdict`
-    apply           the members' mean is applied, and the next version published
+    contribute      records a rank's push; the last one that counts completes the step
+    verdict         says which ranks count, with which shares. It is implied by the samples. If gradients are clipped by
+                    their global norm, or with backup workers, it comes from the coordinator: `take_verdict`
+    apply           applies the members' mean, and publishes the next version
 
-Where gradients are clipped by norm, a complete step becomes one mean. Its square norm is reported (`gathered_part`),
-and the step waits for the verdict, which has the sum over all partitions.
+If gradients are clipped by norm, the contributions of a complete step become one mean. Its square norm is reported
+(`gathered_part`), and the step waits for the verdict, which has the sum over all partitions.
 
-Rows of tables are updated with the step. In a hybrid job they are updated when they come, in the moment in which their
-contribution is recorded; the ledger counts them in a lane of their own, since a partition that goes back to a cut has
-the rows of contributions to the next step, but not these contributions.
+Rows of tables are updated with the step. In a hybrid job they are updated in the moment in which their contribution is
+recorded. The ledger then counts them in a lane of their own, because a cut has the rows of contributions to the next
+step, but not the contributions themselves.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 
 
 def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribution: Contribution) -> Outcome:
-    """Records a rank's contribution, or takes the step with it. Raises TooLarge, having changed nothing."""
+    """Records a rank's contribution, or applies the step with it. Raises TooLarge, having changed nothing."""
     source, gate = name.key.source, steps.gate
     assert isinstance(source, RankSource)
     at_once: RowUpdate | None = None
-    # what must not count now may count when it is computed again
+    # a gradient that does not count now may count when it is computed again
     counts_rows = partition.rows_at_once and contribution.groups is not None and not contribution.overflow
     if partition.rows_at_once:
         at_once = _rows_of_one(partition, contribution)
@@ -68,8 +68,8 @@ def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribut
 
 
 def _rows_of_one(partition: Partition, contribution: Contribution) -> RowUpdate:
-    """What one rank adds to rows that are updated at once: it does not depend on the samples of the others. Raises
-    TooLarge."""
+    """Returns what one rank adds to rows that are updated at once. It does not depend on the samples of other ranks.
+    Raises TooLarge."""
     mean = row_sums.mean_of([contribution.rows], [1.0], partition.rules.clipping.value)
     times = {each.table: each.now_ms for each in contribution.rows}
     rows = [each._replace(now_ms=times[each.table]) for each in mean]
@@ -78,7 +78,7 @@ def _rows_of_one(partition: Partition, contribution: Contribution) -> RowUpdate:
 
 
 def _keep(partition: Partition, steps: SyncSteps, contribution: Contribution) -> Contribution:
-    """The contribution with its payload copied: the sender writes its memory again when it has the reply."""
+    """Returns the contribution with a copy of its payload, because the sender reuses its memory after the reply."""
     if len(contribution.payload) == 0:
         return contribution
     copy = steps.buffer(partition.payload.nbytes)
@@ -94,7 +94,8 @@ def _complete(
     advance: Callable[[], object],
     at_once: RowUpdate | None = None,
 ) -> Outcome:
-    """All that counts in the step is there. `advance` is called in the moment in which that becomes visible."""
+    """Completes the step, because all contributions that count are here. `advance` is called in the moment in which
+    that becomes visible."""
     taken = verdict(contributions)
     rows, groups = _mean_rows(partition, taken)
     if partition.rules.clipping.norm and not taken.skips:  # a step that is skipped is skipped everywhere
@@ -113,7 +114,7 @@ def _complete(
 
 
 def _mean_rows(partition: Partition, taken: Verdict[Contribution]) -> tuple[Sequence[PushedTableRows], Groups]:
-    """The mean gradient of rows, and the settings for it. Raises TooLarge."""
+    """Returns the mean gradient of rows, and the settings for it. Raises TooLarge."""
     if taken.skips:
         return (), ()
     groups = next((member.table_groups for member in taken.members if member.rows), ())
@@ -140,18 +141,18 @@ def _apply(
     steps.free_buffers()
 
 
-# ---- verdicts from outside
+# ---- verdicts of the coordinator
 
 
 def awaits_verdict(partition: Partition, verdict: StepVerdict) -> bool:
-    """Whether the partition has gathered the step of this verdict; False where the step was taken. Changes nothing.
-    Raises InvalidRequest for a verdict that cannot be one."""
+    """Returns whether the partition waits for this verdict; False if its step was applied. Changes nothing. Raises
+    InvalidRequest for an impossible verdict."""
     with partition.changed:
         return _awaiting(partition, verdict) is not None
 
 
 def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Callable[[], None]) -> None:
-    """Takes the step that waits for this verdict; where that was taken, does nothing. Raises Refused errors,
+    """Applies the step that waits for this verdict. Does nothing if it was applied before. Raises Refused errors,
     InvalidRequest and TooLarge, having changed nothing."""
     with partition.turn:
         with partition.changed:
@@ -171,13 +172,13 @@ def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Call
 
 
 def gathered_part(partition: Partition, step: int) -> GatheredPart | None:
-    """What the verdict on that step needs of this partition, if the step waits for it or was taken last."""
+    """Returns this partition's part of the verdict on that step, if the step waits for it or was applied last."""
     with partition.changed:
         return None if partition.steps is None else partition.steps.gate.gathered(step)
 
 
 def _awaiting(partition: Partition, verdict: StepVerdict) -> SyncSteps | None:
-    """The steps of the partition, if they wait for this verdict."""
+    """Returns the steps of the partition, if they wait for this verdict."""
     rules, steps = partition.rules, partition.steps
     needed = rules.clipping.norm or (rules.backup_workers and verdict.members)
     if steps is None or not needed:
@@ -186,7 +187,7 @@ def _awaiting(partition: Partition, verdict: StepVerdict) -> SyncSteps | None:
 
 
 def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank]) -> None:
-    """Backup workers: the verdict names the ranks that count."""
+    """Takes a verdict that names the ranks that count (backup workers)."""
     present = steps.gate.present(members)
     if present is not None:
         _complete(partition, steps, present, lambda: _close(partition, steps.gate, members))
@@ -197,7 +198,7 @@ def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank
 
 
 def _close(partition: Partition, gate: StepGate[Contribution], members: Sequence[Rank]) -> None:
-    """The step is over for the ranks that are not members, whether they have contributed or not."""
+    """Ends the step for the ranks that are not members, whether they have contributed or not."""
     step = gate.step
     for rank in gate.name_members(members):
         partition.ledger.pass_over(SourceKey(RankSource(rank)), step + 1)

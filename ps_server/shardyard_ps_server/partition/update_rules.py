@@ -1,6 +1,6 @@
-"""How the partitions of a job take updates. The rules are the same on all servers while the job is in one mode.
+"""How the partitions of a job apply updates. The rules are the same on all servers while the job is in one mode.
 
-Owns: which rules go together. Must not know: partitions.
+Owns: which rules can be combined. Must not know: partitions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardyard.domain.layout.layouts import JobLayout
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """`stale`: of an asynchronous job, how gradients of older versions are corrected. The rest is of a synchronous job.
-    `logical_ranks`: how many a step has. `clipping`: of mean gradients; in an asynchronous job workers clip before they
-    push. `backup_workers`: how many ranks need not count in a step. `rows_at_once`: rows are updated when they come, in
-    a lane of their own, before the step is taken (hybrid)."""
+    """`stale`: how an asynchronous job corrects gradients of older versions. The others are for synchronous jobs.
+    `logical_ranks`: of a step. `clipping`: of mean gradients; in an asynchronous job workers clip before they push.
+    `backup_workers`: how many ranks need not count in a step. `rows_at_once`: rows are updated when they come, before
+    the step, in a lane of their own (hybrid)."""
 
     mode: UpdateMode
     logical_ranks: int
@@ -49,7 +49,7 @@ class UpdateRules:
         if self.stale is not None and self.stale.compensation and self.logged:
             raise InvalidRequest(
                 f"stale gradients of job {job}, which has a log, to be compensated",
-                why="the log does not have the values that they were computed on, so replay would differ",
+                why="the log does not have the values on which they were computed, so replay would differ",
                 todo="set job.consistency.delay_compensation to 0, or job.durability to checkpoint",
             )
         if self.clipping != NO_CLIPPING and not is_sync:
@@ -67,7 +67,7 @@ class UpdateRules:
             raise InvalidRequest(
                 f"rows of job {job}, which is {self.mode.value} with {self.backup_workers} backup workers, to be"
                 " updated before their step",
-                why="rows of a contribution that comes late would have counted on some servers, and count again",
+                why="rows of a late contribution may have counted on some servers, and would count again",
             )
         if layout.tables:
             self._check_tables(job, layout)
@@ -77,8 +77,8 @@ class UpdateRules:
         if self.rows_have_versions and by_time is not None:
             raise InvalidRequest(
                 f"table {by_time.name!r} of job {job}, which is synchronous, with rows that expire by seconds",
-                why="which rows go depends on the time, and a step's bits depend on its work alone",
-                todo="tell ages of synchronous jobs in steps",
+                why="the bits of a step depend only on its work, not on the time",
+                todo="give ages of synchronous jobs in steps",
             )
         if self.rows_at_once and self.clipping.norm:
             raise InvalidRequest(

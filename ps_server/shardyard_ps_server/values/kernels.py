@@ -350,8 +350,8 @@ def _norm(values: Array) -> float:
 
 @compiled
 def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: float) -> None:
-    """Updates one whole variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The memory of
-    the next values has the update until its norm is known."""
+    """Updates one whole variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). `new` has
+    the update until its norm is known."""
     sign, decay, weight1, beta2, weight2, root2, eps, scale = unpacked(scalars, 8)
     rest1 = scalars.dtype.type(1) - weight1
     old, new, _, _, _, _, _, _ = task
