@@ -261,7 +261,7 @@ def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.Mon
         raise TooLarge("no memory")
 
     last = hosted.partitions[OWNED[-1]]
-    monkeypatch.setattr(last.versions, "another", no_memory.__get__(last.versions))
+    monkeypatch.setattr(last.versions, "allocate", no_memory.__get__(last.versions))
     with pytest.raises(TooLarge, match="no memory"):
         pulls.pin(found, wish())
     assert len(hosted.pins) == 0

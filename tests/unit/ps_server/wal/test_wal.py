@@ -1119,8 +1119,8 @@ def test_no_memory_for_what_was_recorded_stops_the_server(yard: Yard, monkeypatc
     def none(*_: object) -> object:
         raise TooLarge("no memory")
 
-    monkeypatch.setattr(partitions.Versions, "idle", lambda _: None)
-    monkeypatch.setattr(partitions.Versions, "another", none)
+    monkeypatch.setattr(partitions.Versions, "take_idle", lambda _: None)
+    monkeypatch.setattr(partitions.Versions, "allocate", none)
     with pytest.raises(TooLarge):
         push(first, 0)
     assert isinstance(yard.failures[0], TooLarge)
