@@ -28,6 +28,7 @@ from tests.integration.tables.test_look_ahead import (
     assert_rows,
     backward,
     batches,
+    begin,
     look_ups,
     optimizer_of,
     yard,
@@ -107,9 +108,7 @@ def test_a_model_that_learns_by_another_optimizer_reads_what_it_pushes_anew(
 
 
 def test_rows_that_get_no_gradient_are_read_once_in_so_many_steps(connect: Connect, look_ups: list[int]) -> None:
-    job = connect(settings=NEVER | CACHED)
-    model = torch.nn.ModuleDict({"read": counter(), "pushed": counter()})
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    _, model, optimizer = begin(connect, NEVER | CACHED, torch.nn.ModuleDict({"read": counter(), "pushed": counter()}))
     for _ in range(11):
         with torch.no_grad():
             model["read"](torch.arange(3))
@@ -124,9 +123,7 @@ def test_rows_that_get_no_gradient_are_read_once_in_so_many_steps(connect: Conne
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_that_may_lack_own_pushes_are_those_of_so_many_steps_before(connect: Connect, ahead: bool) -> None:
-    job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 2})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | LACKING | {"worker.cached_rows_steps": 2}, counter())
     given = [torch.tensor([5, 6])] * 9
     seen = [
         adds_one(model, optimizer, each).tolist()
@@ -144,9 +141,7 @@ def test_what_came_ahead_in_part_is_completed_from_what_is_kept(
 ) -> None:
     """And no more is asked for than lacks: the rest would not fit."""
     monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 200)
-    job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 100})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | LACKING | {"worker.cached_rows_steps": 100}, counter())
     given = [torch.cat([torch.arange(20), torch.tensor([100 + step])]) for step in range(6)]
     seen = [adds_one(model, optimizer, each).tolist() for each in job.look_ahead(given, lambda ids: {model: ids})]
     assert seen == [[0] * 21] * 6
@@ -161,9 +156,7 @@ def test_what_came_ahead_in_part_is_completed_from_what_is_kept(
 
 def test_a_push_that_another_worker_had_made_leaves_nothing_of_it_in_what_is_kept(connect: Connect) -> None:
     """The answer was lost, and the second try is a duplicate: whose gradient has counted is not known."""
-    job = connect(settings=NEVER | CACHED)
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | CACHED, counter())
     ids = torch.tensor([5])
 
     def lose(name: str) -> None:
@@ -255,9 +248,7 @@ def test_promise_5_holds_for_rows_that_are_kept(staleness: int, window: int, ste
 def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(connect: Connect, ranks: dict[str, Any]) -> None:
     """A row that is read by somebody else's pushes alone: none, so it is read at the first step, and again when it is
     too old; one that is pushed with each step lacks what it lacks without a cache."""
-    job = connect(settings=NEVER | ranks | CACHED)
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | ranks | CACHED, counter())
     ids = torch.tensor([5])
     seen = []
     data = TensorDataset(torch.zeros(STEPS * (2 if ranks is HYBRID_2 else 1)))
@@ -272,9 +263,7 @@ def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(connect: Connect, ra
 
 
 def test_rows_of_a_hybrid_job_that_may_lack_own_pushes_are_read_once_in_so_many_steps(connect: Connect) -> None:
-    job = connect(settings=NEVER | HYBRID | LACKING)
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | HYBRID | LACKING, counter())
     ids = torch.tensor([5])
     seen = [
         (step, int(adds_one(model, optimizer, each)[0]))
@@ -292,9 +281,7 @@ def test_rows_of_a_hybrid_job_that_may_lack_own_pushes_are_read_once_in_so_many_
 
 
 def test_nothing_is_kept_where_the_job_may_have_gone_back(connect: Connect, look_ups: list[int]) -> None:
-    job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 1_000})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | LACKING | {"worker.cached_rows_steps": 1_000}, counter())
     ids = torch.tensor([5])
     for _ in range(4):
         assert int(adds_one(model, optimizer, ids)[0]) == 0
@@ -305,9 +292,7 @@ def test_nothing_is_kept_where_the_job_may_have_gone_back(connect: Connect, look
 
 
 def test_what_was_kept_when_it_was_asked_for_ahead_is_not_used_where_the_job_has_gone_back(connect: Connect) -> None:
-    job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 1_000})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | LACKING | {"worker.cached_rows_steps": 1_000}, counter())
     training, ids = job._loop.need_trainer(), torch.tensor([5])
     ship = training.pushes.build
 

@@ -85,6 +85,11 @@ def dense(model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def begin(connect: Connect, settings: dict[str, Any], model: Any) -> tuple[sy.Job, Any, torch.optim.Optimizer]:
+    job = connect(settings=settings)
+    return job, *job.prepare(model, dense(model))
+
+
 def assert_same(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -119,9 +124,7 @@ def trained_alone(steps: int, optimizer: sy.tables.RowOptimizer | None = None) -
 )
 def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Connect, given: dict[str, Any]) -> None:
     alone = trained_alone(12)
-    job = connect(settings=NEVER, **given)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    job, model, optimizer = begin(connect, NEVER | given, Model())
     train(model, [optimizer], 12)
     job.pull()
     assert_same(model.state_dict(), alone.state_dict())
@@ -159,9 +162,7 @@ def test_each_optimizer_of_tables_is_the_same_on_servers(
 def test_ids_are_admitted_on_servers_as_in_the_process(connect: Connect, admission: Any) -> None:
     alone, every = Model(admission=admission), trained_alone(9)
     train(alone, [dense(alone), sy.tables.Optimizer(alone)], 9)
-    job = connect(settings=NEVER)
-    model = Model(admission=admission)
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model(admission=admission))
     train(model, [optimizer], 9)
     assert_same(model.state_dict(), alone.state_dict())
     assert 0 < len(model.author.table) < len(every.author.table)
@@ -224,9 +225,7 @@ def test_gradients_of_several_batches_are_one_push(connect: Connect) -> None:
 
 
 def test_zero_grad_forgets_gradients_of_rows(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model())
     batch = next(batches(1))
     backward(model, batch, 0)
     optimizer.zero_grad()
@@ -351,9 +350,7 @@ def test_a_model_of_tables_alone_is_scaled(connect: Connect) -> None:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_torchs_own_scaler_is_refused_with_tables(connect: Connect, explicit: bool) -> None:
     """It does not see rows."""
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    job, model, optimizer = begin(connect, NEVER, Model())
     scaler = torch.amp.GradScaler("cpu", 1024.0)
     with pytest.raises(errors.UnsupportedModel, match=r"use job\.scaler\(\)"):
         scaled_step(model, optimizer, scaler, model(*next(batches(1))).sum(), explicit=explicit)
@@ -423,9 +420,7 @@ def test_ids_that_nobody_has_pushed_read_the_same_for_all_workers(yard: Yard) ->
 def test_look_ups_that_are_large_are_asked_for_in_pieces(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_codec.questions, "__defaults__", (1_000,))
     alone = trained_alone(3)
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model())
     train(model, [optimizer], 3)
     ids = torch.arange(-40, 40) * 0x1_0000_0001
     assert torch.equal(model.author(ids), alone.author(ids))
@@ -433,9 +428,7 @@ def test_look_ups_that_are_large_are_asked_for_in_pieces(connect: Connect, monke
 
 
 def test_evaluation_reads_the_newest_rows_and_makes_none(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model())
     twin = copy.deepcopy(model)
     train(model, [optimizer], 2)
     rows = len(model.author.table)
@@ -466,9 +459,7 @@ def test_rows_that_were_loaded_before_are_the_first(connect: Connect, monkeypatc
 
 
 def test_rows_are_exported_and_go_on_in_another_model(connect: Connect, tmp_path: Path) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    job, model, optimizer = begin(connect, NEVER, Model())
     train(model, [optimizer], 4)
     model.words.table.export(tmp_path / "words.safetensors")
     saved = model.state_dict()
@@ -488,9 +479,7 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A table may be larger than its worker."""
-    job = connect(settings={**NEVER, "job.partitions": 4})
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, {**NEVER, "job.partitions": 4}, Model())
     train(model, [optimizer], 4)
     words = model.words.table
     read, asked, rows_read = RowReads.read_rows, [], []
@@ -519,9 +508,7 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
 
 def test_a_push_whose_answer_is_lost_counts_once(connect: Connect) -> None:
     alone = trained_alone(6)
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model())
     lost = []
 
     def lose(name: str) -> None:
@@ -548,9 +535,7 @@ def test_each_sample_counts_once_in_its_row(connect: Connect) -> None:
 
 
 def test_work_that_is_not_finite_changes_no_row(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, dense(model))
+    _, model, optimizer = begin(connect, NEVER, Model())
     train(model, [optimizer], 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for bad in (float("nan"), float("inf")):

@@ -83,6 +83,23 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
+def counter() -> sy.Embedding:
+    return sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+
+
+def begin(connect: Connect, settings: dict[str, Any], model: Any) -> tuple[sy.Job, Any, torch.optim.Optimizer]:
+    job = connect(settings=settings)
+    return job, *job.prepare(model, optimizer_of(model))
+
+
+def double(job: sy.Job, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Trains on all batches, with look-ahead."""
+    for batch in job.look_ahead(batches(), model.asked):
+        optimizer.zero_grad()
+        backward(model.look_up(batch))
+        optimizer.step()
+
+
 def count(model: sy.Embedding, optimizer: torch.optim.Optimizer, given: Iterator[Sequence[torch.Tensor]]) -> None:
     """One more for each id."""
     for ids, *_ in given:
@@ -138,13 +155,8 @@ def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_rows_that_come_ahead_are_those_that_would_have_been_looked_up(
     connect: Connect, look_ups: list[int], given: dict[str, Any], alone_calls: int
 ) -> None:
-    job = connect(settings=NEVER | given)
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    for batch in job.look_ahead(batches(), model.asked):
-        optimizer.zero_grad()
-        backward(model.look_up(batch))
-        optimizer.step()
+    job, model, optimizer = begin(connect, NEVER | given, Model())
+    double(job, model, optimizer)
     assert len(look_ups) == alone_calls  # those of the first batch
     assert_rows(model.state_dict(), trained_alone())
 
@@ -153,9 +165,7 @@ def test_rows_that_come_ahead_are_those_that_would_have_been_looked_up(
 def test_with_a_window_rows_lack_the_push_under_way_and_no_other(
     connect: Connect, look_ups: list[int], given: dict[str, Any]
 ) -> None:
-    job = connect(settings=NEVER | {"worker.exchange": "delayed"} | given)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | {"worker.exchange": "delayed"} | given, counter())
     seen = []
     ids = torch.tensor([5])
     for each in job.look_ahead([ids] * STEPS, lambda batch: {model: batch}):
@@ -169,9 +179,7 @@ def test_with_a_window_rows_lack_the_push_under_way_and_no_other(
 
 
 def test_batches_of_one_push_come_ahead_together(connect: Connect, look_ups: list[int]) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     given = [torch.tensor([index, 7]) for index in range(20, 32)]
     for step, ids in enumerate(job.look_ahead(given, lambda ids: {model.table: ids}, accumulate=3)):
         (-model(ids)).sum().backward()
@@ -193,9 +201,7 @@ def test_batches_of_one_push_come_ahead_together(connect: Connect, look_ups: lis
     ],
 )
 def test_a_forward_that_asks_for_other_ids_than_announced_gets_their_rows(connect: Connect, wrong: Any) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, Model())
     for batch in job.look_ahead(batches(), lambda batch: wrong(model, batch)):
         optimizer.zero_grad()
         backward(model.look_up(batch))
@@ -207,30 +213,20 @@ def test_more_rows_than_come_at_a_time_are_looked_up(
     connect: Connect, look_ups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 200)
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    for batch in job.look_ahead(batches(), model.asked):
-        optimizer.zero_grad()
-        backward(model.look_up(batch))
-        optimizer.step()
+    job, model, optimizer = begin(connect, NEVER, Model())
+    double(job, model, optimizer)
     assert len(look_ups) == 3 * STEPS
     assert_rows(model.state_dict(), trained_alone())
 
 
 def test_a_push_whose_answer_is_lost_brings_the_rows_all_the_same(connect: Connect, look_ups: list[int]) -> None:
-    job = connect(settings=NEVER)
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, Model())
 
     def lose(name: str) -> None:
         raise errors.ServerUnavailable("the answer is lost")
 
     with armed("push.before_reply", lose, at=3):
-        for batch in job.look_ahead(batches(), model.asked):
-            optimizer.zero_grad()
-            backward(model.look_up(batch))
-            optimizer.step()
+        double(job, model, optimizer)
     assert len(look_ups) == 3
     assert_rows(model.state_dict(), trained_alone())
 
@@ -263,13 +259,8 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
         take(room, places)
 
     monkeypatch.setattr(ShmRows, "take", counted)
-    job = connect(settings=NEVER | {"yard.servers": 1})
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    for batch in job.look_ahead(batches(), model.asked):
-        optimizer.zero_grad()
-        backward(model.look_up(batch))
-        optimizer.step()
+    job, model, optimizer = begin(connect, NEVER | {"yard.servers": 1}, Model())
+    double(job, model, optimizer)
     assert len(rooms) == 1
     with pytest.raises(errors.NotShareable):
         shared_memory.attach(rooms[0].ticket())
@@ -280,9 +271,7 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
 
 def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, rooms: list[ShmRows]) -> None:
     """Its server may still write there."""
-    job = connect(settings=NEVER | {"yard.servers": 1})
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER | {"yard.servers": 1}, Model())
 
     def lose(name: str) -> None:
         rooms[0].take = scribbled  # type: ignore[method-assign]
@@ -292,10 +281,7 @@ def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, r
         raise AssertionError("the old room is read")
 
     with armed("push.before_reply", lose, at=3):
-        for batch in job.look_ahead(batches(), model.asked):
-            optimizer.zero_grad()
-            backward(model.look_up(batch))
-            optimizer.step()
+        double(job, model, optimizer)
     assert len(rooms) == 2
     assert_rows(model.state_dict(), trained_alone())
 
@@ -307,22 +293,15 @@ def test_where_rows_cannot_be_shared_they_travel(
         raise errors.NotShareable("for the test")
 
     monkeypatch.setattr(stream_memory, "attach", refuse)
-    job = connect(settings=NEVER | {"yard.servers": 1})
-    model = Model()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    for batch in job.look_ahead(batches(), model.asked):
-        optimizer.zero_grad()
-        backward(model.look_up(batch))
-        optimizer.step()
+    job, model, optimizer = begin(connect, NEVER | {"yard.servers": 1}, Model())
+    double(job, model, optimizer)
     assert len(rooms) == 1
     assert not rooms[0].opened
     assert_rows(model.state_dict(), trained_alone())
 
 
 def test_rows_that_came_ahead_are_used_until_the_next_step_and_not_after(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     ids = torch.tensor([5])
     ahead = job.look_ahead([ids] * 3, lambda ids: {model: ids})
     for seen, each in enumerate(ahead):
@@ -339,9 +318,7 @@ def test_rows_that_came_ahead_are_used_until_the_next_step_and_not_after(connect
 
 
 def test_what_the_scripts_batches_raise_is_raised_in_their_turn(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     ids = torch.tensor([5])
 
     def given() -> Iterator[torch.Tensor]:
@@ -366,9 +343,7 @@ def test_what_the_scripts_batches_raise_is_raised_in_their_turn(connect: Connect
     ],
 )
 def test_what_cannot_be_announced_is_refused_before_the_push(connect: Connect, said: Any, text: str) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     ids = torch.tensor([5])
     for each in job.look_ahead([ids, ids], lambda ids: said(model)):
         (-model(each)).sum().backward()
@@ -379,9 +354,7 @@ def test_what_cannot_be_announced_is_refused_before_the_push(connect: Connect, s
 
 
 def test_two_look_aheads_at_a_time_are_refused(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
 
     def said(batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
         return {model: batch[0]}
@@ -424,9 +397,7 @@ def test_batches_and_randomness_are_the_same_with_look_ahead_and_without(
 ) -> None:
     found = []
     for ahead in (False, True):
-        job = connect(settings=NEVER | {"job.data.batches_per_data_shard": 12} | given)
-        model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-        model, optimizer = job.prepare(model, optimizer_of(model))
+        job, model, optimizer = begin(connect, NEVER | {"job.data.batches_per_data_shard": 12} | given, counter())
         seen = []
         look_ups.clear()
         more: dict[str, Any] = {"look_ahead": lambda batch, model=model: {model: batch[0]}} if ahead else {}
@@ -448,9 +419,7 @@ def test_batches_and_randomness_are_the_same_with_look_ahead_and_without(
 
 
 def test_a_sample_that_cannot_be_read_is_told_in_its_turn(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     data = Drawn(12, fails_at=8)
     given = job.batches(data, batch_size=4, shuffle=False, look_ahead=lambda batch: {model: batch[0]})
     with pytest.raises(LookupError, match="no sample 8"):
@@ -459,9 +428,7 @@ def test_a_sample_that_cannot_be_read_is_told_in_its_turn(connect: Connect) -> N
 
 
 def test_the_share_of_rows_that_came_ahead_is_shown(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-    model, optimizer = job.prepare(model, optimizer_of(model))
+    job, model, optimizer = begin(connect, NEVER, counter())
     for ids in job.look_ahead([torch.arange(4)] * 8, lambda ids: {model: ids[:2]}):
         optimizer.zero_grad()
         (-model(ids)).sum().backward()

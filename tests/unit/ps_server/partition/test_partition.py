@@ -221,15 +221,6 @@ def test_rule_b1_rank_computed_again_by_another_worker_is_counted_once() -> None
     assert values(partition)[0] == -3
 
 
-def test_version_is_the_number_of_steps_taken() -> None:
-    partition = synchronous(2)
-    for step in range(4):
-        apply_push(partition, rank(1, step), gradient(1), current)
-        assert partition.describe()[0] == Version(1, step)
-        apply_push(partition, rank(0, step), gradient(1), current)
-        assert partition.describe()[0] == Version(1, step + 1)
-
-
 def test_rule_a4_step_of_empty_pushes_is_a_version_with_the_same_values() -> None:
     partition = synchronous(2)
     take_steps(partition, 2, 1)

@@ -4,7 +4,6 @@ that count, once an id, and readable as of two versions."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -80,81 +79,7 @@ __all__ = ["closed"]
 # ---- sums
 
 
-@pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
-def test_rule_b1_rows_are_the_mean_over_ranks_in_rank_order_whoever_came_first(arrival: tuple[int, ...]) -> None:
-    draw = np.random.default_rng(3)
-    given = [
-        (float(weight), np.sort(draw.choice(16, n, replace=False)), draw.standard_normal((n, 2)).astype(np.float32))
-        for weight, n in ((3, 9), (1, 12), (2, 7))
-    ]
-    partition = partition_of(3)
-    for rank in arrival:
-        weight, places, values = given[rank]
-        contribution = work(weight=weight)._replace(
-            rows=(PushedTableRows(0, IDS[places], values),), table_groups=(RATE, RATE)
-        )
-        outcome = push(partition, rank, 0, contribution)
-    assert outcome is Outcome.APPLIED
-    means: dict[int, np.ndarray] = {}
-    for weight, places, values in given:
-        for place, value in zip(places.tolist(), values, strict=True):
-            part = value * np.float32(weight / 6.0)
-            means[place] = means[place] + part if place in means else part
-    expected = INITIAL.copy()
-    for place, mean in means.items():
-        expected[place] -= np.float32(1.0) * mean
-    assert read(partition).tobytes() == expected.tobytes()
-
-
-def test_an_id_of_several_ranks_is_updated_once() -> None:
-    layout = dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, optimizer="adagrad", group=ADAGRAD), NARROW))
-    partition = partition_of(2, layout)
-    for rank in range(2):
-        push(partition, rank, 0, work({1: 4.0}, groups=(ADAGRAD, RATE)))
-    # one update by the mean: of two each would move by less
-    np.testing.assert_allclose(read(partition)[1] - INITIAL[1], -1.0, rtol=1e-5)
-    (chunk,) = read_table(partition, 0)
-    assert chunk.frequencies.tolist() == [2]
-    assert chunk.steps.tolist() == [1]
-
-
 ADAGRAD = make_group("adagrad", {"lr": 1.0})
-
-
-def test_ranks_without_rows_or_without_samples_lower_the_mean_as_they_do_of_variables() -> None:
-    partition = partition_of(3)
-    push(partition, 0, 0, work({2: 8.0}, weight=1.0))
-    push(partition, 1, 0, work(weight=3.0))
-    push(partition, 2, 0, EMPTY)
-    assert moved(partition) == pytest.approx({2: -2.0})
-
-
-def test_a_step_in_which_nothing_counts_changes_no_row() -> None:
-    partition = partition_of(2)
-    for step in range(2):
-        for rank in range(2):
-            push(partition, rank, step, EMPTY)
-    assert partition.describe()[0].number == 2
-    assert moved(partition) == {}
-    assert not list(read_table(partition, 0))
-
-
-def test_a_recorded_contribution_that_comes_again_changes_nothing() -> None:
-    partition = partition_of(2)
-    push(partition, 0, 0, work({1: 2.0}))
-    assert push(partition, 0, 0, work({1: 50.0, 2: 1.0})) is Outcome.DUPLICATE
-    assert moved(partition) == {}
-    push(partition, 1, 0, work({1: 4.0}))
-    assert moved(partition) == pytest.approx({1: -3.0})
-
-
-def test_several_tables_are_one_step() -> None:
-    partition = partition_of(1)
-    both = work({0: 1.0})
-    both = both._replace(rows=(*both.rows, *work({0: 4.0, 3: 8.0}, table=1).rows))
-    push(partition, 0, 0, both)
-    assert moved(partition) == pytest.approx({0: -1.0})
-    assert read(partition, table=1)[[0, 3], 0].tolist() == [-4.0, -8.0]
 
 
 def test_ranks_that_disagree_on_a_tables_rate_are_refused() -> None:
@@ -396,15 +321,6 @@ def test_a_norm_below_the_limit_leaves_rows_as_they_are() -> None:
     push(partition, 0, 0, work({0: 4.0}))
     judge(partition, 0)
     assert moved(partition) == pytest.approx({0: -4.0})
-
-
-@pytest.mark.parametrize("norm", [0.0, 1_000.0])
-def test_elements_of_the_mean_of_rows_are_clipped_by_value(norm: float) -> None:
-    partition = partition_of(2, clipping=Clipping(value=1.5, norm=norm))
-    push(partition, 0, 0, work({0: 4.0, 1: -4.0, 2: 2.0}))
-    push(partition, 1, 0, work({0: 4.0}))
-    judge(partition, 0)
-    assert moved(partition) == pytest.approx({0: -1.5, 1: 1.5, 2: -1.0})
 
 
 def test_rows_of_a_rank_that_came_late_change_nothing() -> None:

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from shardyard.domain.errors import DTypeMismatch, ShapeMismatch, ShardyardError, TableError, TableFull, TooLarge
-from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_optimizers import make_group
-from shardyard.domain.tables.row_values import initial_rows, row_key
-from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard_ps_server.tables import checks
-from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.memory.layout import WINDOW_UNITS
 from shardyard_ps_server.tables.table import Table
 
@@ -53,38 +50,6 @@ def many(n: int, seed: int = 0) -> np.ndarray:
 # ---- reading and changing
 
 
-def test_look_up_changes_nothing() -> None:
-    table = make()
-    first = look(table, np.concatenate([IDS, IDS]))
-    assert (table.rows, table.state.entries) == (0, 0)
-    table.push(IDS, ones(5), 1)
-    before = contents(table)
-    look(table, np.concatenate([many(10_000), IDS]))
-    assert contents(table) == before
-    assert (first[:5] == initial_rows(IDS, DIM, InitialValues(), row_key(1, "t"))).all()
-    assert (first[5:] == first[:5]).all()
-
-
-def test_a_row_begins_the_same_whoever_asks_first() -> None:
-    table, other = make(), make()
-    seen = look(table, IDS)
-    table.push(IDS, ones(5), 1)
-    other.push(IDS, ones(5), 1)
-    assert (look(table, IDS) == seen - 1).all()
-    assert (look(other, IDS) == seen - 1).all()
-
-
-def test_ids_that_are_repeated_are_pushed_one_after_the_other() -> None:
-    table, other = make(kind="adagrad"), make(kind="adagrad")
-    ids = np.array([5, 9, 5, 5, 9], np.int64)
-    gradients = np.random.default_rng(0).standard_normal((5, DIM)).astype(np.float32)
-    table.push(ids, gradients, 1)
-    for i in range(5):
-        other.push(ids[i : i + 1], gradients[i : i + 1], 1)
-    assert contents(table) == contents(other)
-    assert {frequency for _, frequency, _ in contents(table).values()} == {3, 2}
-
-
 def test_counts_are_counted_and_stop_at_the_most_that_a_bucket_holds() -> None:
     table = make()
     table.push(IDS, ones(5), 3, counts=np.array([1, 5, 65_535, 2**63 - 1, 2], np.int64))
@@ -92,14 +57,6 @@ def test_counts_are_counted_and_stop_at_the_most_that_a_bucket_holds() -> None:
     assert [contents(table)[number][1:] for number in IDS.tolist()] == [
         (2, 4), (6, 4), (65_535, 4), (65_535, 4), (3, 4)
     ]  # fmt: skip
-
-
-def test_a_count_makes_the_row_and_leaves_its_values() -> None:
-    table = make()
-    seen = look(table, IDS)
-    table.count(IDS, None, 1)
-    assert table.rows == 5
-    assert (look(table, IDS) == seen).all()
 
 
 def test_rows_that_are_removed_begin_anew_and_their_memory_is_used_again() -> None:
@@ -138,11 +95,6 @@ def test_the_last_step_is_told_as_far_back_as_a_bucket_tells_it() -> None:
     unit = coarse.settings.expiry.age_unit
     assert unit == 64
     assert {step for _, _, step in contents(coarse).values()} == {12_345 // unit * unit}
-
-
-def test_default_of_an_id_without_a_row_may_be_zeros() -> None:
-    table = make(admission=AdmissionSettings(zeros=True))
-    assert not look(table, IDS).any()
 
 
 # ---- what contents do not depend on
@@ -301,16 +253,6 @@ def test_address_space_that_is_refused_is_told() -> None:
         Table(TableSettings("t", 1 << 16, rows_max=(1 << 30) - 1))
 
 
-def test_no_ids_are_no_work() -> None:
-    table = make()
-    none = np.empty(0, np.int64)
-    table.push(none, ones(0), 1)
-    table.load(none, ones(0))
-    assert look(table, none).shape == (0, DIM)
-    assert table.remove(none).size == 0
-    assert [chunk for chunk in table.cuts.items() if isinstance(chunk, Chunk)] == []
-
-
 def test_arrays_may_be_read_only_or_lie_apart() -> None:
     table, other = make(), make()
     wide = np.random.default_rng(0).standard_normal((10, 2 * DIM)).astype(np.float32)
@@ -321,10 +263,3 @@ def test_arrays_may_be_read_only_or_lie_apart() -> None:
     other.push(frozen_ids, frozen, 1)
     assert contents(table) == contents(other)
     assert (look(other, frozen_ids) == look(table, ids[::2])).all()
-
-
-def test_initial_values_are_those_of_the_settings() -> None:
-    for kind in InitialKind:
-        initial = InitialValues(kind, 0.5)
-        table = Table(TableSettings("t", DIM, seed=4, initial=initial, rows_max=64))
-        assert (look(table, IDS) == initial_rows(IDS, DIM, initial, row_key(4, "t"))).all()

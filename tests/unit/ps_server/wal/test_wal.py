@@ -112,6 +112,11 @@ class Yard:
         self.save(store, 1)
         return store
 
+    def begun(self) -> tuple[Store, list[Saved]]:
+        """A first server, and its checkpoint 2."""
+        store = self.first()
+        return store, self.save(store, 2)
+
     def save(self, store: Store, number: int, *, oldest: int = 1, logs: Sequence[Incarnation] = ()) -> list[Saved]:
         step = None if self.mode is UpdateMode.ASYNC else store.hosted()[0].partitions[OWNED[0]].describe()[0].number
         order = SaveRequest(number, step, 0, 0, oldest, frozenset(logs))
@@ -260,8 +265,7 @@ def state(store: Store) -> dict[int, tuple[int, bytes, bytes, tuple[object, ...]
 
 
 def test_promise_3_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     for sequence in range(5):
         assert push(first, sequence, absent=[1] if sequence == 3 else []) == {Outcome.APPLIED}
     assert push(first, 5, kind=PushKind.EMPTY) == {Outcome.APPLIED}
@@ -275,8 +279,7 @@ def test_promise_3_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> No
 
 def test_an_overflow_is_in_the_log_so_what_was_skipped_is_skipped_again(tmp_path: Path) -> None:
     with yard_of(tmp_path, UpdateMode.SYNC) as yard:
-        first = yard.first()
-        saved = yard.save(first, 2)
+        first, saved = yard.begun()
         step(first, 0)
         before = [values for _, values, _, _ in state(first).values()]
         push(first, 1, source=RankSource(Rank(0)))
@@ -409,8 +412,7 @@ def test_compensation_is_refused_where_it_could_not_be_replayed(tmp_path: Path) 
 
 
 def test_tokens_come_back(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     leases(first, token=7)
     second = yard.successor(saved, 2, FIRST)
     with pytest.raises(Refused, match="which has seen 7"):
@@ -420,8 +422,7 @@ def test_tokens_come_back(yard: Yard) -> None:
 
 def test_what_was_passed_over_stays_so(yard: Yard) -> None:
     """A worker whose own pushes a restore has taken back goes on behind them (rule A11)."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     orders.pass_over(first, COORDINATOR, FIRST, GENERATION, WORKER, 5)
     assert push(first, 5, source=WorkerSource(WORKER), token=0) == {Outcome.APPLIED}
     before = state(first)
@@ -431,8 +432,7 @@ def test_what_was_passed_over_stays_so(yard: Yard) -> None:
 
 
 def test_a_chain_of_servers_that_died_comes_back(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     second = yard.successor(saved, 2, FIRST)
     push(second, 1)
@@ -454,8 +454,7 @@ def test_an_older_checkpoint_and_a_longer_log_give_the_same(yard: Yard) -> None:
 
 
 def test_partitions_of_one_server_go_to_several(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     for sequence in range(3):
         push(first, sequence)
     before = state(first)
@@ -507,8 +506,7 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
 
 
 def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     push(first, 1)
     yard.successor(saved, 2, into=first)  # as a person wished: without the log
@@ -521,8 +519,7 @@ def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> N
 
 def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> None:
     """A push that comes while partitions in use are restored is of the old generation: refused, not added to them."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     late = order_of(first, 1)
     restore = partitions.Partition.restore
@@ -544,8 +541,7 @@ def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> N
 
 
 def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    _, saved = yard.begun()
     other = yard.empty(SECOND)
     orders.create(
         other, CreateRequest(JOB, GENERATION, LAYOUT, [], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
@@ -575,8 +571,7 @@ def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -
 
 def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
     """A worker may write into its memory while the log is written (rule C5)."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     shared = SharedMemory(4096, read_only=False)
     order = dataclasses.replace(order_of(first, 0), shared_at=0)
     payload = shared.bytes[: order.payload_bytes]
@@ -601,8 +596,7 @@ def test_any_prefix_of_a_log_holds_what_was_acknowledged(tmp_path: Path, mode: U
     and the undisturbed run's bits."""
     rng = random.Random(f"{mode} {seed}")
     with yard_of(tmp_path, mode) as yard:
-        first = yard.first()
-        saved = yard.save(first, 2)
+        first, saved = yard.begun()
         rounds = rng.randint(3, 8)
         sources: list[Source] = [RankSource(Rank(0)), RankSource(Rank(1))]
         if mode is UpdateMode.ASYNC:
@@ -720,8 +714,7 @@ def test_what_is_under_way_is_in_the_segment_before_a_checkpoint(yard: Yard, mon
 
 
 def test_pushes_take_effect_in_the_order_of_the_log(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     sources = [DataShardSource(0, 0, index) for index in (1, 2)]
     pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
     appended, go = threading.Event(), threading.Event()
@@ -763,8 +756,7 @@ def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
 
 
 def test_a_server_whose_log_was_taken_over_makes_nothing_visible(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     before = state(first)
     second = yard.successor(saved, 2, FIRST)
@@ -791,8 +783,7 @@ def test_a_server_whose_log_was_deleted_since_makes_nothing_visible(yard: Yard) 
 
 def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> None:
     """What a zombie appends later was never acknowledged, and must not come back either."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     second = yard.successor(saved, 2, FIRST)
     with pytest.raises(NotReady):
@@ -805,8 +796,7 @@ def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> No
 
 def test_the_fence_is_up_before_the_log_is_read(yard: Yard) -> None:
     """A push that the owner has synced in between is either read by the successor or never acknowledged."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     outcomes: list[object] = []
 
     def late(_: str) -> None:
@@ -823,8 +813,7 @@ def test_the_fence_is_up_before_the_log_is_read(yard: Yard) -> None:
 
 
 def test_a_fenced_worker_and_an_old_generation_append_nothing(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     order = order_of(first, 0)
     hosted = admission.admit_push(first, order)
     orders.fence(first, [WORKER])
@@ -839,8 +828,7 @@ def test_a_fenced_worker_and_an_old_generation_append_nothing(yard: Yard) -> Non
 
 
 def test_a_gap_is_refused_and_not_recorded(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     with pytest.raises(SequenceGap):
         push(first, 3)
     assert state(yard.successor(saved, 2, FIRST))[0][0] == 0
@@ -855,8 +843,7 @@ def log_of(yard: Yard, server: Incarnation = FIRST) -> LogFiles:
 
 @pytest.fixture
 def crashed(yard: Yard) -> tuple[Yard, list[Saved], dict[int, tuple[int, bytes, bytes, tuple[object, ...]]]]:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     for sequence in range(4):
         push(first, sequence)
     return yard, saved, state(first)
@@ -911,8 +898,7 @@ def test_a_torn_tail_is_cut_off(crashed: Crashed) -> None:
 
 def test_what_was_written_and_not_acknowledged_may_count(yard: Yard) -> None:
     """A server that dies after the sync, before the answer: the worker asks again and is told that it counts."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
 
     def die(_: str) -> None:
         raise OSError(5, "gone")
@@ -951,8 +937,7 @@ def test_a_missing_segment_is_named(crashed: Crashed) -> None:
 
 
 def test_a_segment_missing_in_the_middle_is_named(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     for number in (3, 4):
         push(first, number - 3)
         yard.save(first, number)
@@ -974,8 +959,7 @@ def test_a_segment_of_another_log_is_named(crashed: Crashed, tmp_path: Path) -> 
 
 
 def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    _, saved = yard.begun()
     shutil.move(log_of(yard).folder, tmp_path / "away")
     with pytest.raises(StorageUnavailable, match="server 3 is not at"):
         yard.successor(saved, 2, FIRST)
@@ -1010,8 +994,7 @@ def test_segments_reach_back_to_the_oldest_checkpoint_that_is_kept(yard: Yard) -
 
 
 def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     second = yard.successor(saved, 2, FIRST)
     yard.save(second, 3, oldest=2, logs=[FIRST])
@@ -1025,8 +1008,7 @@ def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) 
 
 def test_server_that_was_given_up_deletes_no_log_of_its_successors(yard: Yard) -> None:
     """It wakes with an order of before the others became owners, and died."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     yard.successor(saved, 2, FIRST)
     log_of(yard, SECOND).take_over(Generation(NEXT + 1))
@@ -1128,8 +1110,7 @@ def test_no_memory_for_what_was_recorded_stops_the_server(yard: Yard, monkeypatc
 
 @pytest.mark.parametrize("place", ["wal.before_fence", "wal.after_fence", "wal.before_end", "wal.after_end"])
 def test_a_successor_that_dies_while_it_takes_over_is_followed_by_another(yard: Yard, place: str) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     before = state(first)
 
@@ -1166,8 +1147,7 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
     push(former, 0)
     former.close()
     log_of(yard).take_over(NEXT)
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     push(first, 1)
     assert state(yard.successor(saved, 2, FIRST)) == state(first)
@@ -1372,8 +1352,7 @@ def test_a_run_that_begins_with_a_high_checkpoint_of_another_begins_segments_of_
 
 @pytest.mark.parametrize("place", ["wal.before_rotate", "wal.after_rotate"])
 def test_a_segment_that_cannot_be_begun_stops_the_server_and_loses_nothing(yard: Yard, place: str) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push(first, 0)
     before = state(first)
 

@@ -244,8 +244,7 @@ def test_promise_3_rows_that_were_acknowledged_come_back_to_the_bit(yard: Yard, 
 
 
 def test_rows_come_back_wherever_their_partitions_go(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     for sequence in range(6):
         push_rows(first, sequence)
     before = [contents(table_of(first, t, p)) for t in range(len(TABLES)) for p in OWNED]
@@ -285,8 +284,7 @@ def test_rows_that_a_checkpoint_has_are_not_pushed_again(yard: Yard) -> None:
 def test_any_prefix_of_a_log_has_the_rows_that_were_acknowledged(tmp_path: Path, seed: int) -> None:
     """Several workers push at once; the log's order is the order of all."""
     with yard_of(tmp_path, layout=ROWS) as yard:
-        first = yard.first()
-        saved = yard.save(first, 2)
+        first, saved = yard.begun()
         sources = [DataShardSource(0, 0, index) for index in range(4)]
         pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
         errors = run(
@@ -319,8 +317,7 @@ def run(works: Sequence[Callable[[], object]]) -> list[BaseException]:
 
 
 def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     shared = SharedMemory(4096, read_only=False)
     order, rows = order_with(first, dataclasses.replace(order_of(first, 0), shared_at=0), some(first, 0))
     payload = shared.bytes[: order.payload_bytes]
@@ -345,8 +342,7 @@ def test_rates_of_late_rows_come_back_to_the_bit(tmp_path: Path) -> None:
     rule = StaleRule(divides_rate=True)
     layout = dataclasses.replace(ROWS, tables=tuple(each for each in TABLES if each.optimizer != "ftrl"))
     with yard_of(tmp_path, stale=rule, layout=layout) as yard:
-        first = yard.first()
-        saved = yard.save(first, 2)
+        first, saved = yard.begun()
         for sequence in range(8):
             order, rows = order_with(first, order_of(first, sequence), some(first, sequence, tables=5))
             bases = tuple(Version(1, max(0, sequence - late)) for late in (4, 1))
@@ -397,8 +393,7 @@ def hold(first: Store, name: str, work: Callable[[], object], meanwhile: Callabl
 
 def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expire(yard: Yard) -> None:
     """It was decided that others expire while this one was on its way to the disk."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     other = DataShardSource(0, 0, 1)
     pushes.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
     old, fresh = ids_of(0, 2), ids_of(0, 4, begin=2)
@@ -435,8 +430,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
 
 def test_what_expires_with_a_push_that_is_there_twice_expires_once(yard: Yard) -> None:
     """The second one is a duplicate only when it takes effect: what was decided with it is nobody's."""
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     ids = ids_of(0, 2)
     push_rows(first, 0, [(AGING, OWNED[0], ids[:1])])
     for sequence in range(1, 3):
@@ -572,8 +566,7 @@ def test_a_table_that_pushes_on_their_way_fill_refuses_the_next_before_it_is_rec
     """Else one of its partitions might refuse what the others, and the log, have taken."""
     small = dataclasses.replace(ROWS, tables=(dataclasses.replace(TABLES[0], rows_max=8),))
     with yard_of(tmp_path, layout=small) as yard:
-        first = yard.first()
-        saved = yard.save(first, 2)
+        first, saved = yard.begun()
         other = DataShardSource(0, 0, 1)
         pushes.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
         errors: list[BaseException] = []
@@ -614,8 +607,7 @@ def no_memory(_: str) -> None:
 
 
 def test_rows_that_are_applied_in_part_stop_the_server_and_come_back_whole(yard: Yard, tmp_path: Path) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push_rows(first, 0, untimed(first, 0))
     with failpoints.armed("rows.before_update", no_memory), pytest.raises(Internal, match="applied in part"):
         push_rows(first, 1, untimed(first, 1))
@@ -703,8 +695,7 @@ SPOILT: dict[str, tuple[Callable[[Store], Made], str]] = {
 def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
     """In a record whose checksums are right."""
     make, told = SPOILT[what]
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     push_rows(first, 0)
     wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
     good, rows = order_with(first, order_of(first, 0), some(first, 0))

@@ -102,8 +102,7 @@ def test_promise_3_steps_with_verdicts_come_back_to_the_bit(yard: Yard, seed: in
 
 
 def test_step_that_waited_for_its_verdict_waits_on_and_takes_it(yard: Yard, tmp_path: Path) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     step(first, 0)
     wanted = verdict_of(first, 0)
     second = yard.successor(saved, 2, FIRST)
@@ -150,8 +149,7 @@ def test_verdict_that_comes_again_is_not_logged_again(yard: Yard) -> None:
 
 
 def test_verdicts_that_come_at_once_count_once(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     barrier = threading.Barrier(4)
 
     def work(verdict: StepVerdict) -> None:
@@ -171,8 +169,7 @@ def test_verdicts_that_come_at_once_count_once(yard: Yard) -> None:
 
 
 def test_partitions_of_one_server_take_their_verdicts_on_several(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     take_step(first, 0)
     step(first, 1)
     before = state(first)
@@ -232,8 +229,7 @@ def test_a_log_that_fails_takes_no_verdict(yard: Yard, monkeypatch: pytest.Monke
     ],
 )
 def test_verdict_that_does_not_follow_is_damage(yard: Yard, head: bytes) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     step(first, 0)
     wal = first.hosted()[0].wal
     assert wal is not None
@@ -245,8 +241,7 @@ def test_verdict_that_does_not_follow_is_damage(yard: Yard, head: bytes) -> None
 
 
 def test_verdict_is_for_the_partitions_that_it_was_given_to(yard: Yard) -> None:
-    first = yard.first()
-    saved = yard.save(first, 2)
+    first, saved = yard.begun()
     step(first, 0)
     wal = first.hosted()[0].wal
     assert wal is not None

@@ -52,36 +52,6 @@ def expire(table: Table, step: int, budget: int = 1 << 40) -> list[int]:
 # ---- admission
 
 
-def test_ids_are_admitted_by_the_push_that_makes_them_frequent_enough() -> None:
-    table = make(AdmissionSettings(Admission.COUNT, threshold=3))
-    push(table, IDS[:2], 1)
-    push(table, IDS[:2], 2)
-    assert (table.rows, table.state.entries) == (0, 2)
-    assert values(table, IDS[:3]) == [0, 0, 0]
-    push(table, IDS[:1], 3)
-    # gradients before are not made up for
-    assert values(table, IDS[:3]) == [1, 0, 0]
-    assert (table.rows, table.state.entries) == (1, 2)
-    table.push(IDS[5:6], -np.ones((1, DIM), np.float32), 4, counts=np.array([3]))
-    table.count(IDS[6:7], np.array([9]), 4)
-    assert values(table, IDS[5:7]) == [1, 0]
-    assert table.rows == 3
-
-
-def test_counts_of_ids_without_a_row_are_in_cuts_and_come_back() -> None:
-    table, other = (make(AdmissionSettings(Admission.COUNT, threshold=3)) for _ in range(2))
-    push(table, IDS[:10], 1)
-    push(table, IDS[:5], 2)
-    table.push(IDS[10:20], -np.ones((10, DIM), np.float32), 2, counts=np.full(10, 3))
-    for chunk in table.cuts.items():
-        assert chunk.values.shape == (10, DIM)
-        other.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
-    assert (other.rows, other.state.entries) == (10, 20)
-    for each in (table, other):
-        push(each, IDS[:20], 3)
-        assert values(each, IDS[:20]) == [1] * 5 + [0] * 5 + [2] * 10
-
-
 def test_admission_by_chance_depends_on_seed_id_and_step_alone() -> None:
     chance = AdmissionSettings(Admission.CHANCE, chance=0.25)
     table, same, other = make(chance), make(chance), make(chance, seed=2)
@@ -152,57 +122,6 @@ def test_admission_that_makes_no_sense_is_refused(given: dict[str, float]) -> No
 # ---- expiry
 
 
-def test_what_was_not_pushed_for_long_expires() -> None:
-    table = make(expiry=ExpirySettings(age_steps=10))
-    push(table, IDS[:600], 1)
-    push(table, IDS[300:], 5)
-    assert expire(table, 11) == []
-    assert expire(table, 12) == IDS[:300].tolist()
-    assert table.rows == table.state.entries == 700
-    assert values(table)[:300] == [0] * 300
-    assert expire(table, 16) == IDS[300:].tolist()
-    assert table.rows == 0
-
-
-def test_counts_of_ids_without_a_row_expire_too() -> None:
-    table = make(AdmissionSettings(Admission.COUNT, threshold=3), ExpirySettings(age_steps=10))
-    push(table, IDS, 1)
-    assert expire(table, 20) == IDS.tolist()
-    assert table.state.entries == 0
-
-
-def test_what_is_seldom_expires_after_its_grace() -> None:
-    table = make(expiry=ExpirySettings(frequency_min=3, grace_steps=5))
-    for step in (1, 2, 3):
-        push(table, IDS[: 1_000 - 100 * step], step)
-    assert expire(table, 4) == []
-    assert expire(table, 6) == IDS[800:900].tolist()
-    assert expire(table, 100) == IDS[700:800].tolist()
-    assert expire(table, 1_000) == []
-
-
-def test_what_is_small_expires() -> None:
-    table = make(expiry=ExpirySettings(norm_min=2.0))
-    push(table, IDS[:500], 1, -0.99)
-    push(table, IDS[500:], 1, 1.0)
-    # of four values 1, which have the norm 2, none
-    assert expire(table, 2) == IDS[:500].tolist()
-
-
-def test_beyond_the_rows_that_are_kept_the_least_frequent_go() -> None:
-    table = make(expiry=ExpirySettings(rows_kept=350))
-    for step in range(1, 11):
-        push(table, IDS[: 100 * step], step)
-    table.push(IDS[:1], np.zeros((1, DIM), np.float32), 11)
-    gone = expire(table, 11)
-    # 300 have a frequency of 8 or more, and the 100 with 7 leave 50 places
-    assert len(gone) == 650
-    assert set(gone) >= set(IDS[400:].tolist())
-    assert set(gone) <= set(IDS[300:].tolist())
-    assert table.rows == 350
-    assert expire(table, 12) == []
-
-
 def test_rows_of_pushes_on_their_way_are_not_among_what_expires() -> None:
     table = make(expiry=ExpirySettings(age_steps=1))
     push(table, IDS, 1)
@@ -265,13 +184,6 @@ def test_a_sweep_tells_the_same_whatever_the_private_seed() -> None:
     first.remove_expired(gone)
     assert (first.rows, first.use().expired) == (350, 450)
     assert first.expiry.sweep(9, []).size == 0
-
-
-def test_nothing_expires_without_a_reason() -> None:
-    table = make()
-    push(table, IDS, 1)
-    done = table.expiry.expiring(1 << 40, 1 << 40)
-    assert (done.ids.size, done.over, table.rows) == (0, True, 1_000)
 
 
 @pytest.mark.parametrize(
