@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from shardyard.domain.errors import TooLarge
-from shardyard.domain.tables.row_ids import partition_of
 from shardyard_worker.rows import dedup as module
 from shardyard_worker.rows.dedup import IdNumbering, sum_rows, unique_ids
 
@@ -15,32 +14,6 @@ LAST, FIRST = (1 << 63) - 1, -(1 << 63)
 
 def ids_of(*ids: int) -> np.ndarray:
     return np.array(ids, np.int64)
-
-
-def test_distinct_ids_ascend_and_places_lead_back() -> None:
-    batch = ids_of(7, -1, 7, LAST, 0, FIRST, -1, 7)
-    found = unique_ids(batch)
-    assert found.ids.tolist() == [FIRST, -1, 0, 7, LAST]
-    assert found.places.tolist() == [3, 1, 3, 4, 2, 0, 1, 3]
-    assert found.starts.tolist() == [0, 5]
-
-
-def test_ids_of_a_partition_are_a_slice() -> None:
-    batch = np.random.default_rng(0).integers(-50, 50, 1_000)
-    found = unique_ids(batch, partitions=7)
-    np.testing.assert_array_equal(found.ids[found.places], batch)
-    for partition, (begin, end) in enumerate(zip(found.starts[:-1], found.starts[1:], strict=True)):
-        part = found.ids[begin:end]
-        assert (partition_of(part, 7) == partition).all()
-        assert (part[1:] > part[:-1]).all()
-    assert sorted(found.ids) == sorted(set(batch.tolist()))
-
-
-def test_no_ids_are_no_distinct_ones() -> None:
-    for partitions in (1, 3):
-        found = unique_ids(ids_of(), partitions)
-        assert (found.ids.size, found.places.size) == (0, 0)
-        assert found.starts.tolist() == [0] * (partitions + 1)
 
 
 def test_batch_that_is_not_contiguous_or_not_writable_is_the_same_batch() -> None:
@@ -62,13 +35,6 @@ def test_more_different_ids_than_expected_are_numbered_on() -> None:
     np.testing.assert_array_equal(numbers.add(ids[::-1]), np.arange(ids.size)[::-1])
     np.testing.assert_array_equal(numbers.ids, ids)
     assert len(numbers) == ids.size
-
-
-def test_looking_for_an_id_gives_it_no_number() -> None:
-    numbers = IdNumbering()
-    numbers.add(ids_of(5, 0, FIRST))
-    assert numbers.find(ids_of(0, 6, FIRST, 5, LAST)).tolist() == [1, -1, 2, 0, -1]
-    assert len(numbers) == 3
 
 
 def test_more_ids_than_there_are_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
