@@ -44,7 +44,7 @@ from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
-from shardyard_worker.data import sync_feed
+from shardyard_worker.data import feed as feeds
 from shardyard_worker.data.feed import Feed
 from shardyard_worker.data.sync_feed import SyncFeed
 from shardyard_worker.exchange.norm_sums import NormSums
@@ -296,7 +296,7 @@ def ranks_of_the_dead_are_nobodys(patch: Patch) -> None:
 @mutation("B5", "sync", 1, 2)
 def random_numbers_are_nobodys(patch: Patch) -> None:
     """random numbers are not those of the rank and the step"""
-    patch.setattr(sync_feed, "seed_everything", lambda *key: None)
+    patch.setattr(feeds, "seed_everything", lambda *key: None)
 
 
 @mutation("B6", "sync", 0, 2)

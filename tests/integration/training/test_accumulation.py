@@ -17,7 +17,7 @@ from shardyard.domain import errors
 from shardyard.domain.orders import order
 from shardyard.domain.units import EpochPlan
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.data import sync_feed
+from shardyard_worker.data import feed
 from shardyard_worker.exchange.server_stream import ServerStream
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted
 from tests.support.yards import Probes, RoleYard, finish
@@ -229,8 +229,8 @@ GOLDEN = [0.351171, 0.385935, 0.631896, 0.929989, 0.429932, 0.112068, 0.066262, 
 
 def test_seeds_of_single_batches_are_what_they_were(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[tuple[int, ...]] = []
-    seed_everything = sync_feed.seed_everything
-    monkeypatch.setattr(sync_feed, "seed_everything", lambda *key: (keys.append(key), seed_everything(*key)))
+    seed_everything = feed.seed_everything
+    monkeypatch.setattr(feed, "seed_everything", lambda *key: (keys.append(key), seed_everything(*key)))
     counted = Counted(connect(settings=SYNC_2 | {"job.seed": 3}), 8)
     drawn: list[float] = []
     for (index,) in counted.job.batches(counted.data, batch_size=2):

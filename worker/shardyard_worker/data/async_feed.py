@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardyard.domain.errors import ShardyardError, StaleToken
@@ -22,10 +22,8 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged
-from shardyard_worker.data.feed import EarlyBatch, Feed, Work
-from shardyard_worker.data.look_ahead import Depth, announced
-from shardyard_worker.data.poison_guard import announce
-from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.data.feed import Feed, Work
+from shardyard_worker.data.look_ahead import due_batches
 from shardyard_worker.training.table_binding import Announced
 
 log = logging.getLogger("shardyard.worker")
@@ -33,14 +31,14 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass
 class _Shard:
-    """The current data shard: its batches, the one being computed, and the first that may be read before its turn."""
+    """The current data shard: its batches, and the one being computed. Those before `announce_until` are announced, and
+    not read before their turn."""
 
     source: DataShardSource
     samples: Indices
     batches: int
     announce_until: int
     sequence: int = 0
-    early: dict[int, EarlyBatch] = field(default_factory=dict)
 
 
 class AsyncFeed(Feed):
@@ -118,9 +116,10 @@ class AsyncFeed(Feed):
             return
         self._strategy.resume()
         size = self._settings.batch_size
-        samples = self._orders.of(lease.source.epoch)[lease.begin : lease.end]
+        samples = self._order(epoch=lease.source.epoch)[lease.begin : lease.end]
         nexts = [mark.next for mark in marks]
         pending: Work | None = None
+        self._early.clear()
         self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.careful_below)
         for sequence in range(min(nexts), shard.batches):
             if self._is_told_to_stop:
@@ -151,7 +150,7 @@ class AsyncFeed(Feed):
                     continue
             shard.sequence = sequence
             try:
-                yield self._fetch(shard, sequence)
+                yield self._fetch(self._seed(shard.source, sequence), chosen)
             except (GeneratorExit, KeyboardInterrupt):
                 self._give_back(lease)
                 raise
@@ -169,30 +168,23 @@ class AsyncFeed(Feed):
         """Announces a batch at which workers may have died (rule A13). Returns whether it counts. Raises LostWork,
         StaleToken."""
         self._strategy.drain()  # if this worker dies now, it is because of this batch, not an earlier one
-        verdict = announce(self._trainer, lease.source, lease.token, sequence, highest=highest)
-        shard.announce_until = verdict.announce_until
-        return verdict.counts
-
-    def _fetch(self, shard: _Shard, sequence: int) -> Any:
-        """The current batch. Afterwards the generators are as reading it has left them."""
-        seed_everything(*self._seed(shard.source, sequence))
-        early = shard.early.pop(sequence, None)
-        return self._reader.fetch(self._chosen(shard.samples, sequence)) if early is None else early.take()
+        counts, shard.announce_until = self._begins(lease.source, lease.token, sequence, highest=highest)
+        return counts
 
     def _announced(self) -> Sequence[Announced]:
         """The announced ids of later batches of the same data shard."""
         shard = self._shard
         if shard is None or self._look_ahead is None or self._is_told_to_stop:
             return ()
-        depth = Depth(self._session.settings.worker.window, self._settings.accumulate)
-        due = range(shard.sequence + 1 + depth.begin, min(shard.sequence + 1 + depth.end, shard.batches))
+        first, end = shard.sequence + 1, shard.batches
+        due = [first + each for each in due_batches(self._session.settings.worker.window, self._settings.accumulate)]
+        due = [sequence for sequence in due if sequence < end]
         if not due or due[0] < shard.announce_until:
             return ()
-        for sequence in due:
-            seed = self._seed(shard.source, sequence)
-            shard.early[sequence] = self._read_early(seed, self._chosen(shard.samples, sequence))
-        read = [shard.early[sequence] for sequence in due]
-        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
+        seeds = [self._seed(shard.source, sequence) for sequence in due]
+        for seed, sequence in zip(seeds, due, strict=True):
+            self._read_early(seed, self._chosen(shard.samples, sequence))
+        return self._ids_of(seeds)
 
     def _seed(self, source: DataShardSource, sequence: int) -> tuple[int, ...]:
         return self._session.seed, 1, source.feed, source.epoch, source.index, sequence

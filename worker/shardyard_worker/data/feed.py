@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Token
 from shardyard.domain.orders import Indices, order
-from shardyard.domain.push_names import PushName
+from shardyard.domain.push_names import LeasedSource, PushName
+from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.strategy import LostWork, Strategy
 from shardyard_worker.data.dataset import Reader
-from shardyard_worker.data.look_ahead import LookAhead
+from shardyard_worker.data.look_ahead import LookAhead, announced
 from shardyard_worker.data.seeding import GeneratorStates, restore, seed_everything, states, undisturbed
 from shardyard_worker.training.table_binding import Announced, Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
+
+PAUSE_MS_MAX = 1_000
 
 
 @dataclass
@@ -54,26 +59,6 @@ class FeedSettings:
     shuffle: bool
     drop_last: bool
     accumulate: int = 1
-
-
-@dataclass
-class Orders:
-    """Permutations of the epochs in use. Two are kept, since workers move between neighbouring epochs."""
-
-    seed: int
-    feed: int
-    samples: int
-    shuffle: bool
-    _kept: dict[int, Indices] = field(default_factory=dict)
-
-    def of(self, epoch: int) -> Indices:
-        if epoch not in self._kept:
-            while len(self._kept) >= 2:
-                del self._kept[min(self._kept)]
-            self._kept[epoch] = order(
-                seed=self.seed, feed=self.feed, epoch=epoch, samples=self.samples, shuffle=self.shuffle
-            )
-        return self._kept[epoch]
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,12 @@ class Feed(ABC):
         self._number = number
         self._settings = settings
         self._opened = opened
-        self._orders = Orders(self._session.seed, number, reader.samples, settings.shuffle)
+        # two are kept, since workers move between neighbouring epochs
+        self._order = lru_cache(2)(
+            partial(order, seed=self._session.seed, feed=number, samples=reader.samples, shuffle=settings.shuffle)
+        )
+        self._early: dict[tuple[int, ...], EarlyBatch] = {}
+        """Batches that were read before their turn, by the seed of their turn."""
         self._warned = False
         self._look_ahead = look_ahead
         self.upcoming: Upcoming | None = None if look_ahead is None else self._announced
@@ -167,9 +157,43 @@ class Feed(ABC):
             self._warned = True
         self._contribute(work, None)
 
-    def _read_early(self, seed: tuple[int, ...], chosen: Indices) -> EarlyBatch:
+    def _begins(self, source: LeasedSource, token: Token, sequence: int, *, highest: int) -> tuple[bool, int]:
+        """Tells the coordinator that this batch, at which workers may have died, is computed next (rule A13).
+        `highest`: the highest next sequence of the source over all partitions, when it was opened under this token, and
+        after this worker's pushes since.
+
+        Returns whether the batch counts, and before which sequence of the source this must be asked again. Raises
+        StaleToken if another worker has the lease, and the job's failure.
+        """
+        session = self._session
+        request = wire.BeginBatchRequest(
+            caller=common_messages.caller_to_wire(session.caller),
+            source=common_messages.source_to_wire(source),
+            token=token,
+            sequence=sequence,
+            highest=highest,
+        )
+        reply = session.ask(methods.BEGIN_BATCH, request)
+        with session.wait_registry.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
+            while reply.retry_ms:
+                self._trainer.router.pause(min(reply.retry_ms, PAUSE_MS_MAX))
+                session.check()
+                reply = session.ask(methods.BEGIN_BATCH, request)
+        if reply.quarantined:
+            log.warning("#%d of %s is in quarantine; it does not count", sequence, source)
+        return not reply.quarantined, reply.careful_below
+
+    def _fetch(self, seed: tuple[int, ...], chosen: Indices) -> Any:
+        """The current batch. Afterwards the generators are as reading it has left them."""
+        seed_everything(*seed)
+        early = self._early.pop(seed, None)
+        return self._reader.fetch(chosen) if early is None else early.take()
+
+    def _read_early(self, seed: tuple[int, ...], chosen: Indices) -> None:
         """Reads a batch before its turn, with the random numbers of its turn. The generators' states are then
         restored."""
+        if seed in self._early:
+            return
         with undisturbed():
             seed_everything(*seed, devices=False)
             batch, error = None, None
@@ -177,4 +201,11 @@ class Feed(ABC):
                 batch = self._reader.fetch(chosen)
             except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
                 error = raised
-            return EarlyBatch(batch, error, states())
+            self._early[seed] = EarlyBatch(batch, error, states())
+
+    def _ids_of(self, seeds: Iterable[tuple[int, ...]]) -> Sequence[Announced]:
+        """The announced ids of batches that were read early."""
+        assert self._look_ahead is not None
+        return announced(
+            self._look_ahead, [each.batch for each in map(self._early.get, seeds) if each and not each.error]
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,45 +24,33 @@ LookAhead = Callable[[Any], Features]
 """Returns the features of a batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Depth:
-    """Which batches are computed on the values of the next exchange. `window`: exchanges in flight; `accumulate`:
-    batches of a push."""
-
-    window: int
-    accumulate: int = 1
-
-    @property
-    def begin(self) -> int:
-        """The number of batches between the current one, the last of its push, and the first of these."""
-        return self.window * self.accumulate
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.accumulate
+def due_batches(window: int, accumulate: int) -> range:
+    """Which of the batches after the current one, the last of its push, are computed on the values of the next
+    exchange. `window`: exchanges in flight; `accumulate`: batches of a push."""
+    return range(window * accumulate, (window + 1) * accumulate)
 
 
 def announced(look_ahead: LookAhead, batches: Iterable[Any]) -> list[Announced]:
     """Raises InvalidRequest, and what a forward raises for invalid ids."""
     found: list[Announced] = []
     for batch in batches:
-        said = look_ahead(batch)
-        if not isinstance(said, Mapping):
+        features = look_ahead(batch)
+        if not isinstance(features, Mapping):
             raise InvalidRequest(
-                f"look_ahead gave {type(said).__name__}; expected what modules will be given, by module",
+                f"look_ahead gave {type(features).__name__}; expected what modules will be given, by module",
                 todo="for example: look_ahead=lambda batch: {model.words: batch[0]}",
             )
-        found += [each for module, features in said.items() for each in ids_of(module, features)]
+        found += [each for module, given in features.items() for each in ids_of(module, given)]
     return found
 
 
 class ReadAhead(Generic[B]):
     """A script's own batches."""
 
-    def __init__(self, batches: Iterable[B], look_ahead: LookAhead, depth: Depth) -> None:
+    def __init__(self, batches: Iterable[B], look_ahead: LookAhead, *, window: int, accumulate: int) -> None:
         self._batches = iter(batches)
         self._look_ahead = look_ahead
-        self._depth = depth
+        self._window, self._accumulate = window, accumulate
         self._next: deque[B] = deque()
         self._error: Exception | None = None
         self._ended = False
@@ -77,10 +64,10 @@ class ReadAhead(Generic[B]):
     def announced(self, ranks: int | None = None) -> Sequence[Announced]:
         """The ids of the batches that are computed on the values of the next exchange. `ranks`: given for a synchronous
         step, the number of its logical ranks that this worker computes."""
-        depth = self._depth if ranks is None else Depth(0, ranks * self._depth.accumulate)
-        while len(self._next) < depth.end and self._read():
+        due = due_batches(self._window, self._accumulate) if ranks is None else range(ranks * self._accumulate)
+        while len(self._next) < due.stop and self._read():
             pass
-        return announced(self._look_ahead, list(self._next)[depth.begin : depth.end])
+        return announced(self._look_ahead, list(self._next)[due.start : due.stop])
 
     def _read(self) -> bool:
         """Reads a batch. False at the end, or if it could not be read."""

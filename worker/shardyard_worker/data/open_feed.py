@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from shardyard.domain.consistency import UpdateMode
@@ -37,11 +38,7 @@ def open_feed(
         feed=number,
         samples=reader.samples,
         fingerprint=reader.fingerprint(),
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        shuffle=settings.shuffle,
-        drop_last=settings.drop_last,
-        accumulate=settings.accumulate,
+        **asdict(settings),
     )
     opened = session.ask(methods.OPEN_FEED, request)
     given: dict[str, Any] = {"number": number, "settings": settings, "opened": opened, "look_ahead": look_ahead}

@@ -22,14 +22,14 @@ from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.synchronous import SyncStrategy
-from shardyard_worker.data.feed import EarlyBatch, Feed, Work
-from shardyard_worker.data.look_ahead import announced
+from shardyard_worker.data.feed import Feed, Work
 from shardyard_worker.data.makeup_steps import MakeupSteps, MissedBatch
-from shardyard_worker.data.poison_guard import announce
-from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.training.table_binding import Announced
 
 log = logging.getLogger("shardyard.worker")
+
+STEP_OF_SEED = 3
+"""Where a batch's seed has its step."""
 
 
 class SyncFeed(Feed):
@@ -58,8 +58,6 @@ class SyncFeed(Feed):
         self._makeup = MakeupSteps(session, self._number, self._plan.end, makes_up=makes_up)
         if makes_up:
             self.upcoming = None  # a step brings no values
-        self._early: dict[tuple[Rank, int, int], EarlyBatch] = {}
-        """By rank, step, and the batch's number in the step."""
 
     @property
     def _end(self) -> int:
@@ -125,26 +123,26 @@ class SyncFeed(Feed):
         chosen = self._samples(missed)
         is_hybrid = self._session.job_settings.consistency.rows_at_once
         self.work = work = Work(name, len(chosen), highest=ranks.highest(rank) if is_hybrid else 0)
-        self._early = {key: each for key, each in self._early.items() if key[1] >= step}
+        self._early = {seed: each for seed, each in self._early.items() if seed[STEP_OF_SEED] >= step}
         if len(chosen) == 0:
             self._warned = True  # the last step of an epoch may have less work than ranks
             self._drop("no samples")
             return
         if step < ranks.announce_until(rank):
             try:
-                verdict = announce(self._trainer, RankSource(rank), name.token, step, highest=ranks.highest(rank))
+                counts, _ = self._begins(RankSource(rank), name.token, step, highest=ranks.highest(rank))
             except StaleToken as error:
                 log.info("%s is another worker's now: %s", name, error.what)
                 self._session.refresh()
                 return
-            if not verdict.counts:
+            if not counts:
                 self._contribute(work, None)
                 return
         batches = list(self._units.batches(len(chosen)))
         for number, batch in enumerate(batches):
             work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
             self._trainer.accumulates = not batch.due
-            yield self._fetch(missed, number, chosen[batch.begin : batch.end])
+            yield self._fetch(self._seed(missed, number), chosen[batch.begin : batch.end])
         if not work.taken:
             self._end_without_step()
 
@@ -154,13 +152,7 @@ class SyncFeed(Feed):
 
     def _samples(self, batch: MissedBatch) -> Indices:
         epoch, begin, end = self._plan.span(batch.step, batch.rank)
-        return self._orders.of(epoch)[begin:end]
-
-    def _fetch(self, of: MissedBatch, number: int, chosen: Indices) -> Any:
-        """The current batch. Afterwards the generators are as reading it has left them."""
-        seed_everything(*self._seed(of, number))
-        early = self._early.pop((of.rank, of.step, number), None)
-        return self._reader.fetch(chosen) if early is None else early.take()
+        return self._order(epoch=epoch)[begin:end]
 
     def _seed(self, of: MissedBatch, number: int) -> tuple[int, ...]:
         """A step's only batch is seeded by its name alone."""
@@ -173,21 +165,19 @@ class SyncFeed(Feed):
         step = self._strategy.step + 1
         if step < self._opened.first_step or not self._has(step):
             return ()
-        read: list[EarlyBatch] = []
+        seeds: list[tuple[int, ...]] = []
         for rank in sorted(self._strategy.ranks.held):
             if step >= self._strategy.ranks.announce_until(rank):
-                read += self._read_step(MissedBatch(rank, step))
-        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
+                seeds += self._read_step(MissedBatch(rank, step))
+        return self._ids_of(seeds)
 
-    def _read_step(self, of: MissedBatch) -> list[EarlyBatch]:
+    def _read_step(self, of: MissedBatch) -> list[tuple[int, ...]]:
         chosen = self._samples(of)
-        found: list[EarlyBatch] = []
+        seeds = []
         for number, batch in enumerate(self._units.batches(len(chosen)) if len(chosen) else ()):
-            key = (of.rank, of.step, number)
-            if key not in self._early:
-                self._early[key] = self._read_early(self._seed(of, number), chosen[batch.begin : batch.end])
-            found.append(self._early[key])
-        return found
+            seeds.append(self._seed(of, number))
+            self._read_early(seeds[-1], chosen[batch.begin : batch.end])
+        return seeds
 
     # ---- the end
 

@@ -17,7 +17,7 @@ from shardyard_worker.consistency.strategy import ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.feed import Feed, FeedSettings
-from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
+from shardyard_worker.data.look_ahead import LookAhead, ReadAhead
 from shardyard_worker.data.open_feed import open_feed
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.training.table_binding import Announced
@@ -103,7 +103,9 @@ def announce(loop: TrainingLoop, batches: Iterable[B], ids_of: LookAhead, accumu
         raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
     if loop.session.mode is UpdateMode.SYNC and loop.session.job_settings.consistency.backup_workers:
         return iter(batches)  # a step brings no values
-    return _announce(loop, ReadAhead(batches, ids_of, Depth(loop.session.settings.worker.window, accumulate)))
+    return _announce(
+        loop, ReadAhead(batches, ids_of, window=loop.session.settings.worker.window, accumulate=accumulate)
+    )
 
 
 def _announce(loop: TrainingLoop, ahead: ReadAhead[B]) -> Iterator[B]:
