@@ -67,7 +67,7 @@ def sums_in(folder: Path) -> np.ndarray[Any, Any]:
 
 
 def went_back(script: Script) -> bool:
-    return any("what compression has not sent is as it was at the checkpoint" in line for line in script.lines)
+    return any("the residual is as it was at the checkpoint" in line for line in script.lines)
 
 
 EXPECTED = EPOCHS * whole_numbers(SAMPLES).sum(0).numpy()
@@ -139,7 +139,7 @@ def test_what_a_worker_had_not_sent_that_dies_with_the_server_is_taken_up_by_the
     started[1][0].kill()
     yard.restart_server(0)
     finish(*started[0])
-    assert any("takes up what worker" in line for line in started[0][0].lines)
+    assert any("adds the residual of worker" in line for line in started[0][0].lines)
     yard.ended()
     assert np.array_equal(sums_in(yard.state / "checkpoints"), EXPECTED)
 

@@ -225,9 +225,10 @@ class ErrorFeedback:
         self.commit()
         self._restore(saved)
 
-    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Raises what `load_state_dict` would raise."""
+    def checked(self, state: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Returns the state. Raises what `load_state_dict` would raise."""
         self._parse(state)
+        return state
 
     def go_back(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """As `load_state_dict`, after the servers went back to the time when this worker had `state` (empty: it had

@@ -1,4 +1,4 @@
-"""A worker's residuals in checkpoints: saved when the coordinator asks, restored when the job goes back.
+"""A worker's residual in checkpoints: saved when the coordinator asks, restored when the job goes back to one.
 
 Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: a saved state is of
 one moment between two pushes. After the job has gone back, the restored state is in place before the next push under
@@ -17,8 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
@@ -30,26 +29,18 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.compression.block_state import Array
 from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.compression.push_boundary import PushBoundary
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
+R = TypeVar("R")
+
 READY_AGAIN_MS: Final = 10
-SETTLE_MS: Final = 30_000
+CHECKPOINT_WAIT_MS: Final = 30_000
 """How long a worker that leaves waits for a checkpoint that contains its residual."""
-SETTLE_AGAIN_MS: Final = 50
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A heartbeat's request: the checkpoint to save for (0: none), and residuals of workers that are gone."""
-
-    number: int
-    url: str
-    handed: tuple[wire.HandOver, ...]
+CHECKPOINT_AGAIN_MS: Final = 50
 
 
 class ResidualCheckpointer:
@@ -68,10 +59,13 @@ class ResidualCheckpointer:
         self._closed = False
         self._leaving = False
         self._asked = 0
+        """The checkpoint that the coordinator asks to save for; 0: none."""
         self._copied = 0
-        self._gone_back = 0
+        """The checkpoint that was last saved for."""
+        self._restores = 0
+        """How many times the job had gone back to a checkpoint when this worker last followed it there."""
         self._added: set[tuple[int, str]] = set()
-        self._taking_up = threading.Lock()
+        self._reading = threading.Lock()
 
     # ---- from heartbeats
 
@@ -79,32 +73,32 @@ class ResidualCheckpointer:
         """Begins what the coordinator asks for, in another thread. The coordinator repeats requests that cannot be done
         yet."""
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
-        # this worker's own state is restored with the map, and so is all of a map that was not followed yet
-        handed = tuple(each for each in reply.feedback if not each.own and each.generation <= self._gone_back)
-        is_current = reply.gone_back <= self._gone_back and not self._following and len(handed) == len(reply.feedback)
-        number = self._asked if is_current and self._asked != self._copied else 0
-        if not number and not handed:
+        # what comes with a map that this worker does not follow yet, and its own state, is restored with the map
+        others = tuple(each for each in reply.feedback if not each.own and each.generation <= self._restores)
+        follows = reply.gone_back <= self._restores and not self._following and len(others) == len(reply.feedback)
+        number = self._asked if follows and self._asked != self._copied else 0
+        if not number and not others:
             return
         with self._lock:
             if self._busy or self._leaving or self._closed:
                 return
-            self._busy, self._adding = True, bool(handed)
+            self._busy, self._adding = True, bool(others)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "feedback")
-            order = _Order(number, reply.save_feedback.url, handed)
-            self._thread.submit(self._carry_out, order).add_done_callback(_log_failure)
+            done = self._thread.submit(self._carry_out, others, number, reply.save_feedback.url)
+            done.add_done_callback(_log_failure)
 
-    def _carry_out(self, order: _Order) -> None:
+    def _carry_out(self, others: Iterable[wire.HandOver], number: int, url: str) -> None:
         try:
-            for handed in order.handed:
+            for handed in others:
                 self._add(handed)
             self._adding = False
-            if order.number:
-                self._save(order.number, order.url)
+            if number:
+                self._save(number, url)
         except CancelledError:
-            log.debug("what compression has not sent was not written: this worker leaves")
+            log.debug("the residual was not written, since this worker leaves")
         except ShardyardError as error:
-            log.warning("what compression has not sent was not written, or taken up: %s", error.what)
+            log.warning("the residual was not written, or another worker's not added: %s", error.what)
         finally:
             with self._lock:
                 self._busy = self._adding = False
@@ -128,7 +122,7 @@ class ResidualCheckpointer:
             report.stage = wire.FEEDBACK_STAGE_ENDED
             self._report(report)
         except NotFound as error:
-            log.info("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+            log.info("the residual is not in checkpoint %d: %s", number, error.what)
 
     def _report(self, report: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
         return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
@@ -143,96 +137,85 @@ class ResidualCheckpointer:
             return self._feedback.state_dict()
 
         copied = self.boundary.when_free(copy)
-        with self._session.wait_registry.over(lambda: "the push under way, to save what compression has not sent"):
+        with self._session.wait_registry.over(lambda: "the push in flight, to save the residual"):
             return copied.result()
 
     def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
         """Writes the state, and puts the outcome into the report."""
         name = worker_name(self._session.caller.incarnation)
         try:
-            with self._session.wait_registry.over(lambda: f"what compression has not sent to be written to {url}"):
+            with self._session.wait_registry.over(lambda: f"the residual to be written to {url}"):
                 library = CheckpointLibrary(open_storage(url))
                 written = library.write_feedback(self._session.job_settings.name, number, name, state).file.written
         except ShardyardError as error:
-            log.warning("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+            log.warning("the residual is not in checkpoint %d: %s", number, error.what)
             report.failure = error.what[: limits.TEXT_CHARACTERS_MAX]
         else:
             report.length, report.sha256 = written.nbytes, bytes.fromhex(written.sha256)
 
-    # ---- taking up
+    # ---- restoring, and adding
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """Called before the first push under the reply's map: restores, and adds residuals. Raises what ends the
-        job."""
-        if not reply.feedback and reply.gone_back <= self._gone_back:
+        """Called before the first push under the reply's map: restores this worker's state if the job has gone back to
+        a checkpoint, and adds residuals of workers that are gone. Raises what ends the job."""
+        if not reply.feedback and reply.gone_back <= self._restores:
             return
         self._following = True
         try:
-            if reply.gone_back > self._gone_back:
-                self._go_back([each for each in reply.feedback if each.own])
-                self._gone_back = reply.gone_back
+            if reply.gone_back > self._restores:
+                self._restore([each for each in reply.feedback if each.own])
+                self._restores = reply.gone_back
             for handed in reply.feedback:
                 if not handed.own:
                     self._add(handed)
         finally:
             self._following = False
 
-    def _go_back(self, own: Iterable[wire.HandOver]) -> None:
+    def _restore(self, own: Iterable[wire.HandOver]) -> None:
         """Restores this worker's state from the checkpoint that the job went back to; empty if that has none."""
         state: State = {}
         for handed in own:
-            read, failure = self._read(handed)
-            try:
-                self._feedback.check(read)
-            except ShardyardError as error:
-                failure = error.what
+            read, failure = self._read(handed, self._feedback.checked)
             if self._claims(handed, failure):
-                state = read
+                state = read or {}
         with self.boundary.held():
             self._feedback.go_back(state)
             self._report_norm()
-        log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
+        log.info("the residual is as it was at the checkpoint" if state else "begins with no residual")
 
     def _add(self, handed: wire.HandOver) -> None:
         """Adds the residual of a worker that is gone, once: a heartbeat and the map's reply, in different threads, may
         name the same one."""
-        with self._taking_up:
-            if (handed.generation, handed.worker) not in self._added:
-                self._take_up(handed)
+        with self._reading:
+            if (handed.generation, handed.worker) in self._added:
+                return
+            found, failure = self._read(handed, self._feedback.residuals_in)
+            if not self._claims(handed, failure):
+                return
+            self._added.add((handed.generation, handed.worker))
 
-    def _take_up(self, handed: wire.HandOver) -> None:
-        state, failure = self._read(handed)
-        found: dict[int, Array] = {}
+            def add() -> None:
+                self._feedback.absorb(found or {})
+                self._report_norm()
+
+            self.boundary.when_free(add)
+            log.info("adds the residual of worker %s to its own", handed.worker)
+
+    def _read(self, handed: wire.HandOver, parse: Callable[[State], R]) -> tuple[R | None, str]:
+        """Reads a saved state. Returns it, parsed, or the reason why there is none."""
         try:
-            found = self._feedback.residuals_in(state)
-        except ShardyardError as error:
-            failure = error.what
-        if not self._claims(handed, failure):
-            return
-        self._added.add((handed.generation, handed.worker))
-
-        def add() -> None:
-            self._feedback.absorb(found)
-            self._report_norm()
-
-        self.boundary.when_free(add)
-        log.info("takes up what worker %s had not sent", handed.worker)
-
-    def _read(self, handed: wire.HandOver) -> tuple[State, str]:
-        """The state, or the reason why there is none."""
-        try:
-            with self._session.wait_registry.over(lambda: f"what worker {handed.worker} had not sent to be read"):
+            with self._session.wait_registry.over(lambda: f"the residual of worker {handed.worker} to be read"):
                 library = CheckpointLibrary(open_storage(handed.url))
                 name = self._session.job_settings.name
-                return library.load_feedback(name, handed_from_wire(handed), self._layout), ""
+                return parse(library.load_feedback(name, handed_from_wire(handed), self._layout)), ""
         except ShardyardError as error:
-            return {}, error.what
+            return None, error.what
 
     def _claims(self, handed: wire.HandOver, failure: str) -> bool:
         """Claims the residual. Returns whether it is this worker's now, and could be read."""
         taken = claim(self._session, handed, failure, self._check)
         if taken and failure:
-            log.warning("what worker %s had not sent is lost: %s", handed.worker, failure)
+            log.warning("the residual of worker %s is lost: %s", handed.worker, failure)
         return taken and not failure
 
     def _report_norm(self) -> None:
@@ -247,15 +230,15 @@ class ResidualCheckpointer:
         that contains the residual. Otherwise a restore would find the residual twice: pushed, and saved."""
         with self._lock, self.boundary.held():
             self._leaving = True
-        give_up = time.monotonic() + SETTLE_MS / 1000
+        give_up = time.monotonic() + CHECKPOINT_WAIT_MS / 1000
         number = self._copied
 
         def is_over() -> bool:
             return not self._adding and (not number or self._asked != number)
 
-        with self._session.wait_registry.over(lambda: f"checkpoint {number}, which has what this worker has not sent"):
+        with self._session.wait_registry.over(lambda: f"checkpoint {number}, which has this worker's residual"):
             while not is_over() and time.monotonic() < give_up:
-                time.sleep(SETTLE_AGAIN_MS / 1000)
+                time.sleep(CHECKPOINT_AGAIN_MS / 1000)
                 self._session.refresh()
 
     def lose(self) -> None:
@@ -274,7 +257,7 @@ class ResidualCheckpointer:
             self._closed = True
         self.boundary.close()
         if self._thread is not None:
-            with self._session.wait_registry.over(lambda: "what compression has not sent to be written"):
+            with self._session.wait_registry.over(lambda: "the residual to be written"):
                 self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _norm(self) -> float:
@@ -304,11 +287,11 @@ def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable
 def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:
     """Claims residuals of a checkpoint in a job without error feedback now, so that they count as lost."""
     for handed in reply.feedback:
-        log.warning("what worker %s had not sent is lost: this job compresses without error feedback", handed.worker)
+        log.warning("the residual of worker %s is lost: this job compresses without error feedback", handed.worker)
         claim(session, handed, "the job compresses without error feedback now")
 
 
 def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
-        log.error("what compression has not sent was not saved, or taken up", exc_info=error)
+        log.error("the residual was not saved, or another worker's not added", exc_info=error)

@@ -8,10 +8,10 @@ all this. Invariants:
   only after `settle`.
 - If memory cannot be pinned, copies are slower, but right.
 
-How an unchanged gradient is recognised: torch counts changes in place, but not those through `.data` nor those of
-`GradScaler.unscale_`. So the sum of its words is compared too. The sum is taken before the copy, on the copy's stream,
-so the copy is never older than the sum. Scaling or clamping moves all words of float32, as signed numbers, in the same
-direction, so it always changes the sum; other changes almost always do.
+How a changed gradient is noticed: torch counts changes in place, but not those that `.data` or `GradScaler.unscale_`
+make. So each early copy also has a sum: the gradient's elements, read as integers, added up. The sum is computed before
+the copy, and again before the push; if the two differ, the gradient is copied again. Scaling and clamping make all
+these integers smaller, or all larger, so they always change the sum. Almost all other changes do.
 
 Must not know: variables, servers, codecs.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -52,72 +52,42 @@ class Event(Protocol):
         """Returns when the work before this event is done. Safe from any thread."""
 
 
-class Lane(Protocol):
-    """A stream of work on a device, in order, beside the computing stream (the current one of this thread)."""
-
-    def follow(self) -> None:
-        """Work launched from now on waits for the work that the computing stream has so far."""
-
-    def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work` later, in order. It keeps alive what it needs until then, except memory of the computing stream's
-        tensors on a device: see `keep`."""
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Inside the block, torch's work goes to this lane."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory, once freed, is not reused before the work launched so far is done."""
-
-    def mark(self) -> Event:
-        """An event after the work launched so far."""
-
-    def lead(self, event: Event) -> None:
-        """Work of the computing stream from now on waits for the event."""
-
-
-class Engine(Protocol):
-    """The engine of one device."""
-
-    def lane(self) -> Lane: ...
-
-    def pin(self, address: int, nbytes: int, *, read_only: bool) -> str:
-        """Pins memory. Returns why it could not be pinned, or ""."""
-
-    def unpin(self, address: int) -> None: ...
-
-    def host(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8 of shape (nbytes,), pinned if possible."""
-
-
 class CudaLane:
-    """A CUDA stream."""
+    """A stream of work on a device, in order, beside the computing stream, which is the current one of this thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
+        """Work launched from now on waits for the work that the computing stream has so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def launch(self, work: Callable[[], None]) -> None:
+        """Runs `work` later, in order. It keeps alive what it needs until then, except memory of the computing stream's
+        tensors on a device: see `keep`."""
         with self.inside():
             work()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
+        """Inside the block, torch's work goes to this lane."""
         with torch.cuda.stream(self._stream), torch.no_grad():
             yield
 
     def keep(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory, once freed, is not reused before the work launched so far is done."""
         tensor.record_stream(self._stream)
 
     def mark(self) -> Event:
+        """An event after the work launched so far."""
         # blocking: a thread that waits leaves the processor to the sending threads
         event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.record_event(event)  # type: ignore[arg-type]
         return event
 
     def lead(self, event: Event) -> None:
+        """Work of the computing stream from now on waits for the event."""
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
 
 
@@ -127,10 +97,11 @@ class CudaEngine:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def lane(self) -> Lane:
+    def lane(self) -> CudaLane:
         return CudaLane(self._device)
 
     def pin(self, address: int, nbytes: int, *, read_only: bool) -> str:
+        """Pins memory. Returns why it could not be pinned, or ""."""
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         return self._called("cudaHostRegister", address, nbytes, flags)
 
@@ -140,6 +111,7 @@ class CudaEngine:
             log.debug("%s", said)
 
     def host(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 of shape (nbytes,), pinned if possible."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
@@ -160,10 +132,10 @@ class CudaEngine:
             return f"{name}: error {error}"
 
 
-EngineOf = Callable[[torch.device], Engine | None]
+EngineOf = Callable[[torch.device], CudaEngine | None]
 
 
-def engine_of(device: torch.device) -> Engine | None:
+def engine_of(device: torch.device) -> CudaEngine | None:
     """None if plain copies do: on the CPU, and on devices other than CUDA's."""
     return CudaEngine(device) if device.type == "cuda" else None
 
@@ -172,15 +144,15 @@ def engine_of(device: torch.device) -> Engine | None:
 class _Device:
     """The lanes of one device: one each for pushes, values and encoders."""
 
-    engine: Engine
-    out: Lane
-    back: Lane
-    coding: Lane
+    engine: CudaEngine
+    out: CudaLane
+    back: CudaLane
+    coding: CudaLane
 
 
 @dataclass
 class _Taken:
-    """An early copy of a gradient. `words`: the sum of its words, once the lane has computed it."""
+    """An early copy of a gradient. `words`: its sum (`_words`), once the lane has computed it."""
 
     gradient: TensorWeakRef
     version: int
@@ -226,8 +198,8 @@ class DeviceCopies:
         self._devices: dict[torch.device, _Device | None] = {}
         self._taken: dict[int, _Taken] = {}
         self._brought: dict[torch.device, Event] = {}
-        self._pinned: dict[int, tuple[Bytes, Engine]] = {}
-        self._told = False
+        self._pinned: dict[int, tuple[Bytes, CudaEngine]] = {}
+        self._pinning_failed = False
 
     def carries(self, tensor: torch.Tensor) -> bool:
         return self._device(tensor.device) is not None
@@ -402,8 +374,8 @@ class DeviceCopies:
         why = engine.pin(memory.ctypes.data, memory.nbytes, read_only=read_only)
         if not why:
             self._pinned[memory.ctypes.data] = memory, engine
-        elif not self._told:
-            self._told = True
+        elif not self._pinning_failed:
+            self._pinning_failed = True
             log.info("copies to and from the GPU are slower: memory could not be pinned (%s)", why)
 
     def attach(self, ticket: ShmHandle) -> AttachedMemory:

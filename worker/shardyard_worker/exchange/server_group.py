@@ -28,7 +28,7 @@ from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.request_builder import Order, RequestBuilder, ServerRequest
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.exchange.row_reads import RowReads
-from shardyard_worker.exchange.server_stream import ServerStream, StreamSettings
+from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.rows.row_codec import EncodedRows
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.session.session import Listener, Session
@@ -61,17 +61,14 @@ class ServerGroup:
         overlaps = settings.exchange == "overlapped"
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
         self._receivers = ThreadPoolExecutor(len(self._owned), "arrival") if overlaps else None
-        stream_settings = StreamSettings(
-            settings.same_host == "auto",
-            settings.exchange != "blocking",
-            settings.rpc_deadline_ms,
-            overlaps,
-            self._receive_later,
-            tables,
-        )
         self._streams = {
             server: ServerStream(
-                server, session.network.connect(owners[0].address, name=f"server {server}"), buffers, stream_settings
+                server,
+                session.network.connect(owners[0].address, name=f"server {server}"),
+                buffers,
+                settings,
+                tables=tables,
+                receive_later=self._receive_later,
             )
             for server, owners in map_.by_server().items()
         }
@@ -81,7 +78,6 @@ class ServerGroup:
         self.rows = RowReads(session, map_, self._owned, self._fan_out, self._streams)
         self._landed: set[Incarnation] = set()
         """The servers whose part of the current pull has come."""
-        self._versions: dict[Incarnation, int] = {}
         self._incoming: dict[Incarnation, tuple[PulledPart, ...]] = {}
         self.current: tuple[tuple[PulledPart, ...], ...] = ()
         """The versions of the current values, by server."""
@@ -271,7 +267,6 @@ class ServerGroup:
         for server, reply in zip(asked, replies, strict=True):
             if not reply.missing:
                 self._landed.add(server)
-                self._versions[server] = max([part.version.number for part in reply.parts], default=0)
                 self._incoming[server] = reply.parts
         ahead = None
         if not missing:
@@ -282,7 +277,7 @@ class ServerGroup:
         return ExchangeResult(
             results=_joined([reply.push for reply in replies]),
             missing=missing,
-            version_max=max(self._versions.values(), default=0),
+            version_max=max([part.version.number for parts in self._incoming.values() for part in parts], default=0),
             clock=max([reply.clock or 0 for reply in replies], default=0),
             foreign=self._foreign(replies),
             ahead=ahead,

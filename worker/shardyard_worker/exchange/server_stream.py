@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from shardyard.config.settings import WorkerSettings
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX
@@ -38,39 +39,40 @@ Piece = tuple[int, memoryview]
 """A place in a payload, and the bytes for it."""
 
 
-@dataclass(frozen=True)
-class StreamSettings:
-    """`same_host`: try shared memory. `view`: parameters may be views on a server's memory. `overlap`: gradients are
-    sent while backward computes others. `receive_later`: another thread receives the rest of an answer; needed for
-    pulls with an order. `tables`: the job has tables."""
-
-    same_host: bool
-    view: bool
-    deadline_ms: int
-    overlap: bool = False
-    receive_later: Callable[[Callable[[], None]], None] | None = None
-    tables: bool = False
-
-
 class ServerStream:
     """To one server, under one partition map."""
 
-    def __init__(self, server: Incarnation, peer: Peer, buffers: FlatBuffers, settings: StreamSettings) -> None:
+    def __init__(
+        self,
+        server: Incarnation,
+        peer: Peer,
+        buffers: FlatBuffers,
+        settings: WorkerSettings,
+        *,
+        tables: bool,
+        receive_later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`tables`: whether the job has any. `receive_later`: another thread receives the rest of an answer whose
+        values have an order."""
         self.server = server
         self.peer = peer
         self._buffers = buffers
-        self._settings = settings
+        self._deadline_ms = settings.rpc_deadline_ms
+        self._views = settings.exchange != "blocking"
+        self._receive_later = receive_later
         self._stream: Stream | None = None
         self._headers = HeaderWriter()
-        self._shareable = settings.same_host and buffers.memory(server) is not None
-        self._rows_shareable = settings.same_host and settings.tables
+        self._shareable = settings.same_host == "auto" and buffers.memory(server) is not None
+        self._rows_shareable = settings.same_host == "auto" and tables
         self._shm_rows: ShmRows | None = None
         self._regions: dict[int, AttachedMemory] = {}
         self._exchanges = 0
         self._arrival: PartialReply | None = None
         self._rows: Sequence[memoryview] = ()
         self.shared = False
+        """Whether payloads lie in shared memory."""
         self.retried = False
+        """Whether the last answer may be that of an earlier attempt."""
 
     @property
     def is_open(self) -> bool:
@@ -78,7 +80,7 @@ class ServerStream:
 
     def open(self, header: PushHeader) -> None:
         """Opens the stream, and finds out whether shared memory works. Raises Unavailable."""
-        self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._settings.deadline_ms)
+        self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms)
         self._exchanges = 0
         self._headers = HeaderWriter()
         self.shared = False
@@ -100,15 +102,18 @@ class ServerStream:
     def can_send_early(self) -> bool:
         """Whether pieces of the next payload may be sent before its header."""
         busy = self._arrival is not None and not self._arrival.complete
-        travels = self._settings.overlap and self._stream is not None and not self.shared
-        return travels and self._exchanges > 0 and not busy
+        return self._stream is not None and not self.shared and self._exchanges > 0 and not busy
 
     def send_early(self, at: int, piece: memoryview) -> None:
         """Sends a piece of the next push's payload. Another thread may call this between exchanges."""
+        frame = frames.cut_places(b"", [(at, piece)])
+        self._open_stream().send(frame, answered=False)
+
+    def _open_stream(self) -> Stream:
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
-        stream.send(frames.cut_places(b"", [(at, piece)]), answered=False)
+        return stream
 
     def settle(self) -> None:
         """Waits until the last answer is complete, or the stream has failed. Call it before the next exchange."""
@@ -119,9 +124,7 @@ class ServerStream:
     def begin(self, header: PushHeader, pieces: Sequence[Piece], rows: Sequence[memoryview] = ()) -> None:
         """Sends a request; `finish` must follow, and `pieces` must not change before. `rows`: the memory for the rows
         that the header asks for."""
-        stream = self._stream
-        if stream is None:
-            raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
+        stream = self._open_stream()
         self._buffers.values.settle()
         self._rows = rows
         written = self._headers.write(header)
@@ -134,7 +137,7 @@ class ServerStream:
         """Returns the answer. The buffers then have the pulled values; if the pull has an order, some may still be
         arriving. Raises the server's refusal, or Unavailable."""
         try:
-            result = self._take(header, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
+            return self._take(header, self._deadline_ms if deadline_ms is None else deadline_ms)
         except errors.NotShareable as error:
             self._shareable = False
             self.cancel()
@@ -143,7 +146,6 @@ class ServerStream:
         except BaseException:
             self.cancel()
             raise
-        return result
 
     def cancel(self) -> None:
         """Ends the stream. The next exchange opens another one. Safe from any thread."""
@@ -216,9 +218,7 @@ class ServerStream:
             return None
 
     def _take(self, header: PushHeader, deadline_ms: int) -> ExchangeReply:
-        stream = self._stream
-        if stream is None:
-            raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
+        stream = self._open_stream()
         first = stream.receive(timeout_ms=deadline_ms)
         if first is None:
             # the server has more streams than threads, and has not begun this exchange
@@ -274,8 +274,7 @@ class ServerStream:
         if arrival.complete:
             self._buffers.values.has_landed(self.server)
             return
-        assert self._settings.receive_later is not None
-        self._settings.receive_later(partial(self._receive, stream, arrival, deadline_ms))
+        self._receive_later(partial(self._receive, stream, arrival, deadline_ms))
         self._arrival = arrival
         self._buffers.values.has_landed(self.server, arrival)
 
@@ -330,7 +329,7 @@ class ServerStream:
             if memory is None:
                 yield (0, 0), _NOTHING
                 continue
-            if self._settings.view and memory.private:
+            if self._views and memory.private:
                 memory.refresh(place.at, nbytes)
             yield (place.region, place.at), memory.bytes[place.at : place.at + nbytes]
 

@@ -354,7 +354,7 @@ def test_worker_that_leaves_waits_for_the_checkpoint_that_has_what_it_remembers(
 
 
 def test_worker_that_leaves_does_not_wait_for_ever(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual_state, "SETTLE_MS", 50)
+    monkeypatch.setattr(residual_state, "CHECKPOINT_WAIT_MS", 50)
     worker.push(0)
     worker.save(4)
     worker.saved(4)
