@@ -105,7 +105,7 @@ class Deployment:
         if worker in self._registered:
             return []
         self._registered = sorted([*self._registered, worker])
-        return [_admitted(worker), *self._choose_initializer()]
+        return [_of_worker("worker_admitted", worker), *self._choose_initializer()]
 
     def may_initialize(self, worker: Incarnation) -> bool:
         """Whether the worker gives the first values, or may have to."""
@@ -132,9 +132,9 @@ class Deployment:
         """Whether servers are to be given their partitions now. If so, the creation counts as under way. Raises
         NotReady while it is, or while the job waits for a server."""
         if self.stage is Stage.LOST:
-            raise NotReady("a server is gone, and first values with it: partitions wait for another server")
+            raise NotReady("a server is gone, and the first values with it: the partitions wait for another server")
         if self.stage is Stage.CREATING:
-            raise NotReady("the servers are being given their partitions", why="a map is shown once it is true")
+            raise NotReady("the servers are being given their partitions", why="the map is shown once they have them")
         if self.stage is not Stage.UNCREATED:
             return False
         self.stage = Stage.CREATING
@@ -171,7 +171,7 @@ class Deployment:
         if self.stage is not Stage.CREATED:
             return []
         self.stage, self.initializer, self._committer = Stage.COMMITTED, None, worker
-        return [_committed(worker)]
+        return [_of_worker("variables_committed", worker)]
 
     def begin_opening(self) -> bool:
         """Whether servers are to open their partitions now. If so, the opening counts as under way. Raises NotReady
@@ -199,7 +199,7 @@ class Deployment:
         if self.initializer is not None or self.stage not in _BEFORE_COMMIT or not self._registered:
             return []
         self.initializer = self._registered[0]
-        return [_initializer_chosen(self.initializer)]
+        return [_of_worker("initializer_chosen", self.initializer)]
 
     # ---- records
 
@@ -219,28 +219,25 @@ class Deployment:
         """Records that rebuild this deployment, except `suspend`."""
         if self.layout is None:
             return []
-        admitted = [_admitted(worker) for worker in self._registered]
-        if self.stage is Stage.RESTORING:
-            return [self.registered, RESTORED_LATER, *admitted]
-        if self.stage is Stage.OPEN and self._committer is None:
-            return [self.registered, RESTORED_LATER, *admitted, _OPENED]
-        entries = [self.registered, *admitted]
-        if self.initializer is not None:
-            entries.append(_initializer_chosen(self.initializer))
-        if self.stage not in _BEFORE_CREATED:
-            entries.append(_CREATED)
-        if self._committer is not None:
-            entries.append(_committed(self._committer))
-        if self.stage is Stage.OPEN:
-            entries.append(_OPENED)
-        return entries
+        admitted = [_of_worker("worker_admitted", worker) for worker in self._registered]
+        if self.stage is Stage.RESTORING or (self.stage is Stage.OPEN and self._committer is None):
+            entries = [self.registered, RESTORED_LATER, *admitted]
+        else:
+            entries = [self.registered, *admitted]
+            if self.initializer is not None:
+                entries.append(_of_worker("initializer_chosen", self.initializer))
+            if self.stage not in _BEFORE_CREATED:
+                entries.append(_CREATED)
+            if self._committer is not None:
+                entries.append(_of_worker("variables_committed", self._committer))
+        return [*entries, _OPENED] if self.stage is Stage.OPEN else entries
 
     def restore(self, kind: str, body: Body) -> None:
         """Applies a record of `entries`. Calls to servers that were under way are due again. Raises DamagedRecord."""
         if kind == "variables_registered":
             require(self.stage is Stage.EMPTY, "variables are registered twice")
             self.layout = layout_records.layout_of_record(body)
-            self.map = layout_records.map_of_record(body, len(self.layout.partitions))
+            self.map = self._read_map(body)
             self.stage = Stage.UNCREATED
             return
         require(self.stage is not Stage.EMPTY, "there are no variables yet")
@@ -250,12 +247,10 @@ class Deployment:
             case "initializer_chosen":
                 self.initializer = Incarnation(body.number("worker", least=1))
             case "partitions_moved":
-                assert self.layout is not None
-                self.map = layout_records.map_of_record(body, len(self.layout.partitions))
+                self.map = self._read_map(body)
             case "partitions_placed_again":
                 require(self.stage is Stage.LOST, f"first values are given again, and the stage is {self.stage.value}")
-                assert self.layout is not None
-                self.place_again(layout_records.map_of_record(body, len(self.layout.partitions)))
+                self.place_again(self._read_map(body))
             case "partitions_restored_later":
                 require(self.stage is Stage.UNCREATED, "partitions are to be restored that are there")
                 self.stage = Stage.RESTORING
@@ -269,6 +264,10 @@ class Deployment:
                 due = (Stage.COMMITTED, Stage.RESTORING)
                 require(self.stage in due, f"partitions are opened, and the stage is {self.stage.value}")
                 self.stage = Stage.OPEN
+
+    def _read_map(self, body: Body) -> PartitionMap:
+        assert self.layout is not None
+        return layout_records.map_of_record(body, len(self.layout.partitions))
 
 
 def plan(
@@ -287,13 +286,5 @@ def plan(
     return placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes)
 
 
-def _admitted(worker: Incarnation) -> Entry:
-    return "worker_admitted", {"worker": worker}
-
-
-def _initializer_chosen(worker: Incarnation) -> Entry:
-    return "initializer_chosen", {"worker": worker}
-
-
-def _committed(worker: Incarnation) -> Entry:
-    return "variables_committed", {"worker": worker}
+def _of_worker(kind: str, worker: Incarnation) -> Entry:
+    return kind, {"worker": worker}

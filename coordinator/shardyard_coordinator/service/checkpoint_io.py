@@ -300,12 +300,12 @@ def _found(library: CheckpointLibrary, job: str, collecting: ResidualCollection)
             if library.has_file(job, file):
                 found.append(ResidualFile(name, file))
                 continue
-            why = f"{library.storage.locate(job)}/{file.path} is not there, in its length"
+            why = f"{library.storage.locate(job)}/{file.path} is missing, or has another length"
         elif collecting.stages.get(worker) is Stage.ENDED and worker not in collecting.failures:
             continue
         else:
             why = collecting.failures.get(worker, "it was not written in time")
-        what = f"checkpoint {number} of job {job!r} lacks what worker {worker} has not sent yet"
+        what = f"checkpoint {number} of job {job!r} lacks the residual of worker {worker}"
         log.warning("%s: %s", what, why)
     return tuple(found)
 

@@ -1,12 +1,11 @@
 """What a server's reply to ReadLedger says of the sources that were asked about.
 
-Invariant: a reply that leaves out a partition or a source raises MalformedPayload where its absence could be taken for
-a low number.
+Invariant: where a missing watermark could be taken for a low number, a reply without it raises MalformedPayload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shardyard.domain import limits
 from shardyard.domain.errors import MalformedPayload
@@ -15,47 +14,43 @@ from shardyard.domain.push_names import SourceKey, Watermark
 from shardyard.wire import lease_messages
 from shardyard.wire.v1.parameter_server_pb2 import ReadLedgerReply
 
-
-def nexts(reply: ReadLedgerReply, partitions: Iterable[PartitionId]) -> list[tuple[PartitionId, int]]:
-    """The next sequence in each partition, of the one source that was asked about. Raises MalformedPayload if a
-    partition is missing."""
-    found = {
-        mark.partition: mark.next for _, marks in lease_messages.watermarks_from_wire(reply.sources) for mark in marks
-    }
-    wanted = sorted(partitions)
-    if not found.keys() >= set(wanted):
-        raise MalformedPayload(f"watermarks of partitions {sorted(found)}; expected those of {wanted}")
-    return [(partition, found[partition]) for partition in wanted]
+Sources = Sequence[SourceKey]
+Partitions = Sequence[PartitionId]
 
 
-def lowest_next(reply: ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
+def nexts(reply: ReadLedgerReply, sources: Sources, partitions: Partitions) -> list[tuple[PartitionId, int]]:
+    """The next sequence of the sources in each partition. Raises MalformedPayload."""
+    return [(mark.partition, mark.next) for mark in _all(reply, sources, partitions)]
+
+
+def lowest_next(reply: ReadLedgerReply, sources: Sources, partitions: Partitions) -> int:
     """The lowest next sequence of the sources over the server's partitions; 0 if one is missing."""
-    found: dict[tuple[SourceKey, int], int] = {}
-    marks: tuple[Watermark, ...]
-    for key, marks in lease_messages.watermarks_from_wire(reply.sources):
-        for mark in marks:
-            found[key, mark.partition] = mark.next
-    return min((found.get((key, partition), 0) for key in sources for partition in partitions), default=0)
+    found = _found(reply)
+    marks = [found.get((key, partition)) for key in sources for partition in partitions]
+    return min((0 if mark is None else mark.next for mark in marks), default=0)
 
 
-def highest_next(reply: ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
-    """The highest next sequence of the sources over the server's partitions. Raises MalformedPayload if a source is
-    missing, since its next sequence could be any."""
-    marks = dict(lease_messages.watermarks_from_wire(reply.sources))
-    wanted = set(partitions)
-    for key in sources:
-        named = {mark.partition for mark in marks.get(key, ())}
-        if not named >= wanted:
-            raise MalformedPayload(f"watermarks of {key} in partitions {sorted(named)}; expected {sorted(wanted)}")
-    return max(mark.next for key in sources for mark in marks[key])
+def highest_next(reply: ReadLedgerReply, sources: Sources, partitions: Partitions) -> int:
+    """The highest next sequence of the sources over the server's partitions. Raises MalformedPayload."""
+    return max(mark.next for mark in _all(reply, sources, partitions))
 
 
-def highest_version(reply: ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
-    """The highest version number of the server's partitions. Raises as `highest_next`."""
-    highest_next(reply, sources, partitions)
-    wanted = set(sources)
-    found = lease_messages.watermarks_from_wire(reply.sources)
-    highest = max(mark.version.number for key, marks in found if key in wanted for mark in marks)
+def highest_version(reply: ReadLedgerReply, sources: Sources, partitions: Partitions) -> int:
+    """The highest version number of the server's partitions. Raises MalformedPayload."""
+    highest = max(mark.version.number for mark in _all(reply, sources, partitions))
     if highest > limits.SEQUENCE_MAX:
-        raise MalformedPayload(f"a partition at version {highest}; at most {limits.SEQUENCE_MAX} are taken")
+        raise MalformedPayload(f"a partition at version {highest}; at most {limits.SEQUENCE_MAX} is taken")
     return highest
+
+
+def _all(reply: ReadLedgerReply, sources: Sources, partitions: Partitions) -> list[Watermark]:
+    found = _found(reply)
+    for key in sources:
+        for partition in partitions:
+            if (key, partition) not in found:
+                raise MalformedPayload(f"a reply without the watermark of {key} in partition {partition}")
+    return [found[key, partition] for key in sources for partition in partitions]
+
+
+def _found(reply: ReadLedgerReply) -> dict[tuple[SourceKey, int], Watermark]:
+    return {(key, m.partition): m for key, marks in lease_messages.watermarks_from_wire(reply.sources) for m in marks}

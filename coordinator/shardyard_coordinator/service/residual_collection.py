@@ -104,7 +104,7 @@ class ResidualCollections:
             found = self._open.get((job, number))
             if found is None or worker not in found.workers:
                 raise NotFound(
-                    f"no checkpoint {number} of job {job} waits for what worker {worker} remembers",
+                    f"no checkpoint {number} of job {job} waits for the residual of worker {worker}",
                     why="it was committed without that, or given up",
                     todo="",
                 )
@@ -120,14 +120,14 @@ class ResidualCollections:
     def await_copies(self, job: JobId, begun: ResidualCollection, *, ready_ms: int, copied_ms: int) -> None:
         """Waits until all living workers have copied their residuals, all at the same time: at most `ready_ms` until
         they are ready, then at most `copied_ms` until they have copied."""
-        self._await(job, begun, Stage.READY, "to hear that they shall copy what they have not sent yet", ready_ms)
+        self._await(job, begun, Stage.READY, "to learn that they must copy their residuals", ready_ms)
         with self._changed:
             begun.copies = True
-        self._await(job, begun, Stage.COPIED, "to copy what they have not sent yet", copied_ms)
+        self._await(job, begun, Stage.COPIED, "to copy their residuals", copied_ms)
 
     def await_files(self, job: JobId, begun: ResidualCollection, timeout_ms: int) -> None:
         """Waits until each living worker has written its file, or has failed to, at most `timeout_ms`."""
-        self._await(job, begun, Stage.ENDED, "to write what they have not sent yet", timeout_ms)
+        self._await(job, begun, Stage.ENDED, "to write their residuals", timeout_ms)
 
     def close(self) -> None:
         """Ends all waits."""

@@ -134,7 +134,7 @@ class ServerClient:
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises if a server does not answer."""
         read = self._read_ledgers(job, map_, (SourceKey(WorkerSource(worker)),))
-        return tuple(sorted(each for reply, _, owned in read for each in ledger_replies.nexts(reply, owned)))
+        return tuple(sorted(each for answer in read for each in ledger_replies.nexts(*answer)))
 
     def pass_over(self, effect: effects.SkipLostPushes) -> None:
         """Skips the pushes on all servers of the map. Raises if one does not answer. Repeating the call is harmless."""

@@ -5,6 +5,7 @@ Owns: nothing. Invariant: reading changes nothing. Must not know: how it is show
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 from shardyard.domain.errors import NotFound
@@ -129,14 +130,14 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         lost_pushes=min(job.lost_pushes.count, _UINT64_MAX),
         waits=waits,
         checkpoint=parts.checkpoint(job.book.committed),
-        restored=None if job.restored is None else _restored(job.restored),
+        restored=_restored(job.restored),
         recovering=job.recovery.needed,
         not_finite=job.not_finite.count,
         workers_quarantined=job.not_finite.quarantined,
         stop=parts.stop(job.stopping.stop),
         consistency=_switch(job),
-        evaluation=None if job.evaluations.latest is None else _evaluation(job.evaluations.latest),
-        best=None if job.evaluations.best is None else _best(job.evaluations.best),
+        evaluation=_evaluation(job.evaluations.latest),
+        best=_best(job.evaluations.best),
         readers=len(job.readers),
         dropped=min(work_verdicts.dropped(job), _UINT64_MAX),
         tables=[
@@ -165,24 +166,20 @@ def _switch(job: JobState) -> wire.SwitchStatus | None:
     )
 
 
-def _evaluation(evaluation: Evaluation) -> wire.EvaluationStatus:
-    return wire.EvaluationStatus(
-        step=evaluation.step, metrics=parts.metrics(evaluation.metrics), reported_s=evaluation.reported_s
-    )
+def _evaluation(latest: Evaluation | None) -> wire.EvaluationStatus | None:
+    if latest is None:
+        return None
+    return wire.EvaluationStatus(step=latest.step, metrics=parts.metrics(latest.metrics), reported_s=latest.reported_s)
 
 
-def _best(best: Best) -> wire.KeptBest:
-    return wire.KeptBest(
-        metric=best.metric,
-        lowest=best.lowest,
-        value=best.value,
-        step=best.step,
-        url=best.url,
-        reported_s=best.reported_s,
-    )
+def _best(best: Best | None) -> wire.KeptBest | None:
+    """The fields have the same names."""
+    return None if best is None else wire.KeptBest(**dataclasses.asdict(best))
 
 
-def _restored(restored: Restored) -> wire.RestoredStatus:
+def _restored(restored: Restored | None) -> wire.RestoredStatus | None:
+    if restored is None:
+        return None
     return wire.RestoredStatus(
         checkpoint=wire.CheckpointStatus(number=restored.checkpoint, step=restored.step, created_s=restored.created_s),
         partitions=restored.partitions,

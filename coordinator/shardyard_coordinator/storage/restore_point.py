@@ -68,14 +68,14 @@ class RestorePoint:
                 raise ConfigurationError(
                     f"job {self.name!r} is to begin with {self}, which has {self.logical_ranks} logical ranks; "
                     f"job.consistency.backup_workers is {consistency.backup_workers}",
-                    why="some rank must count",
+                    why="at least one rank must count",
                     todo=f"set job.consistency.backup_workers below {self.logical_ranks}",
                 )
             if not consistency.backup_workers and self._makes_up:
                 raise ConfigurationError(
                     f"job {self.name!r} is to begin with {self}, of a run with backup workers; "
                     "job.consistency.backup_workers is 0",
-                    why="samples that came late there are to be computed again",
+                    why="samples that came late there must be computed again",
                     todo="set job.consistency.backup_workers to 1 or more",
                 )
             consistency = consistency.model_copy(update={"logical_ranks": self.logical_ranks})

@@ -53,7 +53,9 @@ def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest
         urls = [job.book.url for job in machine.jobs if job.settings.name == name]
     url = url or next((each for each in reversed(urls) if each), None) or backend.checkpoints or ""
     if not url:
-        raise ConfigurationError("it is unknown where the checkpoints are", why="", todo="name their URL with --url")
+        raise ConfigurationError(
+            f"the coordinator does not know where the checkpoints of job {name!r} are", why="", todo="give --url"
+        )
     origin, damaged = backend.checkpoint_io.find(url, name, request.number)
     planned = backend.ask(events.RestoreOrdered(origin), RestorePlanned)
     return wire.RestoreCheckpointReply(
@@ -65,10 +67,10 @@ def residual_report(request: wire.ReportFeedbackRequest) -> tuple[Caller, Residu
     """What the request says of a file that is not written yet is ignored."""
     caller, stage = common_messages.caller_from_wire(request.caller), _STAGES.get(request.stage)
     if stage is None:
-        raise MalformedPayload(f"a worker's file at stage {request.stage}; expected one that has a name")
+        raise MalformedPayload(f"a residual's report at stage {request.stage}, which this release does not know")
     if stage is not Stage.ENDED:
         return caller, ResidualReport(stage)
-    failure = common_messages.text(request.failure, "why a worker's file was not written")
+    failure = common_messages.text(request.failure, "why a residual was not written")
     written = None
     if request.length and not failure:
         written = written_from_wire(request.length, request.sha256, "a worker's file")
@@ -86,7 +88,7 @@ def take_up_feedback_event(request: wire.TakeUpFeedbackRequest) -> events.Feedba
         common_messages.caller_from_wire(request.caller),
         Generation(request.generation),
         common_messages.text(request.worker, "a worker's name", parts.NAME_CHARACTERS_MAX),
-        common_messages.text(request.failure, "why it could not be taken up"),
+        common_messages.text(request.failure, "why a residual could not be read"),
     )
 
 

@@ -78,7 +78,7 @@ def close_lease_reply(closed: LeaseClosed) -> wire.CloseLeaseReply:
 def begin_batch_event(request: wire.BeginBatchRequest) -> events.BatchBegun:
     source = common_messages.source_from_wire(request.source)
     if not isinstance(source, DataShardSource | RankSource):
-        raise MalformedPayload(f"{source} is not leased, so none of its batches is announced")
+        raise MalformedPayload(f"a batch of {source} was announced, but only work with a lease is announced")
     parts.sequence(max(request.sequence, request.highest), "batch")
     caller = common_messages.caller_from_wire(request.caller)
     return events.BatchBegun(caller, source, Token(request.token), request.sequence, request.highest)
@@ -101,7 +101,7 @@ def report_not_finite_event(request: wire.ReportNotFiniteRequest) -> events.NotF
     parts.sequence(max(request.last, request.count, request.step, request.highest), "a gradient that is not finite at")
     parameter = common_messages.text(request.parameter, "a parameter's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
     if not parameter:
-        raise MalformedPayload("a gradient that is not finite, of a parameter without a name")
+        raise MalformedPayload("a report of a gradient that is not finite names no parameter")
     return events.NotFiniteReported(
         common_messages.caller_from_wire(request.caller),
         common_messages.source_from_wire(request.source),

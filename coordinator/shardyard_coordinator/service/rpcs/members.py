@@ -72,7 +72,7 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
 
 def _rows(request: wire.HeartbeatRequest) -> tuple[tuple[JobId, tuple[int, ...]], ...]:
     if len(request.tables) > limits.JOBS_MAX or any(len(each.rows) > limits.TABLES_MAX for each in request.tables):
-        raise TooLarge(f"a heartbeat with the rows of {len(request.tables)} jobs; more than there can be")
+        raise TooLarge(f"a heartbeat with the rows of {len(request.tables)} jobs, or of a job with too many tables")
     return tuple((JobId(each.job), tuple(each.rows)) for each in request.tables)
 
 

@@ -49,7 +49,7 @@ def sequence(number: int, what: str) -> int:
 
 def residual_norm(norm: float) -> float:
     if not 0 <= norm < math.inf:
-        raise MalformedPayload(f"a residual of 2-norm {norm}; expected a number from 0")
+        raise MalformedPayload(f"a residual of 2-norm {norm}; expected a finite number of at least 0")
     return norm
 
 

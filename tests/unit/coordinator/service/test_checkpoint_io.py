@@ -443,9 +443,9 @@ def test_checkpoint_goes_on_without_what_does_not_come_in_time(
     with workers(yard, elsewhere, other_length, lambda worker, wanted: worker.say(wanted, COPIED)):
         yard.take(tmp_path, 1, keepers=WORKERS)
     assert remembered(tmp_path, 1) == []
-    lacks = [each.getMessage() for each in caplog.records if "lacks what worker" in each.getMessage()]
-    assert [each.partition("worker ")[2].partition(" ")[0] for each in lacks] == ["11", "12", "13"]
-    assert "is not there, in its length" in lacks[0]
+    lacks = [each.getMessage() for each in caplog.records if "lacks the residual of worker" in each.getMessage()]
+    assert [each.partition("worker ")[2].partition(":")[0] for each in lacks] == ["11", "12", "13"]
+    assert "is missing, or has another length" in lacks[0]
     assert "it was not written in time" in lacks[2]
     with workers(
         yard, lambda worker, wanted: worker.say(wanted, ResidualReport(Stage.ENDED, failure="the disk is full"))
