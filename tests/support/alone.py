@@ -24,7 +24,7 @@ def status(yard: LocalYard) -> wire.JobStatus:
 
 
 class Counted:
-    """A job whose values are how often each sample has counted."""
+    """A job in which each value is the number of times that its sample has counted."""
 
     def __init__(self, job: sy.Job, samples: int) -> None:
         self.job = job

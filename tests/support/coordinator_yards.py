@@ -1,4 +1,4 @@
-"""A coordinator on the in-process network, with servers that only keep the books, and workers that only ask."""
+"""A coordinator on the in-process network, with servers that only record calls, and workers that only send requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ManualClock:
             return self._now_ms
 
     def await_tick(self) -> None:
-        """Until the ticker has acted upon the time that it is now."""
+        """Waits until the ticker has handled the present time."""
         seen = self._ticks
         # its first look may be an old one; at its third the tick of the second is over
         wait_until(lambda: self._ticks >= seen + 3, "the ticker")
@@ -64,7 +64,7 @@ class ManualClock:
 
 @dataclass
 class FakeServer:
-    """A ParameterServer that records calls; `next_of` are the watermarks that it reports for all its partitions."""
+    """A ParameterServer that records calls. It reports the watermarks `next_of` for all its partitions."""
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     next_of: dict[SourceKey, int] = field(default_factory=dict)
@@ -168,20 +168,20 @@ class Yard:
             self.beat(server)
 
     def pass_lease(self, beat: Callable[[], object]) -> None:
-        """Lets the leases run out of all but those that `beat`."""
+        """Time passes until all leases have run out, except of the members for which `beat` sends heartbeats."""
         for _ in range(5):
             self.clock.advance(250)
             beat()
             self.clock.await_tick()
 
     def kill(self, worker: Worker, alive: list[Worker]) -> None:
-        """The worker falls silent until it is declared dead."""
+        """The worker sends no heartbeats until it is declared dead."""
         self.pass_lease(lambda: [self.beat_servers(), *(each.beat() for each in alive)])
         with pytest.raises(errors.StaleIncarnation):
             worker.beat()
 
     def run_job(self, settings: JobSettings, workers: int = 1) -> list[Worker]:
-        """Servers, workers and variables, up to RUNNING."""
+        """Starts servers and workers, and registers variables: the job is RUNNING then."""
         for index in range(2):
             self.add_server(f"server:{index}")
         found = [self.add_worker(settings, pid=index + 1) for index in range(workers)]
@@ -259,7 +259,7 @@ ASYNC = JobSettings(partitions=4)
 
 
 def begin(journal: Journal, network: InProcessNetwork | None = None) -> Yard:
-    """A coordinator that serves; on a network that is there already, in the place of the one that did."""
+    """Starts a coordinator. If a network is given, it takes the place of the coordinator that was there."""
     clock = ManualClock()
     on = InProcessNetwork() if network is None else network
     coordinator = Coordinator(

@@ -43,7 +43,7 @@ KEPT: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
-    """Each variable of some size in `pieces` blocks, over two partitions; positions do not matter here."""
+    """Each variable that is not small has `pieces` blocks, over two partitions. Positions do not matter here."""
     blocks: list[list[Block]] = [[], []]
     for index, spec in enumerate(VARIABLES):
         cuts = np.linspace(0, spec.elements, (pieces if spec.elements > 100 else 1) + 1).astype(int).tolist()
@@ -54,7 +54,7 @@ def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
 
 
 class PlainLane:
-    """Does its work at once."""
+    """A lane of a device that does its work at once."""
 
     def follow(self) -> None: ...
 
@@ -75,7 +75,7 @@ class PlainLane:
 
 
 class PlainEngine:
-    """Makes a device of the CPU."""
+    """Uses the CPU as a device."""
 
     def lane(self) -> PlainLane:
         return PlainLane()
@@ -110,7 +110,7 @@ def gradients(seed: int) -> list[np.ndarray]:
 
 
 def push(state: ErrorFeedback, given: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
-    """What the servers have of a push, and its codes."""
+    """The gradients that the servers decode from a push, and its codes."""
     received = [np.zeros_like(each) for each in given]
     blocks = [block for partition in layout(pieces).partitions for block in partition.blocks]
     codes = state.encode([(block, piece(block, given)) for block in blocks])

@@ -1,4 +1,4 @@
-"""A coordinator's machine with members that only say what a test lets them say: events in, effects out."""
+"""A coordinator's machine, and members that do only what a test tells them to do: events in, effects out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardyard_coordinator.service.status import describe
 
 
 class MachineYard:
-    """`effects` are those of the latest event, `persisted` and `told` all of their kind."""
+    """`effects` are those of the latest event. `persisted` has all records so far, `told` all log messages."""
 
     def __init__(self, *, lease_ms: int = 1_000, checkpoints: str | None = None) -> None:
         self.now_ms = 0
@@ -64,7 +64,7 @@ class MachineYard:
         return Caller(answer.job, worker)
 
     def open_job(self, caller: Caller, variables: tuple[VariableSpec, ...], optimizer: OptimizerSpec) -> None:
-        """From joined to first values on the servers."""
+        """Takes a job that was joined to the point where its servers have first values."""
         self.handle(events.VariablesRegistered(caller, variables, optimizer))
         self.handle(events.PartitionsCreated(caller.job))
         self.handle(events.VariablesCommitted(caller))
@@ -76,7 +76,7 @@ class MachineYard:
         return answer
 
     def kill(self, worker: Incarnation) -> None:
-        """As its agent reports it."""
+        """Its agent reports that it has ended."""
         pid = next(each.registration.pid for each in self.machine.members if each.incarnation == worker)
         agent = self.register(MemberRole.AGENT, f"a:{worker}")
         self.handle(events.ExitReported(agent, pid, -9))
@@ -87,8 +87,8 @@ class MachineYard:
     # ---- another machine
 
     def restart(self, *, from_snapshot: bool = False) -> list[effects.Effect]:
-        """Another machine in the place of this one, in the next term, from what was written down. What it does
-        again."""
+        """Replaces the machine by one of the next term that is made from the records. Returns the effects with which it
+        begins."""
         written = self.machine.snapshot() if from_snapshot else self.persisted
         records = [
             Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))

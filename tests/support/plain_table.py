@@ -1,4 +1,4 @@
-"""A table as a dictionary: what shardyard_ps_server.tables must give, by numpy's float32, one row at a time."""
+"""A table as a dictionary: the expected results of shardyard_ps_server.tables, row by row in numpy's float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Entry:
     """Values, then state."""
     frequency: int
     step: int
-    """Of its last push; or the time of that, where the table tells ages in time."""
+    """The step of its last push; the time of it where the table measures ages in time."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class PlainTable:
                 update(self.settings, entry.row, gradients[i], step)
 
     def is_counted(self, number: int, times: int, step: int) -> bool:
-        """Whether an id without an entry gets one."""
+        """Whether an id that has no entry gets one."""
         admission = self.settings.admission
         if admission.kind is Admission.CHANCE:
             key = row_key(row_key(self.settings.seed, self.settings.name), f"{step}")
@@ -65,7 +65,7 @@ class PlainTable:
         return admission.kind is not Admission.ESTIMATE or times >= admission.threshold
 
     def estimate(self, number: int, times: int) -> int:
-        """How often it was counted before, about; and counts it."""
+        """Counts the id. Returns the estimate of how often it was counted before."""
         size = self.settings.admission.cells
         if not self.cells:
             self.cells = bytearray(size)
@@ -78,7 +78,7 @@ class PlainTable:
         return fewest
 
     def swept(self, step: int, now_ms: int, besides: set[int]) -> set[int]:
-        """The ids that go with a sweep."""
+        """The ids that a sweep removes."""
         frequencies = {number: entry.frequency for number, entry in self.entries.items() if entry.row is not None}
         too_many = len(frequencies) - self.settings.expiry.rows_kept
         gone = self.expired(step, now_ms) - besides
@@ -91,7 +91,7 @@ class PlainTable:
         return gone
 
     def expired(self, step: int, now_ms: int = 0) -> set[int]:
-        """The ids that go in a walk through the whole table, but for those that are too many."""
+        """The ids that expire in a walk through the whole table. Rows beyond `rows_kept` are not among them."""
         expiry = self.settings.expiry
         by_time = expiry.age_ms or expiry.grace_ms
         longest, grace = (expiry.age_ms, expiry.grace_ms) if by_time else (expiry.age_steps, expiry.grace_steps)
@@ -186,7 +186,7 @@ def lerp(start: Row, end: Row, weight: np.float32) -> Row:
 
 
 def lanes(squares: Row) -> np.float32:
-    """Eight sums, each of every eighth, in order."""
+    """Eight sums, each over every eighth element, in order."""
     sums = [F(0)] * 8
     for d, square in enumerate(squares):
         sums[d % 8] = sums[d % 8] + square

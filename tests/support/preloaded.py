@@ -1,10 +1,9 @@
-"""Python processes that need not begin with imports: forked from one that has done them, and has loaded the compiled
-kernels.
+"""Python processes that start without importing anything: each is forked from a process that has imported all modules
+and loaded the compiled kernels. This saves several seconds of processor time at each start.
 
-Run as a program it is that process: it forks for each request that comes on its socket, and reports how each child has
-ended. A child is a process of its own, with the arguments, environment and output that were asked for; only modules and
-kernels are there already, which saves several seconds of processor time at each start. It runs the script as
-`python -u` does. That processes begin without this is tested by those that start `shardyard` or `make up` themselves.
+This file, run as a program, is the process that forks. It forks for each request on its socket, and reports how each
+child has ended. A child is a process of its own, with the arguments, environment and output of the request, and runs
+the script as `python -u` does. Tests that start `shardyard` or `make up` do not use this, so they test the real start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TIE = "--ends-with"
 
 
 class Preloaded:
-    """The process that forks, as seen by who asks."""
+    """The client of the process that forks."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -46,7 +45,7 @@ class Preloaded:
         self._reader.start()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        """`arguments`: those of `python -u`: a script, or -P -m and a module, and theirs."""
+        """`arguments`: as for `python -u`: a script, or -P -m and a module, then its own arguments."""
         output, its_output = os.pipe()
         try:
             pid = self._fork(arguments, environment, its_output, session=False)
@@ -60,12 +59,12 @@ class Preloaded:
     def start_into(
         self, stream: IO[bytes], arguments: Sequence[str], environment: Mapping[str, str], *, session: bool = False
     ) -> Forked:
-        """As `start`, but all that it says goes into the file."""
+        """As `start`, but the output goes into the file."""
         return Forked(self, self._fork(arguments, environment, stream.fileno(), session=session))
 
     def as_subprocess(self) -> SimpleNamespace:
-        """For the module `subprocess` of shardyard_launcher.yard.role_process: roles that end with the process that
-        starts them are forked."""
+        """Takes the place of the module `subprocess` in shardyard_launcher.yard.role_process, so that the launcher
+        forks its roles from here."""
 
         def start(command: list[str], *, stdin: int, stdout: IO[bytes], env: Mapping[str, str], **rest: Any) -> Forked:
             assert (rest["stderr"], rest["start_new_session"], stdin) == (subprocess.STDOUT, True, subprocess.DEVNULL)
@@ -76,7 +75,7 @@ class Preloaded:
 
     def _fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int, *, session: bool) -> int:
         given = list(arguments)
-        if TIE in given:  # to the process that forks, which ends with this one
+        if TIE in given:  # the process that forks ends with this one
             given[given.index(TIE) + 1] = str(self._process.pid)
         asked = {
             "arguments": given,
@@ -91,7 +90,7 @@ class Preloaded:
                 return self._started.pop()
 
     def code(self, pid: int, timeout_s: float | None) -> int | None:
-        """How it ended, as subprocess says it; None: it lives."""
+        """The exit code, as subprocess reports it. None: the process is alive."""
         with self._changed:
             self._changed.wait_for(lambda: pid in self._codes, timeout_s)
             return self._codes.get(pid)
@@ -116,7 +115,7 @@ class Preloaded:
 
 
 class Forked:
-    """What of subprocess.Popen is used here."""
+    """The part of subprocess.Popen that tests use."""
 
     stdin = None
 
@@ -149,7 +148,7 @@ class Forked:
 
 
 def serve(requests: socket.socket) -> dict[str, Any]:
-    """Returns in each child, with what it is to run; in the parent it ends the process."""
+    """Returns in each child, with the request that it has to run. In the parent it never returns."""
     load()
     assert len(os.listdir("/proc/self/task")) == 1
     woken, wake = os.pipe()
@@ -183,7 +182,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
 
 
 def load() -> None:
-    """All that a process of a yard imports and warms, but for the command line, which is run as a program."""
+    """Imports and warms all that processes of a yard need, except the command line, which runs as a program."""
     for name in (
         "shardyard_coordinator.service.process",
         "shardyard_launcher.commands.roles",

@@ -26,7 +26,7 @@ GIVEN = {"yard.servers": 2, "job.partitions": 4, "job.block_bytes": 64, "log.lev
 
 
 class Yard:
-    """`connect` gives jobs, `follow` evaluators; all are left at the end."""
+    """`connect` returns jobs, `follow` evaluators. At the end of the block all of them are closed."""
 
     def __init__(self, **given: object) -> None:
         settings = configuration.load(None, {}, GIVEN | {"membership.heartbeat_ms": 50} | given).settings
@@ -79,8 +79,8 @@ def eventually(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
-class Course:
-    """A thread that takes one step after the other, from `begin` to `end`."""
+class TrainingThread:
+    """A thread that trains, step after step, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

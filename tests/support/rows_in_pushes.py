@@ -81,7 +81,7 @@ def server(layout: JobLayout = LAYOUT, *, opened: bool = True, stale: StaleRule 
 
 
 Entry = tuple[int, int, np.ndarray, np.ndarray]
-"""Table, partition, ids, gradients."""
+"""A table, a partition, ids, and their gradients."""
 
 
 def ones(table: int = 0, scale: float = 1.0) -> list[Entry]:
@@ -132,7 +132,7 @@ def push(store: Store, order: PushHeader, data: bytes, *, frame_bytes: int = 50)
 
 
 def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) -> np.ndarray:
-    """In the order of `ids`, which ascend."""
+    """The rows, in the order of `ids`, which must ascend."""
     owners = partition_of(ids, 2)
     present = [p for p in PARTS if (owners == p).any()]
     codes = [bytes(encode_ids(ids[owners == p])) for p in present]
@@ -154,7 +154,7 @@ def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) ->
 
 
 def state(store: Store) -> object:
-    """All that a refused request must not have changed."""
+    """Everything that a refused request must leave as it is."""
     found = []
     for hosted in store.hosted():
         for number, partition in sorted(hosted.partitions.items()):

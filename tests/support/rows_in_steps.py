@@ -1,5 +1,5 @@
-"""A partition of a synchronous or hybrid job with two tables, and a server that has it alone: what tests of rows in
-steps share. The fixture `closed` of rows_in_pushes goes with `server`."""
+"""A partition of a synchronous or hybrid job with two tables, and a server that has only this partition. Tests that use
+`server` also need the fixture `closed` of rows_in_pushes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def current() -> None:
 
 
 def partition_of(ranks: int, layout: JobLayout = LAYOUT, budget: Budget | None = None, **more: Any) -> Partition:
-    """All ranks are open."""
+    """A partition in which all ranks are open."""
     made = Partition(layout, PARTITION, UpdateRules(UpdateMode.SYNC, ranks, **more), budget=budget)
     for rank in range(ranks):
         made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
@@ -72,7 +72,7 @@ def work(
     dense: float = 0.0,
     groups: tuple[tuple[float, ...], ...] = (RATE, RATE),
 ) -> Contribution:
-    """Of each of these, by its place in IDS, a gradient of equal elements."""
+    """A contribution. `given`: for an id, named by its place in IDS, the value of all elements of its gradient."""
     payload = aligned_empty(64)
     payload.view(np.float32)[:] = dense
     if not given:
@@ -95,14 +95,14 @@ def push(partition: Partition, rank: int, step: int, contribution: Contribution)
 
 
 def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
-    """PushedTableRows of all IDS."""
+    """The rows of all IDS."""
     out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
     look_up_rows(partition, [RowsToRead(table, IDS, out)], number, time.monotonic() + wait_s)
     return out
 
 
 def moved(partition: Partition, number: int | None = None) -> dict[int, float]:
-    """What the rows of "wide" have moved by, where they have."""
+    """By how much the rows of "wide" have changed, for those that have."""
     by = (read(partition, number) - INITIAL)[:, 0]
     return {place: float(by[place]) for place in np.flatnonzero(by).tolist()}
 

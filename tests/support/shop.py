@@ -1,6 +1,5 @@
-"""A server's shop, as a generated client would stock it: one asynchronous job of two partitions on this server.
-
-This module only makes the messages; the caller sends them.
+"""Messages that create a job on a server, as a client with generated classes would send them: a job with two partitions
+on this server. This module makes the messages, and the caller sends them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def wish(number: int = 0) -> wire.PullRequest:
 
 
 def creation(mode: UpdateMode = UpdateMode.ASYNC, *, tables: bool = False) -> wire.CreatePartitionsRequest:
-    """Synchronous: of one logical rank."""
+    """A synchronous job has one logical rank."""
     return wire.CreatePartitionsRequest(
         caller=ORDERS,
         generation=1,

@@ -1,7 +1,6 @@
-"""A yard whose job is switched while it runs, and workers that count samples where they lie.
+"""A yard whose job is switched to another consistency mode while it runs, and workers that count samples.
 
-Owns: what tests of switches share. Invariant: with a learning rate of 1 each element counts how often its sample did,
-in all variables. Must not know: what a test switches to.
+The learning rate is 1, so each element of each variable is the number of times that its sample counted.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ SETTINGS = {
 }
 SYNC, ASYNC, BOUNDED = wire.CONSISTENCY_MODE_SYNC, wire.CONSISTENCY_MODE_ASYNC, wire.CONSISTENCY_MODE_BOUNDED
 EPOCHS, RANKS = 3, 2
-"""Where processes die."""
+"""Of the tests in which processes die."""
 
 Seen = list[tuple[UpdateMode, int]]
-"""In which mode, and at which step, a worker was after each batch."""
+"""The mode and the step of a worker after each batch."""
 
 
 def two_workers(folder: Path, mode: str) -> dict[str, object]:
-    """Settings of a job that may go over to the other mode of updates."""
+    """Settings of a job that can be switched between steps and asynchronous updates."""
     return {
         "job.consistency.mode": mode,
         "job.consistency.logical_ranks": 2,
@@ -57,7 +56,7 @@ def two_workers(folder: Path, mode: str) -> dict[str, object]:
 
 
 def until(is_so: Callable[[], object], tell: Callable[[], object] = str) -> None:
-    """`tell`: what is told where it takes too long."""
+    """Waits. `tell` gives the message if it takes too long."""
     deadline = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < deadline, tell()
@@ -81,17 +80,17 @@ class Yard:
         request = wire.SwitchConsistencyRequest(mode=mode, staleness=staleness)
         return self._peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=5_000)
 
-    def standing(self) -> wire.JobStatus:
+    def job_status(self) -> wire.JobStatus:
         (job,) = self._peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
         return job
 
     def members(self) -> list[wire.MemberStatus]:
         return list(self._peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).members)
 
-    def go_over(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> None:
-        """Switches, until all servers go by it and the workers have been told."""
+    def change_mode(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> None:
+        """Switches, and waits until all servers use the new mode and the workers have been told."""
         assert self.switch(mode, staleness).first
-        until(lambda: self.standing().consistency.servers, self.standing)
+        until(lambda: self.job_status().consistency.servers, self.job_status)
 
 
 @contextmanager
@@ -105,8 +104,8 @@ def yard(**given: object) -> Iterator[Yard]:
 
 
 class Counting:
-    """A worker whose batches count at the places of their samples, in variables of several partitions; `tables`: in the
-    rows of a table as well."""
+    """A worker that adds 1 to the element of each sample of a batch, in variables of several partitions. With `tables`
+    it does so in the rows of a table too."""
 
     def __init__(self, job: sy.Job, *, tables: bool = False) -> None:
         self.job = job
@@ -127,7 +126,7 @@ class Counting:
         self.optimizer.step()
 
     def add(self, chosen: torch.Tensor) -> None:
-        """A logical rank's part in the mean of a step is as much smaller as there are others."""
+        """A step takes the mean over the logical ranks, so each rank multiplies its gradient by their number."""
         ranks = self.job._session.logical_ranks if self.job.mode is UpdateMode.SYNC else 1
         losses = [-ranks * values[chosen].sum() for values in self.values]
         torch.autograd.backward(losses if self.rows is None else [*losses, -ranks * self.rows(chosen).sum()])
@@ -147,7 +146,7 @@ class Counting:
 
 
 def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int) -> set[float]:
-    """A worker, to its end; what it has counted then."""
+    """Runs a worker to its end. Returns the numbers that it has counted."""
     with here.connect() as job:
         counting = Counting(job, tables=tables)
         counting.optimizer.zero_grad()
@@ -174,9 +173,9 @@ def set_(yard: RoleYard, *what: str) -> subprocess.CompletedProcess[str]:
 def switch_while_some_die(
     yard: RoleYard, probes: Probes, when: str, settings: dict[str, object], *what: str, told: str, mode: int
 ) -> wire.Consistency:
-    """Three workers count; `shardyard set` is given `what`, and says `told`; then a worker, a server and the
-    coordinator are killed, before the job goes over to updates of `mode`, or right `after`. Each sample must count once
-    an epoch. The consistency at the end."""
+    """Three workers count. `shardyard set` is called with `what` and must print `told`. Then a worker, a server and the
+    coordinator are killed: before the job has changed to updates of `mode`, or, if `when` is "after", right after. Each
+    sample must count once an epoch. Returns the consistency at the end."""
 
     def await_mode() -> None:
         until(lambda: yard.status().jobs[0].mode == mode, yard.status)

@@ -1,5 +1,5 @@
-"""A coordinator's machine with a job that is switched to another consistency while it runs: a server and two workers
-that only say what a test lets them say."""
+"""A coordinator's machine with a job that is switched to another consistency mode while it runs. A server and two
+workers do only what a test tells them to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEED = FeedSpec(samples=100, fingerprint="f", batch_size=5, epochs=2, shuffle=Tr
 
 
 class SwitchingYard(MachineYard):
-    """The job has first values; with `feed`, both workers have opened it."""
+    """The job has first values. With `feed`, both workers have opened that feed."""
 
     def __init__(self, settings: JobSettings, checkpoints: str | None = None, feed: FeedSpec | None = None) -> None:
         super().__init__(checkpoints=checkpoints)
@@ -49,14 +49,14 @@ class SwitchingYard(MachineYard):
     # ---- over to the other mode of updates
 
     def halted(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> SwitchPoint | None:
-        """A worker says that it stands; what it is told then."""
+        """A worker reports that it has halted. Returns the switch point in the answer."""
         return self.beat(caller.incarnation, Report(step=step, halted=(halt, reached))).halt
 
     def told_to_halt(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
         return self.beat(caller.incarnation, Report(step=step)).halt
 
     def settle(self, version: int = 0, *, reached: int = 0, halt: int = 1) -> None:
-        """All workers stand, and the servers have said at which version."""
+        """All workers have halted, and the servers have reported their version."""
         for caller in self.workers:
             self.halted(caller, reached, halt=halt)
         self.handle(events.StepsRead(self.read.job, self.read.map.generation, version))

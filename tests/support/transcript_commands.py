@@ -73,7 +73,7 @@ def verb(function: Command) -> Command:
 
 @verb
 def yard(stage: Stage, *, servers: str = "2", checkpoints: str = "", lease_ms: str = str(LEASE_MS)) -> None:
-    """A coordinator with so many servers. `checkpoints`: where jobs are written whose settings do not say it."""
+    """A coordinator with so many servers. `checkpoints`: the URL for jobs whose settings have none."""
     stage.yard = MachineYard(lease_ms=int(lease_ms), checkpoints=checkpoints or None)
     for index in range(int(servers)):
         stage.members[f"s{index}"] = stage.yard.register(MemberRole.SERVER, f"s:{index}")
@@ -94,7 +94,7 @@ def settings(stage: Stage, under: str, /, **given: str) -> None:
 
 @verb
 def server(stage: Stage, name: str, *, address: str = "", logs: str = "") -> list[str]:
-    """A server registers; one of the same address before it is replaced. `logs`: the folder of its logs."""
+    """A server registers, and replaces an earlier one of the same address. `logs`: the folder of its logs."""
     stage.members[name] = stage.yard.register(MemberRole.SERVER, address or f"s:{name}", logs=logs)
     return stage.shown(each for each in stage.yard.effects if not isinstance(each, effects.Reply))
 
@@ -107,7 +107,7 @@ def worker(stage: Stage, name: str, *, pid: str = "0") -> None:
 
 @verb
 def join(stage: Stage, name: str, *, settings: str = "default", pid: str = "0") -> list[str]:
-    """A worker joins a job, by the name in its settings. It registers before, if it has not."""
+    """A worker joins the job that its settings name. It registers first, if it has not registered."""
     if name not in stage.members:
         worker(stage, name, pid=pid)
     given = stage.settings[settings]
@@ -153,7 +153,7 @@ def opening_failed(stage: Stage) -> events.Event:
 
 @verb
 def run(stage: Stage, name: str) -> list[str]:
-    """From joined to running: variables, partitions, first values. Shows the job's state alone."""
+    """Takes a job from joined to running: variables, partitions, first values. Shows only the job's state."""
     stage.yard.open_job(stage.caller(name), VARIABLES, SGD)
     return status(stage)
 
@@ -191,7 +191,7 @@ def beat(
 
 @verb
 def leave(stage: Stage, name: str, error: str = "") -> events.Event:
-    """A member says goodbye, or why it ends."""
+    """A member leaves, with the error that ends it, if there is one."""
     return events.MemberLeft(stage.members[name], error)
 
 
@@ -226,7 +226,7 @@ def advance(stage: Stage, ms: str, *alive: str) -> list[str]:
 
 @verb
 def sleep(stage: Stage, ms: str) -> list[str]:
-    """The coordinator sleeps for so long, and hears nobody meanwhile."""
+    """The coordinator sleeps for so long, and gets no heartbeat meanwhile."""
     stage.yard.now_ms += int(ms)
     return stage.react(events.Ticked())
 
@@ -240,7 +240,7 @@ def feed(stage: Stage, name: str, number: str = "0", /, **given: str) -> events.
 
 @verb
 def lease(stage: Stage, name: str, number: str = "0", *, of: str = "") -> list[str]:
-    """A worker asks for a data shard of its job, or of another worker's."""
+    """A worker asks for a data shard of its job, or of another worker's job."""
     caller = dataclasses.replace(stage.caller(name), job=stage.caller(of or name).job)
     reaction = stage.react(events.LeaseRequested(caller, int(number)))
     for each in stage.yard.effects:
@@ -251,7 +251,7 @@ def lease(stage: Stage, name: str, number: str = "0", *, of: str = "") -> list[s
 
 @verb
 def give_back(stage: Stage, name: str, number: str = "0") -> events.Event:
-    """The worker gives its lease back, done or not; where it has none, it asks whether its ranks are done."""
+    """The worker returns its lease, done or not. Without a lease it asks whether its ranks are done."""
     held = stage.leases.get(name)
     source, token = (held.source, held.token) if held is not None else (None, Token(0))
     stage.asked = events.LeaseReturned(stage.caller(name), int(number), source, token)
@@ -278,7 +278,7 @@ def steps_unread(stage: Stage) -> events.Event:
 
 @verb
 def stop(stage: Stage, name: str, reason: str = "") -> events.Event:
-    """A worker, or (by the name of a job) a person, stops the job."""
+    """A worker stops its job, or a person stops the job with this name."""
     caller = stage.callers.get(name)
     return events.StopRequested(caller, "" if caller else name, reason)
 
@@ -292,7 +292,7 @@ def switch(stage: Stage, mode: str = "", *, staleness: str = "", job: str = "") 
 
 @verb
 def paced(stage: Stage, number: str) -> events.Event:
-    """All servers go by the switch of this number."""
+    """All servers use the switch with this number."""
     return events.ServersPaced(stage.job(), stage.generation(), int(number))
 
 

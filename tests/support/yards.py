@@ -47,7 +47,7 @@ class Script:
     """A training script in a process of its own. `lines` is what it printed so far."""
 
     preloaded: ClassVar[Preloaded | None] = None
-    """What they are forked from; None: each is begun by an interpreter of its own."""
+    """The process that scripts are forked from. None: each starts an interpreter of its own."""
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SHARDYARD")}
@@ -78,7 +78,7 @@ class Script:
             self._changed.notify_all()
 
     def wait_for(self, text: str, *, timeout_s: float = 60, or_end: bool = False) -> None:
-        """Until a line contains the text; with `or_end`, or the process has ended."""
+        """Waits until a line contains the text. With `or_end` it also returns when the process has ended."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while not any(text in line for line in self.lines):
@@ -111,7 +111,7 @@ class Script:
 
 
 def wait_for_any(scripts: Sequence[Script], text: str, *, timeout_s: float = 60) -> None:
-    """Until a line of one of them contains the text."""
+    """Waits until a line of one of them contains the text."""
     until = time.monotonic() + timeout_s
     while not any(text in line for script in scripts for line in tuple(script.lines)):
         assert time.monotonic() < until, [script.output for script in scripts]
@@ -119,7 +119,7 @@ def wait_for_any(scripts: Sequence[Script], text: str, *, timeout_s: float = 60)
 
 
 class Probes:
-    """Runs of scripts/probe.py. As a context manager it kills those that are left."""
+    """Starts scripts/probe.py. As a context manager it kills the scripts that still run at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,10 +159,10 @@ ROLE = ("-P", "-m", "shardyard_launcher.cli")
 
 
 class RoleYard:
-    """A coordinator, and servers, each a process of its own that nobody restarts but the test."""
+    """A coordinator and servers, each in a process of its own. Only the test restarts them."""
 
     def __init__(self, folder: Path, *, servers: int = 2, lease_ms: int = 0) -> None:
-        """`lease_ms`: of members, for tests that freeze one and must not lose it; 0: the default."""
+        """`lease_ms`: the lease of members, for tests that freeze a member and must not lose it. 0: the default."""
         self.state = folder / "state"
         self._lease = {"SHARDYARD__MEMBERSHIP__LEASE_MS": str(lease_ms)} if lease_ms else {}
         self.servers: list[Script] = []
@@ -212,7 +212,7 @@ class RoleYard:
             peer.close()
 
     def ended(self, *, timeout_s: float = 30) -> wire.StatusReply:
-        """The status once no job is unfinished."""
+        """Waits until all jobs have ended. Returns the status."""
         until = time.monotonic() + timeout_s
         while True:
             found = self.status()
@@ -231,7 +231,7 @@ def computed(script: Script) -> int:
 
 
 def assert_each_sample_counts_once_in_its_row(tmp_path: Path, yard: RoleYard, died: str, **settings: object) -> None:
-    """Two scripts whose rows come ahead; a worker dies, or a server, or nobody, after the second checkpoint."""
+    """Runs two scripts with look-ahead. After the second checkpoint a worker dies, or a server, or nobody."""
     samples, epochs = 203, 3
     settings = {"job__workers_expected": 2, "job__checkpoint__every_steps": 7} | settings
     options = ("--samples", str(samples), "--epochs", str(epochs), "--pause-ms", "20", "--look-ahead")

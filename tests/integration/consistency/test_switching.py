@@ -54,8 +54,8 @@ def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: in
         runs = [threads.submit(train, number) for number in range(2)]
         until(lambda: all(seen), errors_of(runs))
         for bound in bounds[1:]:
-            here.go_over(ASYNC if bound is None else BOUNDED, bound)
-            until(lambda: not here.standing().consistency.behind, here.standing)
+            here.change_mode(ASYNC if bound is None else BOUNDED, bound)
+            until(lambda: not here.job_status().consistency.behind, here.job_status)
             made += 1
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * 2
     for each in seen:
@@ -80,7 +80,7 @@ def test_from_the_step_at_which_workers_have_gone_over_the_bound_holds_and_ends_
         slow_first = next(feeds[1])[0]
         for (chosen,) in itertools.islice(feeds[0], 30):
             fast.step(chosen)  # nobody waits: 30 steps ahead
-        here.go_over(BOUNDED, 2)
+        here.change_mode(BOUNDED, 2)
         for job in jobs:
             until_told(job, 1)
         ahead = next(feeds[0])[0]
@@ -90,13 +90,13 @@ def test_from_the_step_at_which_workers_have_gone_over_the_bound_holds_and_ends_
             fast.step(chosen)
         ahead = next(feeds[0])[0]
         assert waits(lambda: fast.step(ahead)), "the bound does not hold"
-        assert here.standing().staleness == 2
-        here.go_over(ASYNC)  # lets it go, whatever the other one does
+        assert here.job_status().staleness == 2
+        here.change_mode(ASYNC)  # lets it go, whatever the other one does
         until_told(jobs[0], 2)
         for (chosen,) in itertools.islice(feeds[0], 30):
             fast.step(chosen)
         assert fast.goes_by(None)
-        assert not here.standing().HasField("staleness")
+        assert not here.job_status().HasField("staleness")
         for feed, job in zip(feeds, jobs, strict=True):
             feed.close()
             job.close()
@@ -108,7 +108,7 @@ def test_worker_with_data_of_its_own_goes_over_between_two_pushes() -> None:
         place = torch.tensor([0])
         for _ in range(9):
             one.step(place)
-        here.go_over(BOUNDED, 1)
+        here.change_mode(BOUNDED, 1)
         until_told(first, 1)
         until_told(second, 1)
         one.step(place)
@@ -129,11 +129,11 @@ def test_worker_that_rests_is_waited_for_by_nobody_and_goes_over_with_its_next_w
         theirs = second.batches(DATA, batch_size=1)
         resting.step(next(theirs)[0])
         theirs.close()
-        here.go_over(BOUNDED, 0)
+        here.change_mode(BOUNDED, 0)
         until_told(first, 1)
         for (chosen,) in itertools.islice(first.batches(DATA, batch_size=1), 30):
             one.step(chosen)
-        assert here.standing().consistency.behind == [second._session.caller.incarnation]
+        assert here.job_status().consistency.behind == [second._session.caller.incarnation]
         assert one.goes_by(0)
 
 
@@ -142,7 +142,7 @@ def test_worker_that_joins_goes_by_the_switch_from_its_first_step() -> None:
         one = Counting(first)
         place = torch.tensor([0])
         one.step(place)
-        here.go_over(BOUNDED, 1)
+        here.change_mode(BOUNDED, 1)
         until_told(first, 1)
         one.step(place)
         with here.connect() as second:
@@ -150,8 +150,8 @@ def test_worker_that_joins_goes_by_the_switch_from_its_first_step() -> None:
             assert late.goes_by(1)
             late.step(place)
             one.step(place)
-            assert here.standing().consistency.behind == []
-            assert (here.standing().consistency.consistency.number, here.standing().staleness) == (1, 1)
+            assert here.job_status().consistency.behind == []
+            assert (here.job_status().consistency.consistency.number, here.job_status().staleness) == (1, 1)
 
 
 def test_switch_to_what_the_job_goes_by_already_changes_nothing() -> None:
@@ -159,7 +159,7 @@ def test_switch_to_what_the_job_goes_by_already_changes_nothing() -> None:
         Counting(job)
         reply = here.switch(BOUNDED, 3)
         assert (reply.first, reply.consistency.number) == (False, 0)
-        assert not here.standing().HasField("consistency")
+        assert not here.job_status().HasField("consistency")
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_switch_that_a_running_job_cannot_make_is_refused_and_changes_nothing(
             here.switch(mode, staleness)
         assert expected in str(raised.value)
         assert raised.value.todo_text
-        assert not here.standing().HasField("consistency")
+        assert not here.job_status().HasField("consistency")

@@ -52,7 +52,7 @@ def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(
     with yard(**two_workers(tmp_path, "sync"), **given) as here, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
         until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
-        here.go_over(BOUNDED, 2)
+        here.change_mode(BOUNDED, 2)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
     for each in seen:
         modes = [mode for mode, _ in itertools.groupby(each, key=lambda one: one[0])]
@@ -67,9 +67,9 @@ def test_worker_that_is_told_to_stay_goes_on_with_its_steps(tmp_path: Path) -> N
         for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
             if at == 4:
                 assert here.switch(ASYNC).first
-                assert here.standing().HasField("consistency")
+                assert here.job_status().HasField("consistency")
                 assert here.switch(SYNC).first
-                assert not here.standing().HasField("consistency")
+                assert not here.job_status().HasField("consistency")
             counting.step(chosen)
         assert (job.mode, job.step) == (UpdateMode.SYNC, SAMPLES // 2)
         assert counting.counts == {1.0}
@@ -99,7 +99,7 @@ def test_worker_that_joins_afterwards_finds_an_asynchronous_job(tmp_path: Path) 
     with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as first:
         one = Counting(first)
         for (chosen,) in first.batches(DATA, batch_size=1, epochs=2):
-            if first.step == 3 and first.mode is UpdateMode.SYNC and not here.standing().HasField("consistency"):
+            if first.step == 3 and first.mode is UpdateMode.SYNC and not here.job_status().HasField("consistency"):
                 here.switch(ASYNC)
             one.step(chosen)
         assert first.mode is UpdateMode.ASYNC

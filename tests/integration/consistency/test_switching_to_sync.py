@@ -55,7 +55,7 @@ def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(
     with yard(**two_workers(tmp_path, "async") | given) as here, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
         until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
-        here.go_over(SYNC)
+        here.change_mode(SYNC)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
     for each in seen:
         modes = [mode for mode, _ in itertools.groupby(each, key=lambda one: one[0])]
@@ -72,7 +72,7 @@ def test_job_goes_there_and_back_again_and_each_sample_counts_once_an_epoch(tmp_
         for mode, staleness in ((SYNC, None), (BOUNDED, 2), (SYNC, None), (ASYNC, None)):
             before = sum(map(len, seen))
             until(lambda before=before: sum(map(len, seen)) >= before + 30, errors_of(runs))  # type: ignore[misc]
-            here.go_over(mode, staleness)
+            here.change_mode(mode, staleness)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * 2
     modes = [mode for mode, _ in itertools.groupby(seen[0], key=lambda one: one[0])]
     assert modes == [UpdateMode.ASYNC, UpdateMode.SYNC] * 2 + [UpdateMode.ASYNC]
@@ -84,11 +84,11 @@ def test_worker_that_is_told_to_stay_goes_on_with_its_data_shards(tmp_path: Path
         for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
             if at == 4:
                 assert here.switch(SYNC).first
-                assert here.standing().consistency.consistency.mode == SYNC
+                assert here.job_status().consistency.consistency.mode == SYNC
                 with pytest.raises(errors.NotReady, match="is going over to sync"):
                     here.switch(BOUNDED, 3)
                 assert here.switch(ASYNC).first
-                assert not here.standing().HasField("consistency")
+                assert not here.job_status().HasField("consistency")
             counting.step(chosen)
         assert (job.mode, job.step) == (UpdateMode.ASYNC, SAMPLES)
         assert counting.counts == {1.0}
@@ -99,7 +99,7 @@ def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) ->
         counting = Counting(job)
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
-        here.go_over(SYNC)
+        here.change_mode(SYNC)
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
         assert (job.mode, job.step) == (UpdateMode.SYNC, SAMPLES + SAMPLES // 2)
@@ -160,6 +160,6 @@ def test_worker_that_joins_meanwhile_waits_and_says_for_what(tmp_path: Path) -> 
         runs.append(threads.submit(second))
         text = "to go over to sync, for which no data shard is begun"
         until(lambda: any(text in each.waiting_for for each in here.members()), errors_of(runs))
-        assert "0.0.0 (worker 1.3)" in here.standing().consistency.draining
+        assert "0.0.0 (worker 1.3)" in here.job_status().consistency.draining
         goes_on.set()
         assert [run.result(DEADLINE_S) for run in runs] == [{2.0}] * 2

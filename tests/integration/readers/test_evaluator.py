@@ -20,12 +20,12 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.reader import pinned_version, snapshots
 from shardyard_worker.reader.evaluator import Snapshot
 from tests.support.alone import SYNC, SYNC_2
-from tests.support.readers import DEADLINE_S, Course, eventually, yard
+from tests.support.readers import DEADLINE_S, TrainingThread, eventually, yard
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-class Counting(Course):
+class Counting(TrainingThread):
     """A job whose every value is how often it was pushed; each push is one step. `begin` has a thread push on."""
 
     def __init__(self, job: sy.Job, *, variables: int = 8, elements: int = 16) -> None:

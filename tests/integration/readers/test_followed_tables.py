@@ -28,7 +28,7 @@ from shardyard_worker.reader import pinned_version
 from shardyard_worker.reader.pinned_version import PinnedVersion
 from shardyard_worker.reader.snapshots import Snapshots
 from tests.support.alone import SYNC
-from tests.support.readers import Course, Yard, eventually
+from tests.support.readers import TrainingThread, Yard, eventually
 from tests.support.yards import Probes, RoleYard
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
         return self.words(ids), self.users(ids[:, None]), self.top
 
 
-class Training(Course):
+class Training(TrainingThread):
     """A job that trains it, in a thread from `begin` to `end`, or step by step."""
 
     def __init__(self, job: sy.Job) -> None:

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -139,6 +141,20 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
         journal.close()
 
 
+@contextmanager
+def serving(handlers: dict[Any, Callable[[Any, Context], Any]]) -> Iterator[str]:
+    """The address of a coordinator that has only these methods."""
+    service = Service("Coordinator")
+    for method, handler in handlers.items():
+        service.on(method, handler)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        yield listener.address
+    finally:
+        listener.stop()
+
+
 def write_checkpoint(url: Path, number: int) -> None:
     """Of a job named digits, which has done nothing."""
     library = CheckpointLibrary(LocalStorage(url))
@@ -219,14 +235,8 @@ def test_checkpoint_is_asked_for_until_it_is_there_or_was_refused(
             return wire.TakeCheckpointReply(failure=to_detail(errors.StorageUnavailable("no space left")))
         return wire.TakeCheckpointReply(job_name="digits", done=True, number=7, step=4_950, url="/kept")
 
-    service = Service("Coordinator")
-    service.on(methods.TAKE_CHECKPOINT, take)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
-    try:
-        assert main(["checkpoint", "take", "--coordinator", listener.address]) == int(fails)
-    finally:
-        listener.stop()
+    with serving({methods.TAKE_CHECKPOINT: take}) as address:
+        assert main(["checkpoint", "take", "--coordinator", address]) == int(fails)
     assert asked == [("", 0), ("digits", 7), ("digits", 7)]
     captured = capsys.readouterr()
     if fails:
@@ -250,15 +260,8 @@ def test_stop_waits_until_the_job_has_ended(state: wire.JobState, capsys: pytest
         del states[: len(states) > 1]
         return wire.StatusReply(jobs=[wire.JobStatus(job=6, name="digits", state=wire.JOB_STATE_FAILED), job])
 
-    service = Service("Coordinator")
-    service.on(methods.STOP_JOB, stop)
-    service.on(methods.STATUS, status)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
-    try:
-        code = main(["stop", "digits", "--reason", "tea", "--wait", "--coordinator", listener.address])
-    finally:
-        listener.stop()
+    with serving({methods.STOP_JOB: stop, methods.STATUS: status}) as address:
+        code = main(["stop", "digits", "--reason", "tea", "--wait", "--coordinator", address])
     assert asked == [("digits", "tea")]
     captured = capsys.readouterr()
     told = "job digits is told to stop\n"
@@ -272,14 +275,8 @@ def test_stop_of_a_job_that_stops_already_says_who_told_it(capsys: pytest.Captur
     reply = wire.StopJobReply(
         job_name="digits", job=7, stop=wire.Stop(reason="nan", worker=(1 << 32) + 4, settled=True, step=1_200)
     )
-    service = Service("Coordinator")
-    service.on(methods.STOP_JOB, lambda request, _: reply)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
-    try:
-        assert main(["stop", "--coordinator", listener.address]) == 0
-    finally:
-        listener.stop()
+    with serving({methods.STOP_JOB: lambda request, _: reply}) as address:
+        assert main(["stop", "--coordinator", address]) == 0
     said = "job digits was told to stop before, by worker 1.4: nan; before step 1,200\n"
     assert capsys.readouterr().out == said
 
@@ -302,15 +299,8 @@ def test_set_waits_no_longer_for_what_somebody_has_taken_back(capsys: pytest.Cap
         job = wire.JobStatus(job=7, name="digits", state=wire.JOB_STATE_RUNNING, consistency=standings.pop(0))
         return wire.StatusReply(jobs=[job])
 
-    service = Service("Coordinator")
-    service.on(methods.SWITCH_CONSISTENCY, switch)
-    service.on(methods.STATUS, status)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
-    try:
-        code = main(["set", "consistency.mode=bounded", "--wait", "--coordinator", listener.address])
-    finally:
-        listener.stop()
+    with serving({methods.SWITCH_CONSISTENCY: switch, methods.STATUS: status}) as address:
+        code = main(["set", "consistency.mode=bounded", "--wait", "--coordinator", address])
     assert (code, standings) == (1, [])
     assert "keeps its mode: the change was cancelled" in capsys.readouterr().err
 
@@ -338,16 +328,9 @@ def test_set_waits_until_all_servers_and_workers_go_by_it(ends: bool, capsys: py
         seen += 1
         return wire.StatusReply(jobs=[job])
 
-    service = Service("Coordinator")
-    service.on(methods.SWITCH_CONSISTENCY, switch)
-    service.on(methods.STATUS, status)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
     what = ["digits", "consistency.mode=bounded", "job.consistency.staleness=3"]
-    try:
-        code = main(["set", *what, "--wait", "--coordinator", listener.address])
-    finally:
-        listener.stop()
+    with serving({methods.SWITCH_CONSISTENCY: switch, methods.STATUS: status}) as address:
+        code = main(["set", *what, "--wait", "--coordinator", address])
     assert asked == [wire.SwitchConsistencyRequest(job_name="digits", mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=3)]
     captured = capsys.readouterr()
     told = "job digits changes to bounded, 3 steps\n"
@@ -368,14 +351,8 @@ def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_giv
         asked.append(request)
         return reply
 
-    service = Service("Coordinator")
-    service.on(methods.SWITCH_CONSISTENCY, switch)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
-    listener.start()
-    try:
-        assert main(["set", "consistency.staleness=3", "--coordinator", listener.address]) == 0
-    finally:
-        listener.stop()
+    with serving({methods.SWITCH_CONSISTENCY: switch}) as address:
+        assert main(["set", "consistency.staleness=3", "--coordinator", address]) == 0
     assert asked == [wire.SwitchConsistencyRequest(staleness=3)]
     assert capsys.readouterr().out == "job digits already uses bounded, 3 steps\n"
 

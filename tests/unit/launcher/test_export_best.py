@@ -53,14 +53,19 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> BestFolder:
     return BestFolder(open_storage(url), "digits")
 
 
+def load_kept(folder: BestFolder) -> BestManifest:
+    found = folder.load()
+    assert found is not None
+    return found
+
+
 def test_nothing_is_kept_at_first(folder: BestFolder) -> None:
     assert folder.load() is None
 
 
 def test_what_was_kept_comes_back_to_the_bit(folder: BestFolder) -> None:
     keep(folder, 0.1 + 0.2, step=12)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     assert (found.job, found.metric, found.mode, found.value, found.step) == (JOB, "accuracy", "max", 0.1 + 0.2, 12)
     read = folder.read(found)
     assert read.keys() == values(12).keys()
@@ -73,8 +78,7 @@ def test_former_best_is_deleted_after_the_new_one_is_there(folder: BestFolder) -
     for step in range(3):
         keep(folder, float(step), step)
     assert len(folder.storage.list_files("digits/best")) == 2
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     assert found.step == 2
 
 
@@ -91,8 +95,7 @@ def test_only_what_is_better_beats_it(mode: str, value: float, beaten: bool) -> 
 def test_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
     folder = BestFolder(open_storage(str(tmp_path)), "digits")
     keep(folder, 0.5, step=3)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     loaded = safetensors.numpy.load_file(tmp_path / "digits" / "best" / found.path)
     assert (loaded["layer.weight"] == 3).all()
 
@@ -115,8 +118,7 @@ def test_one_that_could_not_be_kept_leaves_the_former_one_or_is_there_whole(
 
     with failpoints.armed(place, refuse, at=at), pytest.raises(StorageUnavailable):
         keep(folder, 0.75, step=4)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     read = folder.read(found)
     assert (read["layer.weight"] == found.step).all()
     keep(folder, 0.8, step=5)
@@ -132,8 +134,7 @@ def test_crash_before_the_former_one_was_deleted_leaves_the_new_one(tmp_path: Pa
 
     with failpoints.armed("storage.before_delete", refuse), pytest.raises(StorageUnavailable):
         keep(folder, 0.75, step=4)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     assert found.step == 4
     keep(folder, 0.8, step=5)
     assert len(list((tmp_path / "digits" / "best").iterdir())) == 2
@@ -153,8 +154,7 @@ def flipped(path: Path) -> None:
 def test_torn_values_are_damaged(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     folder = BestFolder(open_storage(str(tmp_path)), "digits")
     keep(folder, 0.5)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     damage(tmp_path / "digits" / "best" / found.path)
     with pytest.raises((CheckpointDamaged, CheckpointNotFound)):
         folder.read(found)
@@ -265,8 +265,7 @@ def test_best_is_exported_without_being_in_memory_whole(tmp_path: Path) -> None:
 def test_best_that_is_damaged_within_a_variable_leaves_no_file_in_either_format(tmp_path: Path) -> None:
     folder = BestFolder(open_storage(str(tmp_path / "kept")), "digits")
     keep(folder, 0.75)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     flipped(tmp_path / "kept" / "digits" / "best" / found.path)
     for form in ("torch", "safetensors"):
         given = ["--format", form, "--best", f"best.{form}"]
@@ -277,8 +276,7 @@ def test_best_that_is_damaged_within_a_variable_leaves_no_file_in_either_format(
 def test_damaged_best_is_shown_and_never_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = BestFolder(open_storage(str(tmp_path / "kept")), "digits")
     keep(folder, 0.75)
-    found = folder.load()
-    assert found is not None
+    found = load_kept(folder)
     flipped(tmp_path / "kept" / "digits" / "best" / found.path)
     assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), "--best", "best.pt"]) == 1
     assert not (tmp_path / "best.pt").exists()
