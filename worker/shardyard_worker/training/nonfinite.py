@@ -31,9 +31,12 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 class NonFiniteCheck:
-    """Checks one worker's pushes. `pause` waits for a number of milliseconds."""
+    """Checks one worker's pushes. `pause` waits for a number of milliseconds. `on_host`: gradients are in host
+    memory."""
 
-    def __init__(self, session: Session, layout: JobLayout, pause: Callable[[int], None]) -> None:
+    def __init__(
+        self, session: Session, layout: JobLayout, pause: Callable[[int], None], *, on_host: bool = True
+    ) -> None:
         self._session = session
         variables, self._tables = layout.variables, [table.name for table in layout.tables]
         self._names = [spec.name for spec in variables]
@@ -42,6 +45,9 @@ class NonFiniteCheck:
         self._pause = pause
         self._count = 0
         self._in_a_row = 0
+        if self._looks and on_host:  # compiles now, while the servers compile their loops, and not in the first push
+            for dtype in sorted({variables[i].dtype.value for i in self._parameters} & set(_NAMES.values())):
+                first_not_finite([], dtype)
 
     def counts(
         self,

@@ -68,7 +68,10 @@ class PushBuilder:
             self._checkpointer = ResidualCheckpointer(session, self.feedback, link.layout)
             self._listener = Listener(on_heartbeat=self._checkpointer.on_heartbeat)
             session.listen(self._listener)
-        self._nonfinite = NonFiniteCheck(session, link.layout, lambda pause_ms: link.router.pause(pause_ms))
+        on_host = any(variable.target.device.type == "cpu" for variable in link.variables)
+        self._nonfinite = NonFiniteCheck(
+            session, link.layout, lambda pause_ms: link.router.pause(pause_ms), on_host=on_host
+        )
 
     def close(self) -> None:
         if self._checkpointer is not None:
