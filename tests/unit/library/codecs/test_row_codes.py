@@ -115,11 +115,6 @@ def test_rows_that_are_not_finite_arrive_as_they_are(form: RowCode) -> None:
 
 
 @pytest.mark.parametrize("form", RowCode)
-def test_no_rows_travel_too(form: RowCode) -> None:
-    assert decode_rows(encode_rows(np.empty((0, 24), np.float32), form), 0, 24).shape == (0, 24)
-
-
-@pytest.mark.parametrize("form", RowCode)
 @pytest.mark.parametrize(("rows", "dim"), [(4, 24), (6, 24), (5, 23), (24, 6), (0, 24)])
 def test_rows_of_other_numbers_are_refused(form: RowCode, rows: int, dim: int) -> None:
     code = encode_rows(ROWS, form)

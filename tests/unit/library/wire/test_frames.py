@@ -163,16 +163,6 @@ def room(length: int) -> tuple[bytearray, Assembler]:
     return memory, Assembler(memoryview(memory)[8 : 8 + length])
 
 
-def test_assembler_puts_frames_together() -> None:
-    memory, assembler = room(4)
-    for frame in (Frame(b"h", 0, b"ab"), Frame(b"", 2, b""), Frame(b"", 2, b"cd")):
-        assert not assembler.complete
-        assembler.add(frame)
-    assert assembler.complete
-    assembler.finish()
-    assert bytes(memory) == b"\xee" * 8 + b"abcd" + b"\xee" * 8
-
-
 @pytest.mark.parametrize("offset", [0, 1, 3, 4, (1 << 64) - 1])
 def test_frame_out_of_order_is_malformed_and_writes_nothing(offset: int) -> None:
     memory, assembler = room(4)

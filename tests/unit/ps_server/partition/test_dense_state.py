@@ -114,15 +114,6 @@ def test_absent_blocks_must_exist_and_ascend(absent: tuple[int, ...]) -> None:
             one.payload.expected_bytes(PushPart(PartitionId(0), payload_bytes, absent))
 
 
-def test_unpacked_part_has_every_present_block_in_its_place() -> None:
-    one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1))
-    found = one.push(a=[1, 2, 3], c=[4])
-    assert found.present == (True, False, True)
-    assert one.of(found.payload, 0).tolist() == [1, 2, 3]
-    assert one.of(found.payload, 1).tolist() == [0] * 9
-    assert one.of(found.payload, 2).tolist() == [4]
-
-
 # ---- updates
 
 
@@ -138,88 +129,6 @@ def test_single_member_steps_along_its_gradient() -> None:
     one = OnePartition(variable("a", 3))
     one.start(a=[10, 20, 30])
     assert one.update(one.push(a=[1, 2, 3]))["a"].tolist() == [9, 18, 27]
-
-
-def test_members_step_along_their_weighted_mean() -> None:
-    one = OnePartition(variable("a", 2))
-    members = [one.push(1, a=[8, 0]), one.push(2, a=[4, 0]), one.push(1, a=[0, 16])]
-    assert one.update(*members)["a"].tolist() == [-4, -4]
-
-
-def test_rule_b2_sum_is_in_the_order_of_the_members_and_in_the_dtype_of_the_block() -> None:
-    one = OnePartition(variable("a", 1, DType.FLOAT32), groups=(make_group("sgd", {"lr": 1.0}),))
-    words = [1e8, 1.0, -1e8, 3.0]
-    members = [one.push(1, a=[word]) for word in words]
-    quarter = np.float32(0.25)
-    expected = np.float32(0)
-    for word in words:
-        expected = expected + np.float32(word) * quarter
-    assert one.update(*members)["a"][0] == -expected
-    assert expected == np.float32(0.75)  # what is small beside 1e8 is rounded away: another order, another sum
-
-
-def test_gradient_that_some_members_lack_counts_as_zero() -> None:
-    one = OnePartition(variable("a", 1), variable("b", 1))
-    after = one.update(one.push(1, a=[4], b=[4]), one.push(3, b=[4]))
-    assert (after["a"][0], after["b"][0]) == (-1, -4)
-
-
-def test_block_that_no_member_has_keeps_its_value() -> None:
-    one = OnePartition(variable("a", 2), variable("b", 2))
-    one.start(a=[5, 6], b=[7, 8])
-    after = one.update(one.push(1, b=[1, 1]), one.push(1, b=[1, 1]))
-    assert after["a"].tolist() == [5, 6]
-    assert after["b"].tolist() == [6, 7]
-
-
-def test_groups_have_settings_of_their_own() -> None:
-    groups = (make_group("sgd", {"lr": 1.0}), make_group("sgd", {"lr": 0.5, "momentum": 0.5}))
-    one = OnePartition(variable("a", 1, group=0), variable("b", 1, group=1), variable("c", 1, group=0), groups=groups)
-    one.update(one.push(a=[1], b=[1], c=[1]))
-    after = one.update(one.push(a=[1], b=[1], c=[1]))
-    assert after["a"][0] == after["c"][0] == -2
-    assert after["b"][0] == -0.5 - 0.5 * 1.5
-
-
-def test_dtypes_may_be_mixed() -> None:
-    one = OnePartition(variable("a", 5, DType.FLOAT32), variable("b", 3), variable("c", 2, DType.FLOAT32))
-    one.start(a=[1] * 5, b=[1 + 2**-40] * 3, c=[1] * 2)
-    after = one.update(one.push(1, a=[0.5] * 5, b=[1] * 3, c=[2] * 2), one.push(1, a=[0.5] * 5, b=[1] * 3, c=[0] * 2))
-    assert after["a"].tolist() == [0.5] * 5
-    assert after["b"].tolist() == [2**-40] * 3
-    assert after["c"].tolist() == [0, 0]
-
-
-def test_rule_b5_floating_buffer_becomes_the_weighted_mean_of_those_who_have_it() -> None:
-    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT32))
-    members = [one.push(1, a=[0], mean=[8]), one.push(3, a=[0], mean=[4]), one.push(4, a=[0])]
-    assert one.update(*members)["mean"][0] == 5
-
-
-def test_rule_b5_floating_buffer_of_one_member_is_taken_as_it_is() -> None:
-    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT32))
-    third = np.float32(1 / 3)
-    assert one.update(one.push(1, a=[0]), one.push(6, a=[0], mean=[float(third)]))["mean"][0] == third
-
-
-@pytest.mark.parametrize("dtype", [DType.INT64, DType.INT32, DType.UINT8])
-def test_rule_b5_integer_buffer_becomes_the_maximum(dtype: DType) -> None:
-    one = OnePartition(buffer("batches", 3, dtype))
-    one.start(batches=[100, 100, 100])
-    members = [one.push(5, batches=[3, 9, 1]), one.push(1, batches=[7, 2, 1]), one.push(1)]
-    assert one.update(*members)["batches"].tolist() == [7, 9, 1]
-
-
-def test_rule_b5_truth_buffer_is_true_where_any_member_says_so() -> None:
-    one = OnePartition(buffer("seen", 3, DType.BOOL))
-    assert one.update(one.push(seen=[1, 0, 0]), one.push(seen=[0, 0, 1]))["seen"].tolist() == [True, False, True]
-
-
-def test_buffer_that_nobody_has_keeps_its_value() -> None:
-    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT64), buffer("batches", 1, DType.INT64))
-    one.start(a=[0], mean=[2.5], batches=[7])
-    after = one.update(one.push(a=[1]), one.push(a=[1]))
-    assert (after["mean"][0], after["batches"][0]) == (2.5, 7)
 
 
 def test_frozen_variable_begins_its_own_count_when_it_is_thawed_as_in_torch() -> None:
@@ -243,26 +152,6 @@ def test_frozen_variable_begins_its_own_count_when_it_is_thawed_as_in_torch() ->
             np.testing.assert_allclose(after[name], parameter.detach().numpy(), rtol=1e-12, atol=1e-14)
 
 
-def test_kept_runs_stay_right_when_presence_and_members_change() -> None:
-    one = OnePartition(variable("a", 1), variable("b", 1), variable("c", 1), groups=(make_group("sgd", {"lr": 1.0}),))
-    one.update(one.push(a=[1], b=[1], c=[1]))
-    one.update(one.push(a=[1], b=[1], c=[1]), one.push(a=[1], b=[1], c=[1]))
-    one.update(one.push(a=[1], c=[1]), one.push(a=[1], b=[1], c=[1]))
-    one.update(one.push(b=[1]))
-    after = one.update(one.push(a=[1], b=[1], c=[1]))
-    assert [after[name][0] for name in "abc"] == [-4, -4.5, -4]
-
-
-def test_initial_state_of_an_optimizer_is_that_of_its_own_group() -> None:
-    groups = tuple(
-        make_group("adagrad", {"lr": 1.0, "initial_accumulator_value": first, "eps": 0.0}) for first in (0.0, 3.0)
-    )
-    one = OnePartition(variable("a", 2, group=0), variable("b", 2, group=1), kind="adagrad", groups=groups)
-    after = one.update(one.push(a=[1, 1], b=[1, 1]))
-    assert after["a"].tolist() == [-1, -1]
-    assert after["b"].tolist() == [-0.5, -0.5]
-
-
 def test_what_is_not_finite_goes_through_in_silence() -> None:
     one = OnePartition(variable("a", 3, DType.FLOAT32), buffer("mean", 1, DType.FLOAT32))
     huge = float(np.finfo(np.float32).max)
@@ -275,11 +164,6 @@ def test_what_is_not_finite_goes_through_in_silence() -> None:
         after = one.update(*members, shares=(1.0, 1.0))
     assert np.isnan(after["a"]).tolist() == [True, False, True]
     assert after["a"][1] == -np.inf
-
-
-def test_variables_without_elements_are_no_work() -> None:
-    one = OnePartition(variable("a", 0), variable("b", 2), variable("c", 0))
-    assert one.update(one.push(a=[], b=[1, 2], c=[]))["b"].tolist() == [-1, -2]
 
 
 def test_partition_without_blocks_is_updated_to_nothing() -> None:

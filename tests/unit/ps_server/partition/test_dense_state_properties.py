@@ -212,7 +212,7 @@ def _some_step(rng: random.Random, numbers: np.random.Generator, variables: Sequ
 
 @settings(max_examples=250, deadline=None)
 @given(kind=st.sampled_from(sorted(GROUPS)), seed=st.integers(0, 2**32))
-def test_variables_cut_anywhere_train_to_the_bits_of_whole_ones(kind: str, seed: int) -> None:
+def test_rules_b2_and_b5_variables_cut_anywhere_train_to_the_bits_of_whole_ones(kind: str, seed: int) -> None:
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     variables = _some_variables(rng)
     spec = OptimizerSpec(kind, tuple(make_group(kind, given) for given in GROUPS[kind]))

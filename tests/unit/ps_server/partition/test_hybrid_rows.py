@@ -104,15 +104,6 @@ def test_rows_of_a_rank_are_as_old_as_its_record_says() -> None:
     assert partition.tables["narrow"].state.now_ms == 77_000
 
 
-def test_a_contribution_that_comes_again_changes_no_row() -> None:
-    partition = hybrid()
-    push(partition, 0, 0, work({1: 2.0}))
-    assert push(partition, 0, 0, work({1: 50.0, 2: 1.0})) is Outcome.DUPLICATE
-    push(partition, 1, 0, work({1: 2.0}))
-    assert push(partition, 1, 0, work({1: 50.0})) is Outcome.DUPLICATE
-    assert moved(partition) == pytest.approx({1: -2.0})
-
-
 def test_ranks_may_have_rows_at_different_rates() -> None:
     partition = hybrid()
     push(partition, 0, 0, work({0: 2.0}))

@@ -215,15 +215,6 @@ def test_collection_fetches_each_id_of_all_features_once_and_all_tables_in_one_c
     assert found["items"].shape == (1, DIM)
 
 
-def test_looking_up_makes_no_row() -> None:
-    table = sy.Embedding(DIM)
-    first = table(IDS)
-    assert len(table.table) == 0
-    torch.testing.assert_close(table(IDS), first, rtol=0, atol=0)
-    assert (first[0] == first[2]).all()
-    assert (first[0] != first[1]).any()
-
-
 def test_output_has_the_device_and_dtype_of_the_model() -> None:
     model = sy.Embedding(DIM, dtype=torch.float64)
     assert model(IDS).dtype is torch.float64
