@@ -154,7 +154,7 @@ def test_script_that_always_dies_is_given_up(yard: RoleYard, tmp_path: Path) -> 
         script = Script([*ROLE, "eval", "--follow", *options, str(broken)], {})
         assert script.wait() == 7, script.output
     assert any("is restarted (1 of 1)" in line for line in script.lines)
-    assert any("is not started again (evaluator.restarts_max is 1" in line for line in script.lines)
+    assert any("is not restarted (evaluator.restarts_max is 1" in line for line in script.lines)
 
 
 @pytest.mark.long

@@ -408,7 +408,7 @@ def test_who_follows_changes_nothing(mode: dict[str, object]) -> None:
         for _snapshot in there.follow().snapshots(model, every_s=0):
             with pytest.raises(errors.InvalidRequest, match="which nobody would take"):
                 model.words(IDS).sum().backward()
-            with pytest.raises(errors.InvalidRequest, match="who follows a job changes nothing"):
+            with pytest.raises(errors.InvalidRequest, match="a reader changes nothing"):
                 model.words.table.put(torch.tensor([1]), torch.zeros(1, 2))
             break
 

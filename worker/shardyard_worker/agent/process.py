@@ -104,7 +104,7 @@ class AgentMembership:
         return MembershipClient(
             self._peer,
             self._membership,
-            on_reply=_ignore,
+            on_reply=lambda _: None,  # a heartbeat's reply has nothing for an agent
             on_lost=self._on_lost,
             report=self._report,
             grace_ms=self._grace_ms,
@@ -114,12 +114,8 @@ class AgentMembership:
         request.waiting_for = self._waiting_for()
 
     def _on_lost(self, error: errors.ShardyardError) -> None:
-        log.warning("no member any more, will enrol again: %s", error)
+        log.warning("this agent is no member any more, and enrols again: %s", error)
         self._lost.set()
-
-
-def _ignore(reply: coordinator_wire.HeartbeatReply) -> None:
-    """A heartbeat's reply has nothing for an agent."""
 
 
 def serve(
@@ -174,8 +170,13 @@ def serve(
         listener.set_ready(ready=True)
         ready(address)
         if command is not None:
-            launch = service.launch(_request(command, settings))
-            return _follow(launch, membership, stop)
+            request = wire.LaunchRequest(
+                script=os.path.abspath(command[0]),
+                arguments=command[1:],
+                working_directory=os.getcwd(),
+                restarts_max=settings.yard.restarts_max,
+            )
+            return _follow(service.launch(request), membership, stop)
         while not stop.wait(SLICE_MS / 1000):
             membership.keep()
         return 0
@@ -189,15 +190,6 @@ def serve(
         if listener is not None:
             listener.stop()
         peer.close()
-
-
-def _request(command: list[str], settings: Settings) -> wire.LaunchRequest:
-    return wire.LaunchRequest(
-        script=os.path.abspath(command[0]),
-        arguments=command[1:],
-        working_directory=os.getcwd(),
-        restarts_max=settings.yard.restarts_max,
-    )
 
 
 def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event) -> int:

@@ -115,15 +115,19 @@ class AgentService:
         script = _path(request.script, "the script")
         if not script.is_file():
             raise errors.InvalidRequest(
-                f"the script {script} is not a file on the agent's machine", todo="check the path, and for whom it is"
+                f"the script {script} is not a file on the agent's machine",
+                todo="check the path on that machine",
             )
         folder = _path(request.working_directory, "the working directory")
         if not folder.is_dir():
             raise errors.InvalidRequest(f"the working directory {folder} is not a folder on the agent's machine")
+        if len(request.arguments) > ARGUMENTS_MAX:
+            raise errors.TooLarge(f"{len(request.arguments)} arguments; at most {ARGUMENTS_MAX} are taken")
+        _bounded(list(request.arguments), "the arguments")
         environment = {**os.environ, **_environment(dict(request.environment))}
         return LaunchOrder(
             script=script,
-            arguments=_arguments(list(request.arguments)),
+            arguments=tuple(request.arguments),
             working_directory=folder,
             environment=environment,
             workers=workers,
@@ -218,13 +222,6 @@ def _path(given: str, what: str) -> Path:
     if "\0" in given or not os.path.isabs(given):
         raise errors.InvalidRequest(f"{what} is {given!r}; expected an absolute path on the agent's machine")
     return Path(given)
-
-
-def _arguments(given: list[str]) -> tuple[str, ...]:
-    if len(given) > ARGUMENTS_MAX:
-        raise errors.TooLarge(f"{len(given)} arguments; at most {ARGUMENTS_MAX} are taken")
-    _bounded(given, "the arguments")
-    return tuple(given)
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:

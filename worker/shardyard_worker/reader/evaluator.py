@@ -35,7 +35,7 @@ from shardyard_worker.reader.pinned_version import View
 from shardyard_worker.reader.reader_session import ReaderSession
 from shardyard_worker.reader.serving import ServedModel
 from shardyard_worker.reader.snapshot_rows import SnapshotRows
-from shardyard_worker.reader.snapshots import AGAIN, Snapshots, Values
+from shardyard_worker.reader.snapshots import AGAIN, Snapshots
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import checked_metric
 from shardyard_worker.session.tensorboard import TensorBoardWriter
@@ -200,37 +200,32 @@ class Run:
                     log.warning("job %s has ended, and its last values are not on the servers any more", self.name)
                     return None
                 try:
-                    values = None if news.view is None else self._read(news.view, rows=rows)
+                    snapshot = None if news.view is None else self._read(news.view, rows=rows)
                 except AGAIN as error:
                     why = f" ({error.what})"
                     log.debug("no snapshot now: %s", error)
                     self._session.wait_for_news(news)
                 else:
-                    if values is not None and news.view is not None:
-                        names = tuple(spec.name for spec in news.view.layout.variables)
-                        self._snapshot = Snapshot(values.step, values.versions, names, values.arrays, self._give_up)
-                        self._metrics, self._given_up = {}, False
-                        return self._snapshot
+                    if snapshot is not None:
+                        self._snapshot, self._metrics, self._given_up = snapshot, {}, False
+                        return snapshot
                     if news.has_ended:
                         return None
                     why = "" if news.view is not None else " (it has no values that can be read now)"
                     self._session.wait(time.monotonic() + LOOK_AGAIN_S)
                 wait.tick()
 
-    def _read(self, view: View, *, rows: bool) -> Values | None:
+    def _read(self, view: View, *, rows: bool) -> Snapshot | None:
         """Returns None if the newest version is the last snapshot's."""
-        former = () if self._snapshot is None or self._given_up else self._snapshot.versions
-        if not rows:
-            return self._snapshots.read(view, former)
-        held = self._rows.hold(view)  # renews the leases: reading the values may take longer than one
-        values = None
+        held, arrays = self._rows.hold(view, rows=rows), None
         try:
-            if held.versions != former:
-                values = self._snapshots.values(held)
+            if self._snapshot is None or self._given_up or held.versions != self._snapshot.versions:
+                arrays = self._snapshots.values(held)
         finally:
-            if values is None:
+            if arrays is None or not rows:
                 self._rows.release()
-        return values
+        names = tuple(spec.name for spec in view.layout.variables)
+        return None if arrays is None else Snapshot(held.step, held.versions, names, arrays, self._give_up)
 
     def _give_up(self, error: errors.VersionPassed) -> None:
         log.warning("step %d of job %s is not evaluated: %s", self.step, self.name, error.what)

@@ -118,7 +118,7 @@ def bind(tables: dict[str, Table], layout: JobLayout, source: RowSource) -> None
             raise UnsupportedModel(
                 f"a model to be followed whose embedding table {name!r} has no rows",
                 why=f"the job has no table of that name ({', '.join(theirs) or 'none at all'}), so it would be judged "
-                "by rows that nobody has trained",
+                "by untrained rows",
                 todo="build the job's model, or put rows into the table first (table.load)",
             )
         if table.dim != theirs[name].dim:
@@ -134,7 +134,7 @@ def bind(tables: dict[str, Table], layout: JobLayout, source: RowSource) -> None
 def _all_rows(table: Table) -> InvalidRequest:
     return InvalidRequest(
         f"all rows of table {table.name!r} of a job that is followed",
-        why="who follows a job looks up rows by their ids",
+        why="a reader looks up rows by their ids",
         todo="write them out from a checkpoint: `shardyard checkpoint export --table`",
     )
 
@@ -142,6 +142,6 @@ def _all_rows(table: Table) -> InvalidRequest:
 def _changed(table: Table) -> InvalidRequest:
     return InvalidRequest(
         f"rows put into table {table.name!r} of a job that is followed",
-        why="who follows a job changes nothing",
+        why="a reader changes nothing",
         todo="",
     )

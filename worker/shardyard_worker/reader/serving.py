@@ -397,8 +397,7 @@ class ServedModel:
                 for target, source in zip(_tensors(model), _tensors(former.model), strict=True):
                     target.copy_(source)
             return
-        values = self._snapshots.values(held)
-        load_into(model, [spec.name for spec in held.view.layout.variables], values.arrays)
+        load_into(model, [spec.name for spec in held.view.layout.variables], self._snapshots.values(held))
 
     def _model_of(self, view: View) -> torch.nn.Module:
         """Returns a copy that no version uses."""

@@ -48,9 +48,9 @@ class SnapshotRows:
         self.held: PinnedVersion | None = None
         """The pin of the newest snapshot."""
 
-    def hold(self, view: View) -> PinnedVersion:
-        """Pins a version, whose leases are renewed until `release`."""
-        self.held = self._snapshots.hold(view)
+    def hold(self, view: View, *, rows: bool = True) -> PinnedVersion:
+        """Pins a version. Its leases are renewed until `release`, since reading it may take longer than one."""
+        self.held = self._snapshots.hold(view, rows=rows)
         self._leases.keep(self.held)
         return self.held
 

@@ -2,8 +2,8 @@
 
 Owns: the pins under which it reads, and the memory that it reads into. Invariants: a snapshot of a synchronous job is
 one step on all partitions; of any other job it is the newest version of each partition, each whole, pinned on all
-servers at one moment. Pins are released however the read ends, unless the version stays held on request; if this
-process dies, their leases run out. Must not know: torch, what values are for, when they are wanted.
+servers at one moment. A pin is released if it cannot be completed; otherwise its holder releases it; if this process
+dies, its leases run out. Must not know: torch, what values are for, when they are wanted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -47,16 +46,6 @@ AGAIN: Final = (errors.Refused, errors.NotFound, errors.NotReady, errors.Unavail
 back, steps pass, and pins of other readers run out."""
 
 
-@dataclass(frozen=True)
-class Values:
-    """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape. They belong to the
-    reader until its next snapshot."""
-
-    step: int
-    versions: tuple[Version, ...]
-    arrays: tuple[Array, ...]
-
-
 class Snapshots:
     """For one thread, except `close`. Other threads may read a version that it holds."""
 
@@ -73,22 +62,15 @@ class Snapshots:
         for peer in self._peers.values():
             peer.close()
 
-    def read(self, view: View, former: tuple[Version, ...] = ()) -> Values | None:
-        """Reads a snapshot. Returns None if its versions are `former`. Raises InvalidRequest, MalformedPayload, and the
-        errors in AGAIN: then try again with a newer view."""
-        held = self.hold(view, rows=False)
-        try:
-            return None if held.versions == former else self.values(held)
-        finally:
-            held.release()
-
     def hold(self, view: View, *, rows: bool = True, step_wait_ms: int = STEP_WAIT_MS) -> PinnedVersion:
-        """Holds a version until it is released. `rows`: its tables' rows can be looked up. Raises as `read`."""
+        """Holds a version until it is released. `rows`: its tables' rows can be looked up. Raises InvalidRequest,
+        MalformedPayload, and the errors in AGAIN: then try again with a newer view."""
         servers = ViewServers(view, self._servers(view.map), self._call_all, self._wait_registry)
         return self._pin(servers, rows=rows, step_wait_ms=step_wait_ms)
 
-    def values(self, held: PinnedVersion) -> Values:
-        """Reads the values of a held version. Raises as `read`."""
+    def values(self, held: PinnedVersion) -> tuple[Array, ...]:
+        """Reads the values of a held version: an array for each variable of the layout, in its shape. They belong to
+        the reader until its next snapshot. Raises as `hold`."""
         view, versions, servers = held.view, held.versions, held.servers.servers
         arrays = self._memory(view.layout)
 
@@ -101,7 +83,7 @@ class Snapshots:
         except BaseException:
             self._received, self._arrays = {}, None  # a pull that was given up may still write there
             raise
-        return Values(held.step, versions, arrays)
+        return arrays
 
     # ---- pins
 

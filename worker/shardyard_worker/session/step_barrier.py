@@ -4,8 +4,8 @@ B10).
 Owns: the stop and the halt that this worker was told of, how far it has come in a synchronous job, and how many own
 pushes it has begun in an asynchronous one. Invariants: from the moment at which this worker learns of a stop or halt
 until it is settled, the worker begins no step, so that what it has reported stays true. After a settled halt it begins
-no step while the halt lasts. While a halt drains, it begins no push of its own. Must not know: who decides, how it is
-told, what a step does.
+no step while the halt lasts. While a halt drains, it begins no push of its own. Must not know: which process decides,
+how the decision comes here, what a step does.
 """
 
 from __future__ import annotations
