@@ -164,11 +164,11 @@ def test_a_push_that_another_worker_had_made_leaves_nothing_of_it_in_what_is_kep
 
     cache = job._loop.need_trainer().cache
     assert cache is not None
-    lives = cache.lives
+    cleared = cache.cleared
     with armed("push.before_reply", lose, at=3):
         seen = [int(adds_one(model, optimizer, ids)[0]) for _ in range(6)]
     assert seen == list(range(6))
-    assert cache.lives == lives + 1
+    assert cache.cleared == cleared + 1
 
 
 # ---- what others push

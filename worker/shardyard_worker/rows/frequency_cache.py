@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from shardyard_worker.rows.dedup import Float32s, IdNumbering, Int64s, unique_ids
+from shardyard_worker.rows.dedup import Float32s, Int64s, unique_ids
+from shardyard_worker.rows.id_columns import IdColumns
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery
 
 INDEX_BYTES: Final = 64
 """About the bytes of a row beside its values: its id, its place, its time and its number of requests."""
-_GROWS_FROM = 256
 _NEVER = -(1 << 62)
 
 
@@ -29,7 +29,7 @@ class FrequencyCache:
     def __init__(self, rows_max: int | None = None, *, bytes_max: int | None = None) -> None:
         self._rows_max, self._bytes_max = rows_max, bytes_max
         self._lock = threading.Lock()
-        self._tables: dict[int, _Kept] = {}
+        self._tables: dict[int, _CachedTable] = {}
 
     def take(self, table: int, ids: Int64s, out: Float32s, oldest: int = 0) -> tuple[Bools | None, int | None]:
         """Sets out[i], shape (n, dim), to the row of ids[i], each id once, if it is cached and was read at `oldest` or
@@ -44,7 +44,7 @@ class FrequencyCache:
     def put(self, table: int, ids: Int64s, rows: Float32s, as_of: int = 0) -> None:
         """Puts rows, each id once, that were read at `as_of`, if there is room. Rows that are as new stay."""
         with self._lock:
-            kept = self._kept(table, rows.shape[1])
+            kept = self._table(table, rows.shape[1])
             fresh = kept.renew(ids, rows, as_of)
             kept.add(ids, rows, fresh[: self._room(kept, fresh.size)], np.ones(ids.size, np.int64), as_of)
 
@@ -53,7 +53,8 @@ class FrequencyCache:
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
-                kept.drop(ids)
+                numbers = kept.columns.find(ids)
+                kept.columns["read"][numbers[numbers >= 0]] = _NEVER
 
     def change(self, table: int, ids: Int64s, by: Float32s, change: Callable[[Float32s, Float32s], Float32s]) -> None:
         """Sets the cached rows of these ids to what `change` makes of them and of `by`, shape (n, dim). Their time
@@ -61,37 +62,42 @@ class FrequencyCache:
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
-                kept.change(ids, by, change)
+                numbers = kept.columns.find(ids)
+                there, rows = numbers >= 0, kept.columns["row"]
+                rows[numbers[there]] = change(rows[numbers[there]], by[there])
 
     def clear(self) -> None:
         with self._lock:
             self._tables = {}
 
     def hottest(self, partitions: int) -> list[tuple[RowQuery, Int64s]]:
-        """The rows that the next version begins with, and their numbers of requests."""
+        """The rows that the next version begins with, and half of their numbers of requests."""
         with self._lock:  # only for a copy: look-ups do not wait for the sort
-            asked = [(table, kept.dim, *kept.asked()) for table, kept in sorted(self._tables.items())]
+            tables = [
+                (table, kept.dim, kept.columns.ids.copy(), kept.columns["requests"] // 2)
+                for table, kept in sorted(self._tables.items())
+            ]
         found = []
-        for table, dim, ids, asks in asked:
-            order = np.argsort(-asks, kind="stable")[: np.count_nonzero(asks)]
+        for table, dim, ids, requests in tables:
+            order = np.argsort(-requests, kind="stable")[: np.count_nonzero(requests)]
             if order.size:
                 each_once = unique_ids(ids[order], partitions)
                 ordered = np.empty_like(order)
-                ordered[each_once.places] = asks[order]
+                ordered[each_once.places] = requests[order]
                 found.append((RowQuery(table, each_once, dim), ordered))
         return found
 
     def begin(self, hottest: Sequence[tuple[RowQuery, Int64s]], rows: Sequence[Float32s]) -> None:
         """Begins with the rows that another version's `hottest` named, read from this version."""
         with self._lock:
-            for (asked, asks), values in zip(hottest, rows, strict=True):
-                kept = self._kept(asked.table, asked.dim)
+            for (asked, requests), values in zip(hottest, rows, strict=True):
+                kept = self._table(asked.table, asked.dim)
                 fresh = kept.renew(asked.found.ids, values, 0)
-                kept.add(asked.found.ids, values, fresh[: self._room(kept, fresh.size)], asks, 0)
+                kept.add(asked.found.ids, values, fresh[: self._room(kept, fresh.size)], requests, 0)
 
     def __len__(self) -> int:
         with self._lock:
-            return sum([len(kept.numbers) for kept in self._tables.values()])
+            return sum([len(kept) for kept in self._tables.values()])
 
     @property
     def nbytes(self) -> int:
@@ -99,17 +105,17 @@ class FrequencyCache:
         with self._lock:
             return self._used()
 
-    def _kept(self, table: int, dim: int) -> _Kept:
+    def _table(self, table: int, dim: int) -> _CachedTable:
         if table not in self._tables:
-            self._tables[table] = _Kept(dim)
+            self._tables[table] = _CachedTable(dim)
         return self._tables[table]
 
     def _used(self) -> int:
-        return sum([len(kept.numbers) * kept.row_bytes for kept in self._tables.values()])
+        return sum([len(kept) * kept.row_bytes for kept in self._tables.values()])
 
-    def _room(self, kept: _Kept, wanted: int) -> int:
+    def _room(self, kept: _CachedTable, wanted: int) -> int:
         """How many more rows there is room for."""
-        room = wanted if self._rows_max is None else min(wanted, self._rows_max - len(kept.numbers))
+        room = wanted if self._rows_max is None else min(wanted, self._rows_max - len(kept))
         if self._bytes_max is None:
             return room
         if self._used() + room * kept.row_bytes > self._bytes_max:
@@ -119,94 +125,60 @@ class FrequencyCache:
     def _shrink(self, bytes_max: int) -> None:
         """Keeps the rows with the most requests for their bytes; among equal ones the newest."""
         tables = [self._tables[table] for table in sorted(self._tables)]
-        worth = np.concatenate([kept.asks / kept.row_bytes for kept in tables])
-        read = np.concatenate([kept.read for kept in tables])
-        costs = np.concatenate([np.full(len(kept.numbers), kept.row_bytes) for kept in tables])
+        worth = np.concatenate([kept.columns["requests"] / kept.row_bytes for kept in tables])
+        read = np.concatenate([kept.columns["read"] for kept in tables])
+        costs = np.concatenate([np.full(len(kept), kept.row_bytes) for kept in tables])
         order = np.lexsort((-read, -worth))
         stays = np.zeros(order.size, np.bool_)
         stays[order[np.cumsum(costs[order]) <= bytes_max]] = True
-        ends = np.cumsum([len(kept.numbers) for kept in tables])
+        ends = np.cumsum([len(kept) for kept in tables])
         for kept, chosen in zip(tables, np.split(stays, ends[:-1]), strict=True):
             kept.keep(np.flatnonzero(chosen))
 
 
-class _Kept:
+class _CachedTable:
     """The cached rows of one table."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.row_bytes = 4 * dim + INDEX_BYTES
-        self.numbers = IdNumbering()
-        self._rows: Float32s = np.empty((0, dim), np.float32)
-        self._read: Int64s = np.empty(0, np.int64)
-        self._asks: Int64s = np.empty(0, np.int64)
+        self.columns = IdColumns([("row", np.float32, (dim,)), ("read", np.int64), ("requests", np.int64)])
+        """`read`: when the row was read. `requests`: how often it was requested."""
 
-    @property
-    def asks(self) -> Int64s:
-        """By number."""
-        return self._asks[: len(self.numbers)]
-
-    @property
-    def read(self) -> Int64s:
-        """By number."""
-        return self._read[: len(self.numbers)]
+    def __len__(self) -> int:
+        return len(self.columns)
 
     def take(self, ids: Int64s, out: Float32s, oldest: int) -> tuple[Bools | None, int | None]:
-        numbers = self.numbers.find(ids)
+        numbers = self.columns.find(ids)
         known = numbers[numbers >= 0]
-        self._asks[known] += 1
+        self.columns["requests"][known] += 1
         there = numbers >= 0
-        there[there] = self._read[known] >= oldest
+        there[there] = self.columns["read"][known] >= oldest
+        found = numbers[there]
+        read = int(self.columns["read"][found].min()) if found.size else None
         if there.all():
-            out[:] = self._rows[numbers]
-            return None, int(self._read[numbers].min()) if numbers.size else None
-        given = numbers[there]
-        out[there] = self._rows[given]
-        return ~there, int(self._read[given].min()) if given.size else None
+            out[:] = self.columns["row"][found]
+            return None, read
+        out[there] = self.columns["row"][found]
+        return ~there, read
 
     def renew(self, ids: Int64s, rows: Float32s, as_of: int) -> Int64s:
         """Replaces older rows. Returns the places of ids that are not cached."""
-        numbers = self.numbers.find(ids)
+        numbers = self.columns.find(ids)
         older = numbers >= 0
-        older[older] = self._read[numbers[older]] < as_of
-        self._rows[numbers[older]] = rows[older]
-        self._read[numbers[older]] = as_of
+        older[older] = self.columns["read"][numbers[older]] < as_of
+        self.columns["row"][numbers[older]] = rows[older]
+        self.columns["read"][numbers[older]] = as_of
         return np.flatnonzero(numbers < 0)
 
-    def add(self, ids: Int64s, rows: Float32s, chosen: Int64s, asks: Int64s, as_of: int) -> None:
+    def add(self, ids: Int64s, rows: Float32s, chosen: Int64s, requests: Int64s, as_of: int) -> None:
         """Adds the rows at the chosen places, whose ids are not cached."""
-        if not chosen.size:
-            return
-        numbers = self.numbers.add(ids[chosen])
-        if len(self.numbers) > len(self._rows):
-            self._resize(max(_GROWS_FROM, 2 * len(self.numbers)))
-        self._rows[numbers] = rows[chosen]
-        self._read[numbers] = as_of
-        self._asks[numbers] = asks[chosen]
-
-    def drop(self, ids: Int64s) -> None:
-        numbers = self.numbers.find(ids)
-        self._read[numbers[numbers >= 0]] = _NEVER
-
-    def change(self, ids: Int64s, by: Float32s, change: Callable[[Float32s, Float32s], Float32s]) -> None:
-        numbers = self.numbers.find(ids)
-        there = numbers >= 0
-        known = numbers[there]
-        self._rows[known] = change(self._rows[known], by[there])
+        numbers = self.columns.add(ids[chosen])
+        self.columns["row"][numbers] = rows[chosen]
+        self.columns["read"][numbers] = as_of
+        self.columns["requests"][numbers] = requests[chosen]
 
     def keep(self, chosen: Int64s) -> None:
         """Keeps only these, given by number. Their requests so far count half from now on."""
-        ids, rows = self.numbers.ids[chosen], self._rows[chosen]
-        self._read, self._asks, self._rows = self._read[chosen], self._asks[chosen] // 2, rows
-        self.numbers = IdNumbering(expected=ids.size)
-        self.numbers.add(ids)
-
-    def asked(self) -> tuple[Int64s, Int64s]:
-        """All ids, and half of each one's number of requests."""
-        return self.numbers.ids.copy(), self.asks // 2
-
-    def _resize(self, size: int) -> None:
-        rows = np.empty((size, self.dim), np.float32)
-        read, asks = np.full(size, _NEVER, np.int64), np.zeros(size, np.int64)
-        rows[: len(self._rows)], read[: len(self._read)], asks[: len(self._asks)] = self._rows, self._read, self._asks
-        self._rows, self._read, self._asks = rows, read, asks
+        self.columns.keep(chosen)
+        self.columns["requests"][:] //= 2

@@ -63,7 +63,7 @@ class RowCache:
         self.staleness = rules.staleness
         self.step = 0
         """The step that the model computes."""
-        self.lives = 0
+        self.cleared = 0
         """How often the cache was cleared."""
         self.counts = CacheCounts()
 
@@ -119,4 +119,4 @@ class RowCache:
     def clear(self) -> None:
         """Drops all rows: the servers may have undone updates, or other workers may be far ahead."""
         self._rows.clear()
-        self.lives += 1
+        self.cleared += 1

@@ -41,7 +41,8 @@ class PartialRows(NamedTuple):
 
 class RowPrefetch:
     """Each table at most once. `batches`: by table all ids of the batch. `here`: by table the rows that were partly
-    cached. `as_of`: the step as of which servers answer. `lives`: of the cache that had the rows."""
+    cached. `as_of`: the step as of which servers answer. `cleared`: how often the cache had been cleared when it gave
+    the rows."""
 
     def __init__(
         self,
@@ -49,12 +50,12 @@ class RowPrefetch:
         batches: Mapping[int, Int64s] | None = None,
         here: Mapping[int, PartialRows] | None = None,
         as_of: int = 0,
-        lives: int = 0,
+        cleared: int = 0,
     ) -> None:
         self._asked = asked
         self._batches = batches or {}
         self._here = dict(here or {})
-        self.as_of, self.lives = as_of, lives
+        self.as_of, self.cleared = as_of, cleared
         self._rows = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
         self._questions: dict[tuple[PartitionId, ...], RowLookup | None] = {}
 

@@ -8,9 +8,9 @@ follows that of the parameter group that has its weight. Must not know: names of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -171,8 +171,8 @@ class TableBinding:
             asked = [part for each in asked if (part := _lacking(each, self.cache, step, here)) is not None]
         if not (asked or here) or not RowPrefetch.fit(asked):
             return None
-        lives = 0 if self.cache is None else self.cache.lives
-        return RowPrefetch(asked, joined, here, as_of=as_of, lives=lives)
+        cleared = 0 if self.cache is None else self.cache.cleared
+        return RowPrefetch(asked, joined, here, as_of=as_of, cleared=cleared)
 
     def pushed(self, taken: TakenRows, *, exact: bool) -> None:
         """This step sends these gradients. `exact`: servers get them unchanged."""
@@ -185,7 +185,7 @@ class TableBinding:
     def arrive(self, ahead: RowPrefetch | None) -> None:
         """Takes the rows that came with the model's new values."""
         if ahead is not None and ahead is not self.ahead and self.cache is not None:
-            if ahead.lives != self.cache.lives:
+            if ahead.cleared != self.cache.cleared:
                 ahead.forget_here()
             else:
                 for table, ids, rows in ahead.came():
@@ -269,23 +269,13 @@ def _settings(name: str, table: Table) -> TableSettings:
 class _Left:
     """Raises an error for rows of a job that this worker has left."""
 
-    def once(self, table: Table, ids: Int64s) -> UniqueIds:  # noqa: ARG002
-        return unique_ids(ids)
+    def once(self, table: Table, *_: object) -> NoReturn:
+        raise _gone(table)
+
+    count = pieces = put = replace = once
 
     def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
         raise _gone(wanted[0].table)
-
-    def count(self, table: Table) -> int:
-        raise _gone(table)
-
-    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
-        raise _gone(table)
-
-    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
-        raise _gone(table)
-
-    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
-        raise _gone(table)
 
 
 def _gone(table: Table) -> InvalidRequest:

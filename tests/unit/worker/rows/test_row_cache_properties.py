@@ -171,7 +171,7 @@ def test_a_step_back_begins_anew() -> None:
     cache.put(0, ids, np.zeros((1, DIM), np.float32), 9, since=9)
     cache.begin(7)
     assert cache.take(0, ids, np.empty((1, DIM), np.float32), 7) is not None
-    assert cache.lives == 1
+    assert cache.cleared == 1
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.25])
