@@ -1,7 +1,4 @@
-"""Batches of ids on their way through the stripes.
-
-Owns: each thread's memory for them, which is kept from call to call. Must not know: what is done with a batch.
-"""
+"""Batches of ids, sorted by stripe. Each thread keeps its memory for them from call to call."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ class Batches(threading.local):
         self._room = _room_for(0)
 
     def room(self, n: int) -> TableRoom:
-        """For a batch of so many ids, until this thread asks for another."""
+        """Memory for a batch of n ids, until this thread calls again."""
         room = self._room if self._room.ids.size >= n else _room_for(n)
         if n <= _IDS_KEPT_MAX:
             self._room = room
         return room
 
     def arrange(self, memory: TableMemory, ids: Ids, stripes: int) -> LoopBatch:
-        """The ids in the order of the stripes; good until this thread asks for another."""
+        """The ids in the order of their stripes, valid until this thread calls again."""
         room = self.room(ids.size)
         batch = batch_in(room, ids.size, stripes)
         index.arrange(memory, writable(ids), stripes, batch, room.which)

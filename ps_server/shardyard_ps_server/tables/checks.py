@@ -1,4 +1,4 @@
-"""Checks of the arrays that a table is given."""
+"""Checks of the arrays that a table gets."""
 
 from __future__ import annotations
 

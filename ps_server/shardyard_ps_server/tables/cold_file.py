@@ -1,8 +1,8 @@
-"""The file for rows of one table that memory has no room for.
+"""The file for those rows of one table that memory has no room for.
 
-Owns: the file and its growth. Invariants: it is made when the first row needs it, has no name, and goes with the
-table; room in it is taken from the disk before it is used, so a disk that is full is met here, where rows can stay in
-memory; what is written there is needed by nobody but this process. Must not know: which rows.
+Owns: the file and its growth. Invariants: it is made when the first row needs it, has no name, and is deleted with the
+table; disk space is allocated before it is used, so a full disk is noticed here, while rows can still stay in memory;
+only this process needs the contents. Must not know: which rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger("shardyard.server")
 PIECE_BYTES_LEAST: Final = 1 << 20
 PIECE_BYTES_MAX: Final = 64 << 20
 _GROWS_BY: Final = 4
-"""The file grows by this share of its size."""
+"""The file grows by a quarter of its size."""
 REFUSED_TURNS_MAX: Final = 256
-"""So often at most rows just stay in memory after a refusal, before the disk is asked again."""
+"""After a refusal the disk is tried again after at most this many requests."""
 
 
 class ColdFile:
-    """`called`: the table, for who reads a log. Calls come one after the other."""
+    """`called`: the table's name in log lines. One thread at a time."""
 
     def __init__(self, memory: TableMemory, called: str, open_file: Callable[[], int]) -> None:
         self._memory, self._called, self._open = memory, called, open_file
@@ -41,15 +41,15 @@ class ColdFile:
         self._record_bytes = int(memory.slab.shape[1]) * 4
         self._turns = self._turns_left = 0
         self.refused = ""
-        """What the disk has said, if it refused the last time."""
+        """The disk's last error; empty if the last request succeeded."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the disk that the file takes."""
+        """The file's bytes on disk."""
         return self._slots * self._record_bytes
 
     def take(self, n: int) -> Numbers:
-        """Returns n free slots, ascending; fewer if the disk is full."""
+        """Allocates n slots, ascending; fewer if the disk is full."""
         shared = self._memory.shared
         missing = n - int(shared[SLOTS_FREE]) - (self._slots - int(shared[NEXT_SLOT]))
         if missing > 0 and self._turns_left:
@@ -68,7 +68,7 @@ class ColdFile:
     def write(self, slots: Numbers, records: Floats) -> int:
         """Writes records[k] to slots[k]; both arrays are contiguous. Returns how many were written."""
         done = int(moves.write(self._memory, slots, records))
-        while done < slots.size:  # a signal, or a disk that is full
+        while done < slots.size:  # interrupted by a signal, or the disk is full
             try:
                 at = int(slots[done]) * self._record_bytes
                 data = records[done].tobytes()
@@ -81,25 +81,25 @@ class ColdFile:
             done += 1 + int(moves.write(self._memory, slots[done + 1 :], records[done + 1 :]))
         return done
 
-    def give_back(self, slots: Numbers) -> None:
-        heap.give_back_slots(self._memory, slots)
+    def free(self, slots: Numbers) -> None:
+        heap.free_slots(self._memory, slots)
 
     def refuse(self, error: OSError) -> None:
         self._turns = min(2 * self._turns + 1, REFUSED_TURNS_MAX)
         self._turns_left = self._turns
         if not self.refused:
             log.warning(
-                "colder rows of %s stay in memory, beyond yard.memory_bytes_max: the disk refuses them (%s); it is"
-                " asked again. Make room there, or raise the bound",
+                "colder rows of %s stay in memory, beyond yard.memory_bytes_max: the disk refuses them (%s). They are"
+                " tried again. Make room on the disk, or raise the bound",
                 self._called,
                 error.strerror,
             )
         self.refused = error.strerror or str(error)
 
     def accept(self) -> None:
-        """All rows that should have left have."""
+        """All rows that should leave memory have left."""
         if self.refused:
-            log.info("colder rows of %s go to the disk again", self._called)
+            log.info("colder rows of %s are written to disk again", self._called)
         self.refused, self._turns = "", 0
 
     def _grow(self, missing: int) -> None:
@@ -123,5 +123,5 @@ class ColdFile:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                os.ftruncate(self._file, end)  # then a write may be refused
+                os.ftruncate(self._file, end)  # then a write may fail
             self._slots = slots

@@ -1,11 +1,11 @@
-"""Which rows of a table are in memory, and which in its file.
+"""Decides which rows of a table are in memory, and which are in its file.
 
-Owns: when rows leave memory. Before rows are pushed or loaded, their pages of the file are read, and as many other rows
-leave as these will need: of a few hundred neighbours in the order of hashes, which is as good as chance, the quarter
-that was pushed longest ago, of those the least often. Rows come back when they are pushed. Invariants: a disk is waited
-for here, by who pushes, while no lock of a stripe is held and the table's gate is open; where the disk refuses, or
-memory to move them, rows stay; nobody waits for another one who waits for the disk. Must not know: gradients, cuts,
-settings.
+Before rows are pushed or loaded, their pages of the file are read, and as many other rows leave memory as these need.
+Of a few hundred rows that are adjacent in the order of hashes, which is a random sample, the quarter leaves that was
+pushed longest ago, and among those the rows that were pushed least often. Rows return when they are pushed.
+
+Invariants: only the thread that pushes waits for the disk, while it holds no lock; rows stay in memory if the disk, or
+memory for moving them, is refused. Must not know: gradients, cuts, settings.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from shardyard_ps_server.tables.memory.layout import COLD_ROWS, FREED, HIGH_FREE
 from shardyard_ps_server.tables.state import TableState
 
 HOMES_PER_STEP: Final = 2_048
-"""Buckets for which a stripe's lock is held."""
+"""The buckets that are examined while a stripe is locked once."""
 ROWS_LEAST: Final = 1_024
-"""So many rows of each table may be in memory, whatever the bound."""
+"""The rows of each table that may be in memory, whatever the bound."""
 SLACK_SHARE: Final = 32
-"""A limit is so much of itself lower than it need be, and raised when it could be a few times that higher."""
+"""A new limit is lower than necessary by one in so many rows, and is raised only when it is too low by four times
+that."""
 AT_ONCE: Final = 4_096
-"""Rows that leave memory together."""
+"""How many rows leave memory together."""
 _QUARTER: Final = 4
 _HOMES_PER_ROW: Final = 256
-"""So many buckets at most are looked at for each row that is to leave."""
-_HOMES_TENDED: Final = 1 << 15
+"""The most buckets examined for each row that should leave."""
+_HOMES_LEAST: Final = 1 << 15
 _MORE: Final = 2_048
 
 
@@ -58,11 +59,11 @@ class DiskTier:
 
     @property
     def refused(self) -> str:
-        """Why rows stay in memory that should not, if so."""
+        """The disk's error, if rows stay in memory because of it."""
         return self._file.refused
 
     def bring(self, ids: Ids) -> int:
-        """Reads the pages of the file that hold their rows; how many ids have no row in memory, at most."""
+        """Reads the pages of the file that hold the ids' rows. Returns how many ids have no row in memory, at most."""
         shared = self._memory.shared
         if not shared[COLD_ROWS] and shared[LIMIT] == self._hot_max:
             return ids.size
@@ -70,26 +71,26 @@ class DiskTier:
             return int(moves.bring(self._memory, writable(ids)))
 
     def make_room(self, ids: Ids) -> None:
-        """Makes room for these rows before they are pushed or loaded. The caller is not inside the table's gate."""
-        if self._tend(self.bring(ids)):
-            other = self._budget.next_to_tend(self)
+        """Makes room for these rows before they are pushed or loaded. The caller does not hold the table's lock."""
+        if self._fit(self.bring(ids)):
+            other = self._budget.next_to_shrink(self)
             if other is not None:
-                other.tend()
+                other.shrink()
 
-    def tend(self) -> None:
-        self._tend(0)
+    def shrink(self) -> None:
+        self._fit(0)
 
     # ---- inside
 
-    def _tend(self, needed: int) -> bool:
-        """Whether the table has a limit, and nobody else was at it."""
+    def _fit(self, needed: int) -> bool:
+        """Makes room for `needed` rows. Returns False if the table has no limit, or another thread does so now."""
         if not self._moving.acquire(blocking=False):
             return False
         try:
             limited = self._set_limit(needed) != UNLIMITED
             if limited:
-                with suppress(MemoryError):  # they stay, and the next push tries again
-                    self._come_down(needed)
+                with suppress(MemoryError):  # rows stay, and the next push tries again
+                    self._move_out(needed)
             return limited
         finally:
             self._moving.release()
@@ -113,20 +114,19 @@ class DiskTier:
         return wanted
 
     def _missing(self, needed: int) -> int:
-        """So many rows more must leave, for `needed` to come and none to be beyond the limit; not more than are
-        there."""
+        """How many rows must leave, so that `needed` rows fit and no row is beyond the limit; at most all."""
         shared = self._memory.shared
         free = int(shared[FREED]) + max(int(shared[LIMIT] - shared[NEXT_ROW]), 0)
         return min(needed + self._beyond() - free, int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED]))
 
     def _beyond(self) -> int:
-        """Rows that lie beyond the limit."""
+        """How many rows lie beyond the limit."""
         shared = self._memory.shared
         return max(int(shared[NEXT_ROW] - shared[LIMIT] - shared[HIGH_FREED]), 0)
 
-    def _come_down(self, needed: int) -> None:
+    def _move_out(self, needed: int) -> None:
         most = 2 * needed + _MORE
-        homes = _HOMES_PER_ROW * min(max(self._missing(needed), 0), most) + _HOMES_TENDED
+        homes = _HOMES_PER_ROW * min(max(self._missing(needed), 0), most) + _HOMES_LEAST
         left = 0
         ids, keys, rows = (np.empty(2 * HOMES_PER_STEP, np.int64) for _ in range(3))
         coldest: list[tuple[Numbers, Numbers]] = []
@@ -142,18 +142,18 @@ class DiskTier:
                 coldest.append((ids[chosen], rows[chosen]))
                 found += wanted
             if found >= AT_ONCE or self._missing(needed) <= found or homes <= 0:
-                moved, hoped = self._lower(coldest), found
+                moved, hoped = self._write_out(coldest), found
                 coldest, found, left = [], 0, left + moved
                 if moved < hoped and self._file.refused:
                     break
         if coldest:
-            self._lower(coldest)
+            self._write_out(coldest)
         if self._missing(needed) <= 0:
             self._file.accept()
-        self._shrink()
+        self._release_memory()
 
-    def _lower(self, coldest: list[tuple[Numbers, Numbers]]) -> int:
-        """Rows leave memory, but for those that change meanwhile; how many have."""
+    def _write_out(self, coldest: list[tuple[Numbers, Numbers]]) -> int:
+        """Moves rows to the file, except those that change meanwhile. Returns how many moved."""
         if not coldest:
             return 0
         ids, rows = (np.concatenate(each) for each in zip(*coldest, strict=True))
@@ -162,11 +162,11 @@ class DiskTier:
             return 0
         moved = np.zeros(slots.size, np.bool_)
         try:
-            # a row may change while it is copied: then it is not the same, and stays
+            # a row that changes while it is copied is not the same any more, and stays in memory
             records = self._memory.slab[rows[: slots.size]]
             written = self._file.write(slots, records)
             with self._lock.together():
-                moves.settle(
+                moves.confirm(
                     self._memory,
                     ids[:written],
                     rows[:written],
@@ -175,15 +175,15 @@ class DiskTier:
                     moved[:written],
                 )
         finally:
-            self._file.give_back(slots[~moved])
+            self._file.free(slots[~moved])
         return int(moved.sum())
 
-    def _shrink(self) -> None:
-        """TableMemory behind the limit is given back, where no row is there any more."""
+    def _release_memory(self) -> None:
+        """Gives the memory beyond the limit back, if no row is there any more."""
         shared = self._memory.shared
         if shared[NEXT_ROW] <= shared[LIMIT] or self._beyond():
             return
-        with self._lock.alone():  # nobody takes rows or frees them
+        with self._lock.alone():  # so no thread allocates or frees rows
             if self._beyond():
                 return
             begin, end = int(shared[LIMIT]), int(shared[NEXT_ROW])

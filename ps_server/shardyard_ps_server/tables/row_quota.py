@@ -1,6 +1,6 @@
 """How many rows a table may still get, while several pushes make rows at the same time.
 
-Invariant: existing rows and rows that pushes under way may make are together never more than `rows_max`.
+Invariant: the rows, and those that pushes in progress may make, are never more than `rows_max`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RowQuota:
 
     @contextmanager
     def room_for(self, ids: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> Iterator[None]:
-        """Keeps room for the rows of so many ids. Close to the limit it asks `count_missing` how many have no row.
-        Raises TableFull."""
+        """Reserves room for the rows of so many ids. Close to the limit it calls `count_missing` to learn how many of
+        them have no row. Raises TableFull."""
         n = ids
         with self._lock:
             close = rows() + self._promised + n > self.rows_max

@@ -1,11 +1,13 @@
-"""The memory of a table's stripes: when one grows, when it splits, and how large it is then.
+"""The memory of a table's stripes: when a stripe grows or splits, and how large it is then.
 
-Owns: the arrays in which buckets lie. Invariants: a stripe has at most `ENTRIES_MAX` entries, so that moving them takes
-a few milliseconds at most, unless it has a single slot; of one that was split, and so has half of that or more, at
-least 0.48 of the buckets are taken, so that they cost less than 34 bytes an entry; where they are to be compact 0.6, or
-27 bytes, and the stripes of a large table split one after the other, and not all with the same push, so that what else
-lies in memory can make room for them before (`nbytes_soon`); one stripe grows at a time; memory that is replaced is
-retired, since look-ups read without locks. Must not know: rows.
+Owns: the arrays of buckets. Invariants:
+- A stripe has at most `ENTRIES_MAX` entries, unless it has a single slot, so that moving them takes a few milliseconds.
+- In a stripe that was split, at least 0.48 of the buckets are used: less than 34 bytes an entry.
+- Compact stripes use 0.6 of their buckets, 27 bytes an entry. Those of a large table split one after the other, not all
+  with the same push, so that rows can leave memory before (`nbytes_soon`).
+- One stripe grows at a time. Replaced memory is retired, since look-ups read without locks.
+
+Must not know: rows.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ LOAD_SPREAD: Final = 0.05
 LOAD_AFTER: Final = 0.625
 SPLIT_SPREAD: Final = 0.25
 SOON: Final = 0.9
-"""A stripe is about to grow when it has this share of the entries at which it grows."""
+"""A stripe grows soon if it has this share of the entries at which it grows."""
 SOON_STRIPES: Final = 4
-"""For the growth of so many of them there should be room: the others of a table that has more grow later."""
+"""There should be room for the growth of this many stripes; any others grow later."""
 HOMES_FIRST: Final = 64
 PARALLEL_STRIPES: Final = 16
-"""So many stripes even a table of some ten thousand entries has, for threads that work side by side."""
+"""A table of some ten thousand entries has this many stripes already, for threads that run at the same time."""
 PARALLEL_ENTRIES: Final = 1_024
 BUCKET_BYTES: Final = 16
 _DOUBLED_HOMES: Final = 1 << 14
@@ -53,18 +55,15 @@ _TAIL_LEAST: Final = 32
 
 
 class Stripes:
-    """Not a lock of its own for those who read and write: loops have theirs (tables.index). `compact`: memory is
-    scarce, and a last huge page that would not be filled comes in small ones."""
+    """Loops lock stripes themselves (loops.index). `compact`: memory is scarce."""
 
-    def __init__(self, memory: TableMemory, retirement: EpochReclaim, *, compact: bool = False) -> None:
-        self._memory, self._retirement, self._compact = memory, retirement, compact
+    def __init__(self, memory: TableMemory, reclaim: EpochReclaim, *, compact: bool = False) -> None:
+        self._memory, self._reclaim, self._compact = memory, reclaim, compact
         self._growing = threading.Lock()
         first = _room(HOMES_FIRST)
         self._rooms = [first]
         self._nbytes = first.nbytes
-        index.found(
-            memory, 1, np.array([first.ctypes.data], np.int64), HOMES_FIRST, first.size // 2, bound_of(HOMES_FIRST, 0)
-        )
+        index.found(memory, first, HOMES_FIRST, bound_of(HOMES_FIRST, 0))
 
     @property
     def count(self) -> int:
@@ -84,20 +83,20 @@ class Stripes:
 
     @property
     def nbytes_soon(self) -> int:
-        """`nbytes` when some of those stripes have grown that are about to, the largest."""
+        """`nbytes` after the largest of the stripes that grow soon have grown."""
         fields = self._memory.stripes.reshape(SLOTS, FIELDS)[: self.count]
         growing = fields[:, ENTRIES] > SOON * fields[:, BOUND]
         largest: list[int] = np.sort(fields[growing, HOMES])[-SOON_STRIPES:].tolist()
         return self.nbytes + BUCKET_BYTES * sum(more_homes(homes) - homes for homes in largest)
 
     def make_room(self, stripe: int) -> None:
-        """After a loop has found that stripe full: there is room for one entry more, at least."""
+        """Called after a loop has found that stripe full: makes room for at least one more entry."""
         with self._growing:
             fields = self._memory.stripes[stripe * FIELDS : (stripe + 1) * FIELDS]
             entries, bound, homes = int(fields[ENTRIES]), int(fields[BOUND]), int(fields[HOMES])
             if entries < bound and self._rooms[stripe][TAIL_WORD] == EMPTY:
-                # another thread has made it; to look only when new memory is there would double a stripe that the
-                # other one has filled meanwhile, and which should split
+                # another thread has made room. Check it now: after new memory is reserved, the other thread may have
+                # filled the stripe again, and then it should split, not double
                 return
             can_split = int(fields[HIGH] - fields[LOW]) > 1
             too_few = self.count < PARALLEL_STRIPES and entries >= PARALLEL_ENTRIES
@@ -118,7 +117,7 @@ class Stripes:
             self._replace(stripe, room)
 
     def _split(self, stripe: int, entries: int) -> None:
-        # halves are not equal, by a few times the root of their number
+        # the halves differ by a few times the root of their size
         homes = self._fitted(int((entries / 2 + 4 * entries**0.5) / LOAD_AFTER))
         while True:
             left, right = _room(homes), _room(homes)
@@ -132,20 +131,19 @@ class Stripes:
     def _replace(self, stripe: int, room: Words) -> None:
         former, self._rooms[stripe] = self._rooms[stripe], room
         self._nbytes += room.nbytes - former.nbytes
-        self._retirement.retire(former)
+        self._reclaim.retire(former)
 
     def _fitted(self, homes: int) -> int:
         return homes if self._compact else fitted(homes)
 
 
 def more_homes(homes: int) -> int:
-    """Twice as many; of many, a fifth more."""
+    """Twice as many; for a large stripe a fifth more."""
     return 2 * homes if homes < _DOUBLED_HOMES else homes * 6 // 5
 
 
 def fitted(homes: int) -> int:
-    """As many, or as many more as fill the huge pages that they begin: a look-up that finds its bucket in a small page
-    first has to find the page."""
+    """At least as many: as many as fill the last huge page. In small pages each look-up would miss the TLB."""
     nbytes = length_of(homes) * BUCKET_BYTES
     if nbytes < _HUGE_FROM_BYTES:
         return homes
@@ -154,17 +152,17 @@ def fitted(homes: int) -> int:
 
 
 def bound_of(homes: int, stripe: int) -> int:
-    """The entries at which it grows: a little fewer for some, so that not all stripes of a table grow at once."""
+    """The number of entries at which a stripe grows. It differs a little, so that not all stripes grow at once."""
     return int(homes * (LOAD - LOAD_SPREAD * _share(stripe)))
 
 
 def most_of(stripe: int) -> int:
-    """The entries at which it splits, where not all are to do so at once."""
+    """The number of entries at which a compact stripe splits. It differs, so that not all stripes split at once."""
     return int(ENTRIES_MAX * (1 - SPLIT_SPREAD * _share(stripe)))
 
 
 def _share(stripe: int) -> float:
-    """A number from 0 to below 1 that differs between neighbours."""
+    """A number in [0, 1) that differs between adjacent stripes."""
     return stripe * 7 % 16 / 16
 
 
@@ -174,7 +172,7 @@ def length_of(homes: int) -> int:
 
 
 def _room(homes: int) -> Words:
-    """Empty buckets. Their pages are there: a stripe is locked while its entries move, and others wait for it."""
+    """Empty buckets. Their pages come now, since the stripe is locked while its entries move."""
     length = length_of(homes)
     if length * BUCKET_BYTES < _HUGE_FROM_BYTES:
         return np.zeros(2 * length, np.uint64)

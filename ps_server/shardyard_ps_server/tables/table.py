@@ -224,7 +224,7 @@ class Table:
             newest = int(steps.max()) if n else 0
             self.state.advance(0 if expiry.by_time else newest, newest)
             counts = writable(frequencies)
-            self._repeat(lambda: int(push_loops.restore(memory, batch, records, counts, units, self._turn())))
+            self._repeat(lambda: int(push_loops.load_batch(memory, batch, records, counts, units, self._turn())))
 
     def load_cells(self, cells: npt.NDArray[np.uint8], begin: int | None = None) -> None:
         """Sets the filter of a cut, or a piece of it whose first cell is number `begin`. Raises TableError."""
@@ -263,7 +263,7 @@ class Table:
             counts = np.minimum(counts, FREQUENCY_MAX)
         state, settings = self.state, self.settings
         rule = row_rules.rule_of(settings.optimizer, group, step)
-        state.reclaim.let_go()
+        state.reclaim.free()
         if self._tier is not None:
             self._tier.make_room(ids)
         else:  # a page fault under a stripe's lock would delay all look-ups in the stripe

@@ -1,7 +1,6 @@
-"""How rows of a table begin, as it is said: by users, on the wire, in checkpoints and records.
+"""How rows of a table begin: the names that users, the wire, checkpoints and records use.
 
-Owns: the kinds and their check. Must not know: the generators (row_values), whose compiler takes longer to import than
-all that only names them.
+Must not know: the generators (row_values), whose compiler takes longer to import than everything that only uses names.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ FLOAT32_MAX: Final = float.fromhex("0x1.fffffep127")
 
 
 class InitialKind(enum.Enum):
-    """The value is the code that loops know."""
+    """The value is the code in loops."""
 
     ZEROS = 0
     UNIFORM = 1
@@ -28,8 +27,7 @@ class InitialKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """How new rows begin. `scale` is the half width of UNIFORM, the standard deviation of NORMAL, and means nothing for
-    ZEROS."""
+    """How new rows begin. `scale`: the half width of UNIFORM, the standard deviation of NORMAL; unused for ZEROS."""
 
     kind: InitialKind = InitialKind.UNIFORM
     scale: float = 0.01

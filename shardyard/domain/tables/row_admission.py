@@ -1,8 +1,8 @@
-"""Which ids get a row, where that is drawn or estimated: the loops that servers and processes without one share.
+"""Which ids get a row, by chance or by estimate. Servers and processes without one share these loops.
 
-Owns: the draws of an admission by chance; the counting Bloom filter (Fan et al., Summary Cache, IEEE/ACM Transactions
-on Networking 8, 2000) of which an id has four cells in one cache line, whose counts are never too low. Invariant: both
-are functions of seed, table, ids and steps alone, so that who asks does not matter. Must not know: rows, threads.
+Owns: the draws of an admission by chance, and a counting Bloom filter (Fan et al., Summary Cache, IEEE/ACM Transactions
+on Networking 8, 2000). An id has four cells of the filter, in one cache line; counts are never too low. Invariant: both
+depend only on seed, table, ids and steps. Must not know: rows, threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardyard.domain.tables.splitmix_loops import drawn, mixed
 CELL_MAX: Final = 255
 LINE_CELLS: Final = 64
 PIECE_CELLS: Final = 1 << 16
-"""So many are copied at a time, for a moment; lines do not cross pieces."""
+"""A cut copies this many cells at a time. No cache line is in two pieces."""
 _PROBES: Final = 4
 _WITHIN: Final = np.uint64(LINE_CELLS - 1)
 
@@ -29,12 +29,12 @@ _WITHIN: Final = np.uint64(LINE_CELLS - 1)
 
 
 def share_of(chance: float) -> np.uint64:
-    """Of 2**64: below it an id is drawn."""
+    """The chance, of 2**64: an id is drawn if its random number is below."""
     return np.uint64(min(int(chance * 2.0**64), 2**64 - 1))
 
 
 def draws_key(key: int, step: int) -> np.uint64:
-    """Of the draws of one step. `key`: the table's (row_key)."""
+    """The key of the draws of one step. `key`: the table's (row_key)."""
     return np.uint64(row_key(key, f"{step}"))
 
 
@@ -44,7 +44,7 @@ def is_drawn(number: np.int64, key: np.uint64, share: np.uint64) -> bool:
 
 
 def drawn_of(ids: Ids, key: np.uint64, share: np.uint64) -> npt.NDArray[np.bool_]:
-    """Which of the ids are drawn."""
+    """Returns which of the ids are drawn, shape (n,)."""
     found = np.empty(ids.size, np.bool_)
     _draw(writable(ids), key, share, found)
     return found
@@ -63,9 +63,9 @@ def _draw(ids: Ids, key: np.uint64, share: np.uint64, found: Any) -> None:
 def count_cells(
     cells: Any, key: np.uint64, ids: Ids, counts: npt.NDArray[np.int64], before: Any, copies: Any, kept: Any
 ) -> None:
-    """Counts the ids in their order; before[i]: how often ids[i] was there, about. Only the smallest cells of an id
-    rise (conservative update): the others have counted more already. `copies` and `kept`: of a moment whose pieces are
-    copied before they change; empty without one."""
+    """Counts the ids in order. Sets before[i] to the estimated count of ids[i] before. Only the smallest cells of an id
+    increase (conservative update), since the others have counted other ids too. `copies` and `kept`: of a cut, whose
+    pieces are copied before they change; empty if there is no cut."""
     lines = np.uint64(cells.size // LINE_CELLS)
     for i in range(ids.size):
         word = mixed(np.uint64(ids[i]) ^ key)

@@ -1,8 +1,7 @@
-"""The optimizers that tables know, and their settings: those of dense variables that make sense for single rows, and
-two that only rows have.
+"""The optimizers of tables, and their settings: those of dense variables that make sense for single rows, and two that
+only rows have. All are lazy: a row that is not pushed stays as it is.
 
-Owns: names and checks, and what state a row has, for workers, which translate optimizer objects, servers, which have
-the loops, and checkpoints. All are lazy: a row that is not pushed stays as it is. Must not know: how rows are kept.
+Owns: names and checks, and which state a row has. Must not know: how rows are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ torch.optim.SparseAdam, which adds eps elsewhere than Adam."""
 def settings_of(kind: str) -> tuple[Setting, ...]:
     """The settings of a kind, in their order. Raises UnsupportedOptimizer."""
     if kind not in KINDS:
-        raise UnsupportedOptimizer(f"a table with the optimizer {kind!r}; tables know {', '.join(sorted(KINDS))}")
+        raise UnsupportedOptimizer(f"a table with the optimizer {kind!r}; tables have {', '.join(sorted(KINDS))}")
     return optimizers.KINDS[KINDS[kind]]
 
 
@@ -55,14 +54,14 @@ def check_update(kind: str, registered: tuple[float, ...], values: Sequence[floa
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A part of a row's state. `whole`: as long as the values; else one number. `name` is torch's for it."""
+    """A part of a row's state. `name`: torch's name. `whole`: as long as the values; otherwise one number."""
 
     name: str
     initial: float = 0.0
     whole: bool = True
 
     def width(self, dim: int) -> int:
-        """How many numbers of a row of `dim` values are its."""
+        """How many numbers it has in a row of `dim` values."""
         return dim if self.whole else 1
 
 

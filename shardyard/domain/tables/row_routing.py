@@ -1,7 +1,4 @@
-"""Where the rows of a batch are: shardyard.domain.tables.row_ids in one compiled pass.
-
-Owns: the loop. Invariant: it says what row_ids.partition_of says. Must not know: servers, maps of partitions.
-"""
+"""The partitions of a batch of ids: the same as row_ids.partition_of, in one compiled pass."""
 
 from __future__ import annotations
 
@@ -35,8 +32,8 @@ def _first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int:
 
 
 def first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int | None:
-    """The place of the first id that is not of the partition that it is said to be of: the first counts[0] ids of
-    partition owners[0], the next counts[1] of owners[1], and so on. All int64."""
+    """The place of the first id that is in the wrong partition; None: all are right. The first counts[0] ids should be
+    in partition owners[0], the next counts[1] in owners[1], and so on. All int64."""
     check(ids, partitions)
     found = _first_stray(writable(ids), counts, owners, partitions)
     return None if found < 0 else found

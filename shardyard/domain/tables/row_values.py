@@ -1,8 +1,7 @@
-"""What a row of a table begins with: a function of (seed, table, id) alone, so that it does not matter who asks first.
+"""The first values of a row: a function of (seed, table, id), so they do not depend on when the row is made.
 
-Owns: the generators. Invariants: only operations that are rounded exactly (+, -, *, /, square root), each on its own,
-so that any processor, and numpy, gives the same bits; no value depends on the seed of a server's index. Must not know:
-where rows are kept.
+Owns: the generators. Invariant: only operations that are rounded exactly (+, -, *, /, square root), one at a time, so
+that each processor, and numpy, gives the same bits. Must not know: where rows are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def row_key(seed: int, table: str) -> int:
-    """What the values of a table's rows depend on, besides their ids: 64 bits of the seed and the table's name."""
+    """64 bits of the seed and the table's name. With the id they determine a row's first values."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
 
 
@@ -67,7 +66,7 @@ def fill_row(row: Rows, kind: int, scale: np.float64, key: np.uint64, number: np
 
 @compiled
 def _quantile(p: float) -> float:
-    """The number below which a standard normal one is with probability p, 0 < p < 1. Wichura, Algorithm AS 241: The
+    """The quantile of the standard normal distribution at p, 0 < p < 1. Wichura, Algorithm AS 241: The
     Percentage Points of the Normal Distribution (Applied Statistics 37, 1988), to about 16 digits."""
     q = p - 0.5
     if abs(q) <= 0.425:

@@ -1,8 +1,8 @@
-"""SplitMix64: numbers that look random, each a function of a seed and its own number.
+"""SplitMix64: pseudo-random numbers, each a function of a seed and its index.
 
-Owns: the mixer. Invariant: it never changes: where a row is, what it begins with, and what codes draw, agree on every
-machine and in every release. Must not know: what is drawn, the compiler (shardyard.domain.tables.splitmix_loops has it
-as machine code), so that processes without tables start without one.
+Invariant: the mixer never changes, so that every machine and release agrees on where a row is, how it begins, and what
+codes draw. Must not know: the compiler, so that processes without tables start without it;
+shardyard.domain.tables.splitmix_loops has the mixer as machine code.
 """
 
 from __future__ import annotations

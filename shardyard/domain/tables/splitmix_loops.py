@@ -1,7 +1,4 @@
-"""SplitMix64 as machine code, for loops that are compiled.
-
-Owns: `drawn`. Invariant: as of shardyard.domain.tables.splitmix. Must not know: what is drawn.
-"""
+"""SplitMix64 (shardyard.domain.tables.splitmix) as machine code, for loops that are compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table is told once: its rows, who gets one, and who loses it.
+"""The settings of a table: its rows, which ids get one, and which lose it. They never change.
 
 Owns: the settings and their checks. Must not know: memory, loops.
 """
@@ -16,28 +16,28 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.initial_values import InitialValues
 
 AGE_UNITS: Final = 1 << 14
-"""An age that expires is cut into at least so many units."""
+"""The longest age is divided into at least this many units."""
 SWEEPS_PER_AGE: Final = 16
 SWEEP_STEPS: Final = 64
-"""From one sweep to the next, where no age is told."""
+"""The steps between two sweeps, if no age is set."""
 CELLS_MAX: Final = 1 << 32
 
 
 class Admission(enum.Enum):
-    """Which ids get a row. The value is the code that loops know."""
+    """Which ids get a row. The value is the code in loops."""
 
     ALL = 0
     COUNT = 1
-    """Those that were pushed `threshold` times: each has a counter in the index until then."""
+    """Ids that were pushed `threshold` times. Until then each has a counter in the index."""
     CHANCE = 2
-    """With probability `chance` at each push, drawn from seed, table, id and step."""
+    """At each push with probability `chance`, drawn from seed, table, id and step."""
     ESTIMATE = 3
-    """As COUNT, by a counting Bloom filter of `cells` bytes: a little early for some, and never late."""
+    """As COUNT, by a counting Bloom filter of `cells` bytes: some ids get a row a little early, none late."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """`zeros`: an id without a row reads as zeros, and not as its initial values."""
+    """`zeros`: an id without a row reads as zeros, not as its initial values."""
 
     kind: Admission = Admission.ALL
     threshold: int = 1
@@ -58,10 +58,11 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExpirySettings:
-    """Why rows go; 0 is no reason. `age_steps`: longer ago pushed last. `frequency_min`: pushed less often.
-    `norm_min`: a smaller L2 norm of its values. `rows_kept`: beyond so many, the least frequent. `grace_steps`: for so
-    long after its last push a row stays, whatever its frequency and norm. `age_ms`, `grace_ms`: the same in
-    milliseconds of the table's clock. A table tells ages in steps or in milliseconds, not in both."""
+    """Which rows are removed; 0 means never. `age_steps`: rows that were last pushed more than so many steps ago.
+    `frequency_min`: rows that were pushed less often. `norm_min`: rows whose values have a smaller L2 norm.
+    `rows_kept`: if there are more rows, the least frequent. `grace_steps`: a row stays for so long after its last push,
+    whatever its frequency and norm. `age_ms`, `grace_ms`: the same in milliseconds of the table's clock. A table counts
+    ages in steps or in milliseconds, not in both."""
 
     age_steps: int = 0
     frequency_min: int = 0
@@ -81,33 +82,33 @@ class ExpirySettings:
             raise TableError(
                 f"expiry by ages of {max(self.age_steps, self.grace_steps)} steps and {max(self.age_ms, self.grace_ms)}"
                 " ms; expected ages in steps or in seconds",
-                todo="say age and grace in steps, or both in seconds",
+                todo="give age and grace in steps, or both in seconds",
             )
 
     @property
     def by_time(self) -> bool:
-        """Ages are told in milliseconds, not in steps."""
+        """Whether ages are in milliseconds, not in steps."""
         return self.age_ms > 0 or self.grace_ms > 0
 
     def time(self, step: int, now_ms: int) -> int:
-        """Now, as ages are told: a step, or a time."""
+        """The present, as ages are counted: a step or a time."""
         return now_ms if self.by_time else step
 
     @property
     def age_unit(self) -> int:
-        """Steps, or milliseconds, that are told apart no further: ages are told in units of so many, a power of two."""
+        """The steps or milliseconds in one unit of ages: a power of two."""
         longest = max(self.age_steps, self.grace_steps, self.age_ms, self.grace_ms)
         return 1 << max(0, (longest // AGE_UNITS).bit_length())
 
     @property
     def sweep_steps(self) -> int:
-        """In a synchronous job what expires goes with each update whose number is a multiple of this."""
+        """A synchronous job removes what expires at each update whose number is a multiple of this."""
         longest = max(self.age_steps, self.grace_steps)
         return max(1, longest // SWEEPS_PER_AGE) if longest else SWEEP_STEPS
 
     @property
     def age_units(self) -> int:
-        """Of more a row goes; 0: of none."""
+        """Rows of a greater age are removed; 0: none."""
         return max(self.age_steps, self.age_ms) // self.age_unit
 
     @property
@@ -117,9 +118,9 @@ class ExpirySettings:
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """`name` and `seed`: what initial values depend on. `optimizer`: a kind of shardyard.domain.tables.row_optimizers,
-    and its settings in their order, those of the first update. `rows_max`: in this partition; address space for so many
-    is taken."""
+    """`name` and `seed`: initial values depend on them. `optimizer`, `group`: a kind of
+    shardyard.domain.tables.row_optimizers, and its settings in order, those of the first update. `rows_max`: in this
+    partition; address space for so many rows is reserved."""
 
     name: str
     dim: int

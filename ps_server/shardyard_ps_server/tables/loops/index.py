@@ -1,9 +1,8 @@
 """The index: from ids to buckets, by linear probing in stripes that grow and split.
 
-Owns: hashing, finding, putting in and taking out, and stripes. Invariants: an entry lies at its home or after it, with
-no empty bucket between (so one that is taken out is filled from behind, and nothing is left where it stood); a stripe
-is read and written under its lock alone; the seeds are drawn anew for each table, and known to nobody. Must not know:
-what a row is.
+Owns: hashing, searching, inserting and removing, and stripes. Invariants: an entry lies at its home or after it, with
+no empty bucket in between (so when an entry is removed, later ones move up); a stripe is written under its lock only;
+the seeds are random for each table, and private. Must not know: what a row is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from numba.np.numpy_support import carray
 
 from shardyard.domain.compiling import compiled
 from shardyard.domain.tables.prefetch import prefetch
-from shardyard_ps_server.tables.memory.intrinsics import give_way, pointer, try_lock, unlock
+from shardyard_ps_server.tables.memory.intrinsics import fence, give_way, load, pointer, try_lock, unlock
 from shardyard_ps_server.tables.memory.layout import (
     ADDRESS,
     AGE_SHIFT,
@@ -30,9 +29,10 @@ from shardyard_ps_server.tables.memory.layout import (
     LENGTH,
     LOCK,
     LOW,
+    ROW,
     S32,
-    SLOT_BITS,
     SLOT_SHIFT,
+    SLOTS,
     TAIL_WORD,
     WINDOW_UNITS,
     LoopBatch,
@@ -46,6 +46,8 @@ array_at: Any = carray
 _FIRST = np.uint64(0xD6E8FEB86659FD93)
 _SECOND = np.uint64(0xC2B2AE3D27D4EB4F)
 _S29 = np.uint64(29)
+WRITTEN = -1
+"""No lock has this value."""
 
 
 @compiled
@@ -64,7 +66,7 @@ def home_of(word: np.uint64, depth: np.uint64, homes: np.uint64) -> int:
 
 @compiled
 def first_hash(home: int, low: int, depth: int, homes: int) -> np.uint64:
-    """The smallest hash of a stripe that is at home at `home` or after it."""
+    """The smallest hash of a stripe whose home is `home` or later."""
     scaled = (np.uint64(home << 32) + np.uint64(homes - 1)) // np.uint64(homes)
     return (np.uint64(low) << SLOT_SHIFT) + (scaled << np.uint64(32 - depth))
 
@@ -86,13 +88,13 @@ def lock(stripes: Numbers, stripe: int) -> None:
 
 
 @compiled
-def let_go(stripes: Numbers, stripe: int) -> None:
+def release(stripes: Numbers, stripe: int) -> None:
     unlock(stripes, stripe * FIELDS + LOCK)
 
 
 @compiled
 def lock_of(memory: TableMemory, word: np.uint64) -> tuple[int, int]:
-    """Locks the stripe of a hash; gives it, and its home there."""
+    """Locks the stripe of a hash. Returns the stripe, and the hash's home in it."""
     stripes = memory.stripes
     while True:
         slot = signed(word >> SLOT_SHIFT)
@@ -101,7 +103,43 @@ def lock_of(memory: TableMemory, word: np.uint64) -> tuple[int, int]:
         at = stripe * FIELDS
         if stripes[at + LOW] <= slot < stripes[at + HIGH]:
             return stripe, home_of(word, np.uint64(stripes[at + DEPTH]), np.uint64(stripes[at + HOMES]))
-        let_go(stripes, stripe)
+        release(stripes, stripe)
+
+
+# ---- without a lock
+
+
+@compiled
+def prefetch_homes(memory: TableMemory, ids: Numbers, hashes: Words) -> None:
+    """Prefetches the buckets at which a search for these ids begins, and sets their hashes."""
+    first, second = memory.seeds[0], memory.seeds[1]
+    directory, stripes = memory.directory, memory.stripes
+    for k in range(ids.size):
+        word = hashed(ids[k], first, second)
+        at = signed(directory[signed(word >> SLOT_SHIFT)]) * FIELDS
+        home = home_of(word, np.uint64(stripes[at + DEPTH]), np.uint64(stripes[at + HOMES]))
+        prefetch(array_at(pointer(stripes[at + ADDRESS]), (1,), np.uint64), 2 * home)
+        hashes[k] = word
+
+
+@compiled
+def peek(memory: TableMemory, number: np.int64, word: np.uint64) -> tuple[int, int, int]:
+    """Reads an entry without its stripe's lock: (row, the place of the lock, its value before). The row is -1 if the id
+    has none. It is right if the lock still has that value after the row was read. The value is WRITTEN if the stripe
+    was being written."""
+    directory, stripes = memory.directory, memory.stripes
+    slot = signed(word >> SLOT_SHIFT)
+    at = signed(directory[slot]) * FIELDS
+    version = load(stripes, at + LOCK)
+    address, homes, depth = stripes[at + ADDRESS], stripes[at + HOMES], stripes[at + DEPTH]
+    moved = signed(directory[slot]) * FIELDS != at
+    fence()
+    # these must belong together, or the search would run past the last bucket
+    if version & 1 or moved or load(stripes, at + LOCK) != version:
+        return -1, at + LOCK, WRITTEN
+    buckets = array_at(pointer(address), (2 * homes,), np.uint64)
+    b = find(buckets, number, home_of(word, np.uint64(depth), np.uint64(homes)))
+    return int(signed(buckets[2 * b + 1] & ROW) - 1), at + LOCK, version
 
 
 # ---- batches
@@ -109,7 +147,7 @@ def lock_of(memory: TableMemory, word: np.uint64) -> tuple[int, int]:
 
 @compiled
 def arrange(memory: TableMemory, ids: Numbers, stripes: int, batch: LoopBatch, which: Any) -> None:
-    """Puts `ids` into the batch, in so many runs: one for each stripe, as they are now, ids of a run in their order."""
+    """Sorts `ids` into the batch: one run for each of so many stripes; within a run ids keep their order."""
     first, second = memory.seeds[0], memory.seeds[1]
     at, ends = batch.at, batch.ends
     for slot in range(memory.directory.size):
@@ -117,7 +155,7 @@ def arrange(memory: TableMemory, ids: Numbers, stripes: int, batch: LoopBatch, w
     for s in range(stripes):
         ends[s] = 0
     for i in range(ids.size):
-        # any run will do, since `_enter` looks where its ids are: also for a stripe that has come since
+        # an id of a stripe that is newer than `stripes` may be in any run, since `_enter` looks where its ids are
         stripe = min(batch.slots[signed(hashed(ids[i], first, second) >> SLOT_SHIFT)], stripes - 1)
         which[i] = stripe
         ends[stripe] += 1
@@ -137,8 +175,8 @@ def arrange(memory: TableMemory, ids: Numbers, stripes: int, batch: LoopBatch, w
 
 @compiled
 def _enter(memory: TableMemory, batch: LoopBatch, run: int) -> tuple[int, int]:
-    """Locks the stripe of what the run has next; gives it, and where those of the run end that it has. (-1, 0) where
-    another thread has it."""
+    """Locks the stripe of the run's next id. Returns the stripe, and where the run's ids of this stripe end. (-1, 0):
+    another thread holds the stripe."""
     stripes, hashes = memory.stripes, batch.hashes
     begin, end = batch.at[run], batch.ends[run]
     stripe = signed(memory.directory[signed(hashes[begin] >> SLOT_SHIFT)])
@@ -146,8 +184,8 @@ def _enter(memory: TableMemory, batch: LoopBatch, run: int) -> tuple[int, int]:
         return -1, 0
     low = np.uint64(stripes[stripe * FIELDS + LOW])
     width = np.uint64(stripes[stripe * FIELDS + HIGH]) - low
-    if (hashes[begin] >> SLOT_SHIFT) - low >= width:  # it has been split since the directory was read
-        let_go(stripes, stripe)
+    if (hashes[begin] >> SLOT_SHIFT) - low >= width:  # the stripe has split since the directory was read
+        release(stripes, stripe)
         return -1, 0
     outside = 0
     for p in range(begin, end):
@@ -159,8 +197,8 @@ def _enter(memory: TableMemory, batch: LoopBatch, run: int) -> tuple[int, int]:
 
 @compiled
 def take_turn(memory: TableMemory, batch: LoopBatch, turn: int) -> tuple[int, int, int]:
-    """The first run from `turn` on that has something left and whose stripe is free: (run, stripe, end), the stripe
-    locked. (-1, -1, 0): nothing is left."""
+    """Finds the first run, from `turn` on, that is not done and whose stripe is free, and locks the stripe. Returns
+    (run, stripe, end); (-1, -1, 0): all runs are done."""
     runs = batch.at.size
     while True:
         left = False
@@ -178,7 +216,7 @@ def take_turn(memory: TableMemory, batch: LoopBatch, turn: int) -> tuple[int, in
 
 @compiled
 def _divide(batch: LoopBatch, begin: int, end: int, low: np.uint64, width: np.uint64, outside: int) -> int:
-    """Ids of this stripe first, then the others, each in their order."""
+    """Moves ids of this stripe to the front; within both groups ids keep their order."""
     ids, hashes, order = np.empty(outside, np.int64), np.empty(outside, np.uint64), np.empty(outside, np.int32)
     to, others = begin, 0
     for p in range(begin, end):
@@ -198,7 +236,7 @@ def _divide(batch: LoopBatch, begin: int, end: int, low: np.uint64, width: np.ui
 
 @compiled
 def find(buckets: Words, number: np.int64, home: int) -> int:
-    """The bucket of the id, or the empty one where its search ends."""
+    """The bucket of the id, or the empty bucket where the search ends."""
     key = np.uint64(number)
     b = home
     while buckets[2 * b + 1] != EMPTY and buckets[2 * b] != key:
@@ -212,8 +250,8 @@ def prefetch_home(buckets: Words, word: np.uint64, depth: np.uint64, homes: np.u
 
 
 @compiled
-def take_out(memory: TableMemory, stripe: int, buckets: Words, b: int) -> None:
-    """The entry of bucket `b` is no more; those behind it move up."""
+def remove_entry(memory: TableMemory, stripe: int, buckets: Words, b: int) -> None:
+    """Removes the entry of bucket `b`. Later entries move up."""
     at = stripe * FIELDS
     depth, homes = np.uint64(memory.stripes[at + DEPTH]), np.uint64(memory.stripes[at + HOMES])
     first, second = memory.seeds[0], memory.seeds[1]
@@ -229,7 +267,7 @@ def take_out(memory: TableMemory, stripe: int, buckets: Words, b: int) -> None:
 
 @compiled
 def units_in(memory: TableMemory, stripe: int, unit: int) -> int:
-    """The unit of steps after the stripe's base; ages are moved where it would not fit."""
+    """The unit of ages, counted from the stripe's base. If it would not fit, the base moves first."""
     at = stripe * FIELDS
     if unit - memory.stripes[at + BASE] > 0xFFFF:
         base = unit - WINDOW_UNITS
@@ -259,13 +297,13 @@ def _put(buckets: Words, length: int, key: np.uint64, word: np.uint64, home: int
 
 @compiled
 def grow(memory: TableMemory, stripe: int, room: Words, homes: int, bound: int) -> int:
-    """Moves a stripe's entries into `room`, which is empty. 0: no need, as neither its bound nor its tail is reached;
-    -1: they do not fit so many homes; 1: done."""
+    """Moves a stripe's entries into `room`, which is empty. Returns 1; 0 if the stripe is not full any more; -1 if the
+    entries do not fit so many homes."""
     stripes, at = memory.stripes, stripe * FIELDS
     lock(stripes, stripe)
     buckets, length = buckets_of(stripes, stripe), room.size // 2
     if stripes[at + ENTRIES] < stripes[at + BOUND] and buckets[TAIL_WORD] == EMPTY:
-        let_go(stripes, stripe)
+        release(stripes, stripe)
         return 0
     first, second = memory.seeds[0], memory.seeds[1]
     depth = np.uint64(stripes[at + DEPTH])
@@ -274,15 +312,15 @@ def grow(memory: TableMemory, stripe: int, room: Words, homes: int, bound: int) 
         if word != EMPTY:
             key = buckets[2 * b]
             if not _put(room, length, key, word, home_of(hashed(signed(key), first, second), depth, np.uint64(homes))):
-                let_go(stripes, stripe)
+                release(stripes, stripe)
                 return -1
-    _settle(stripes, stripe, room, homes, bound)
-    let_go(stripes, stripe)
+    _place(stripes, stripe, room, homes, bound)
+    release(stripes, stripe)
     return 1
 
 
 @compiled
-def _settle(stripes: Numbers, stripe: int, room: Words, homes: int, bound: int) -> None:
+def _place(stripes: Numbers, stripe: int, room: Words, homes: int, bound: int) -> None:
     at = stripe * FIELDS
     stripes[at + ADDRESS] = signed(room.ctypes.data)
     stripes[at + HOMES], stripes[at + LENGTH], stripes[at + BOUND] = homes, room.size // 2, bound
@@ -290,8 +328,8 @@ def _settle(stripes: Numbers, stripe: int, room: Words, homes: int, bound: int) 
 
 @compiled
 def split(memory: TableMemory, stripe: int, young: int, left: Words, right: Words, homes: int, bound: int) -> bool:
-    """Gives the upper half of a stripe's slots to the stripe `young`, which is nobody's yet; each half moves to a room
-    of its own. Whether they fit."""
+    """Gives the upper half of a stripe's slots to the new stripe `young`. Each half moves to a room of its own. Returns
+    whether they fit."""
     stripes, at, other = memory.stripes, stripe * FIELDS, young * FIELDS
     lock(stripes, stripe)
     buckets, length = buckets_of(stripes, stripe), left.size // 2
@@ -308,35 +346,25 @@ def split(memory: TableMemory, stripe: int, young: int, left: Words, right: Word
             moved += upper
             home = home_of(place, np.uint64(depth), np.uint64(homes))
             if not _put(right if upper else left, length, key, word, home):
-                let_go(stripes, stripe)
+                release(stripes, stripe)
                 return False
-    # whoever comes for the young one waits until all of it is there
+    # other threads that need the young stripe wait until it is complete
     lock(stripes, young)
-    _settle(stripes, young, right, homes, bound)
+    _place(stripes, young, right, homes, bound)
     stripes[other + ENTRIES], stripes[other + DEPTH], stripes[other + BASE] = moved, depth, stripes[at + BASE]
     stripes[other + LOW], stripes[other + HIGH] = middle, stripes[at + HIGH]
-    _settle(stripes, stripe, left, homes, bound)
+    _place(stripes, stripe, left, homes, bound)
     stripes[at + ENTRIES] -= moved
     stripes[at + DEPTH], stripes[at + HIGH] = depth, middle
     for slot in range(stripes[other + LOW], stripes[other + HIGH]):
         memory.directory[slot] = young
-    let_go(stripes, young)
-    let_go(stripes, stripe)
+    release(stripes, young)
+    release(stripes, stripe)
     return True
 
 
 @compiled
-def found(memory: TableMemory, stripes: int, room_address: Numbers, homes: int, length: int, bound: int) -> None:
-    """The first stripes, as many as a power of two, each with its share of the slots."""
-    width = (1 << SLOT_BITS) // stripes
-    depth = 0
-    while (1 << depth) < stripes:
-        depth += 1
-    for s in range(stripes):
-        at = s * FIELDS
-        memory.stripes[at + ADDRESS], memory.stripes[at + HOMES] = room_address[s], homes
-        memory.stripes[at + LENGTH], memory.stripes[at + BOUND] = length, bound
-        memory.stripes[at + LOW], memory.stripes[at + HIGH] = s * width, (s + 1) * width
-        memory.stripes[at + DEPTH] = depth
-        for slot in range(s * width, (s + 1) * width):
-            memory.directory[slot] = s
+def found(memory: TableMemory, room: Words, homes: int, bound: int) -> None:
+    """Makes the first stripe, which has all slots."""
+    _place(memory.stripes, 0, room, homes, bound)
+    memory.stripes[LOW], memory.stripes[HIGH], memory.stripes[DEPTH] = 0, SLOTS, 0

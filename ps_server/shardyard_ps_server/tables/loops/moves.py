@@ -1,9 +1,9 @@
-"""Rows on their way between memory and the file.
+"""Moves rows between memory and the file.
 
-Owns: bringing pages of the file into memory before they are needed under a lock, writing rows there, and changing
-where an entry says that its row lies. Invariants: a disk is waited for while no lock is held; an entry whose row moves
-is the same entry: nothing else of it changes; a row that has changed since it was written to the file stays. Must not
-know: which rows move, and when.
+Owns: reading pages of the file before they are needed under a lock, writing rows to the file, and changing where an
+entry says that its row lies. Invariants: no lock is held while a disk is waited for; when a row moves, nothing else of
+its entry changes; a row that has changed since it was written to the file stays in memory. Must not know: which rows
+move, and when.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from typing import Any
 import numpy as np
 
 from shardyard.domain.compiling import compiled
-from shardyard.domain.tables.prefetch import prefetch
-from shardyard_ps_server.tables.loops.index import array_at, buckets_of, find, hashed, home_of, let_go, lock_of
+from shardyard_ps_server.tables.loops.index import buckets_of, find, hashed, lock_of, peek, prefetch_homes, release
 from shardyard_ps_server.tables.loops.walks import leave
 from shardyard_ps_server.tables.memory.heap import free_row, lower_row, take_low
-from shardyard_ps_server.tables.memory.intrinsics import fence, load, pointer, will_need, write_at
+from shardyard_ps_server.tables.memory.intrinsics import will_need, write_at
 from shardyard_ps_server.tables.memory.layout import (
-    ADDRESS,
     AGE_SHIFT,
     BASE,
     CHANGED,
     COLD_ROWS,
-    DEPTH,
     EMPTY,
     FIELDS,
     FILE,
@@ -32,11 +29,9 @@ from shardyard_ps_server.tables.memory.layout import (
     FREQUENCY_SHIFT,
     HOMES,
     LIMIT,
-    LOCK,
     MARK,
     ROW,
     SIDE,
-    SLOT_SHIFT,
     Floats,
     Numbers,
     TableMemory,
@@ -53,22 +48,15 @@ _HOTTEST = (1 << 63) - 1
 
 @compiled
 def bring(memory: TableMemory, ids: Numbers) -> int:
-    """Reads the pages of the file that hold rows of these ids; how many of them have no row in memory. It takes no
-    lock, as loops.look_up, so a row that moves meanwhile may be missed. What was replaced must stay mapped."""
+    """Reads the pages of the file that hold rows of these ids. Returns how many of the ids have no row in memory. Takes
+    no lock, so it may miss a row that moves meanwhile. Memory that was replaced must stay mapped."""
     rows, hashes = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.uint64)
-    first, second = memory.seeds[0], memory.seeds[1]
-    directory, stripes = memory.directory, memory.stripes
     elsewhere = 0
     for chunk in range(0, ids.size, _CHUNK):
         n, cold = min(_CHUNK, ids.size - chunk), 0
+        prefetch_homes(memory, ids[chunk : chunk + n], hashes)
         for k in range(n):
-            word = hashed(ids[chunk + k], first, second)
-            at = signed(directory[signed(word >> SLOT_SHIFT)]) * FIELDS
-            home = home_of(word, np.uint64(stripes[at + DEPTH]), np.uint64(stripes[at + HOMES]))
-            prefetch(array_at(pointer(stripes[at + ADDRESS]), (1,), np.uint64), 2 * home)
-            hashes[k] = word
-        for k in range(n):
-            row = _row_of(memory, ids[chunk + k], hashes[k])
+            row, _, _ = peek(memory, ids[chunk + k], hashes[k])
             elsewhere += row < 0 or row >= memory.cold
             if row >= memory.cold:
                 rows[cold] = row
@@ -78,26 +66,8 @@ def bring(memory: TableMemory, ids: Numbers) -> int:
 
 
 @compiled
-def _row_of(memory: TableMemory, number: np.int64, word: np.uint64) -> int:
-    """-1: it has none, or somebody is writing there."""
-    directory, stripes = memory.directory, memory.stripes
-    slot = signed(word >> SLOT_SHIFT)
-    at = signed(directory[slot]) * FIELDS
-    version = load(stripes, at + LOCK)
-    address, homes, depth = stripes[at + ADDRESS], stripes[at + HOMES], stripes[at + DEPTH]
-    moved = signed(directory[slot]) * FIELDS != at
-    fence()
-    # these belong together, or a bucket would be sought beyond the last one
-    if version & 1 or moved or load(stripes, at + LOCK) != version:
-        return -1
-    buckets = array_at(pointer(address), (2 * homes,), np.uint64)
-    b = find(buckets, number, home_of(word, np.uint64(depth), np.uint64(homes)))
-    return int(signed(buckets[2 * b + 1] & ROW) - 1)
-
-
-@compiled
 def read(memory: TableMemory, rows: Numbers, n: int) -> None:
-    """The first n of these rows, which lie in the file, are in memory then. `rows` holds nothing any more."""
+    """Reads the pages of the first n rows, which lie in the file. Changes `rows`."""
     stride = memory.slab.shape[1]
     for k in range(n):
         will_need(memory.shared[FILE], (rows[k] - memory.cold) * stride * 4, stride * 4)
@@ -106,7 +76,7 @@ def read(memory: TableMemory, rows: Numbers, n: int) -> None:
         for d in range(0, stride, _PAGE_VALUES):
             total ^= signed(memory.links[rows[k], d])
         total ^= signed(memory.links[rows[k], stride - 1])
-    # or the compiler would see that nobody wants to know it
+    # otherwise the compiler would remove the reads
     if n > 0:
         rows[0] = total
 
@@ -115,8 +85,8 @@ def read(memory: TableMemory, rows: Numbers, n: int) -> None:
 def bring_some(
     memory: TableMemory, cursor: np.uint64, homes: int, not_copied: bool, only_changed: bool, rows: Numbers
 ) -> int:
-    """Reads the pages of rows of the next `homes` homes: all, or those that the cut being taken needs. `rows` has room
-    for as many numbers as are read at once."""
+    """Reads the pages of the rows of the next `homes` homes: of all, or of those that the present cut needs. At most as
+    many as `rows` has room for."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     side = np.uint64(memory.shared[SIDE])
@@ -131,13 +101,13 @@ def bring_some(
             rows[n] = row
             n += 1
         b += 1
-    let_go(memory.stripes, stripe)
+    release(memory.stripes, stripe)
     read(memory, rows, n)
     return n
 
 
 def bring_window(memory: TableMemory, cursor: np.uint64, homes: int, *, not_copied: bool, only_changed: bool) -> None:
-    """What a walk is about to read under a lock is in memory, as far as can be told beforehand."""
+    """Reads what a walk is about to read under a lock, as far as that is known."""
     if memory.shared[COLD_ROWS] > 0:
         bring_some(memory, cursor, homes, not_copied, only_changed, np.empty(2 * homes, np.int64))
 
@@ -149,9 +119,10 @@ def bring_window(memory: TableMemory, cursor: np.uint64, homes: int, *, not_copi
 def hot_some(
     memory: TableMemory, cursor: np.uint64, homes: int, ids: Numbers, keys: Numbers, rows: Numbers
 ) -> tuple[int, np.uint64, bool]:
-    """The ids of the next `homes` homes whose rows are in memory, and these rows; the smaller a key, the longer ago
-    the id was pushed, then the less often. Rows from the limit on are put below it where there is room, or have keys
-    below all others. How many there are, the cursor, and whether that was all."""
+    """Finds the ids of the next `homes` homes whose rows are in memory, and these rows. A smaller key means that the id
+    was pushed longer ago, or at the same time but less often. Rows beyond the limit move below it if there is room;
+    otherwise their keys are below all others. Returns how many there are, the cursor, and whether that was the end of
+    the table."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base, limit = memory.stripes[at + BASE], memory.shared[LIMIT]
@@ -182,7 +153,7 @@ def hot_some(
 
 @compiled
 def write(memory: TableMemory, slots: Numbers, records: Floats) -> int:
-    """Writes records[k] to slots[k], neighbours at once; how many were written before the first that was not."""
+    """Writes records[k] to slots[k], adjacent slots at once. Returns how many were written before the first failure."""
     nbytes = records.shape[1] * 4
     begin = 0
     while begin < slots.size:
@@ -198,9 +169,9 @@ def write(memory: TableMemory, slots: Numbers, records: Floats) -> int:
 
 
 @compiled
-def settle(memory: TableMemory, ids: Numbers, rows: Numbers, slots: Numbers, records: Any, moved: Any) -> None:
-    """The row of ids[k] lies in slots[k] from now on, if it is still rows[k] in memory, and is what was written:
-    `records`, as int32. moved[k]: whether it does."""
+def confirm(memory: TableMemory, ids: Numbers, rows: Numbers, slots: Numbers, records: Any, moved: Any) -> None:
+    """Makes slots[k] the place of the row of ids[k], if the row is still rows[k] in memory and unchanged since it was
+    written: `records`, as int32. Sets moved[k] to whether it does."""
     first, second = memory.seeds[0], memory.seeds[1]
     for k in range(ids.size):
         word = hashed(ids[k], first, second)
@@ -212,7 +183,7 @@ def settle(memory: TableMemory, ids: Numbers, rows: Numbers, slots: Numbers, rec
             buckets[2 * b + 1] = (entry & ~ROW) | np.uint64(memory.cold + slots[k] + 1)
             lower_row(memory, rows[k])
             moved[k] = True
-        let_go(memory.stripes, stripe)
+        release(memory.stripes, stripe)
 
 
 @compiled

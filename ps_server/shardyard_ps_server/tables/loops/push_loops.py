@@ -1,10 +1,10 @@
-"""Batches against a table: look-ups, pushes, removals, and rows that are put in as they were.
+"""Look-ups, pushes and removals of batches of ids, and rows that are loaded.
 
-Owns: one loop for each; those that change something go through a batch stripe by stripe, those that are free first.
-Invariants: a look-up changes nothing; an entry that the cut being taken needs is copied before it changes; what becomes
-of a row depends on what is said of its id, in that order, and on nothing else in the batch. A loop that finds a stripe
-full gives its number, after all that fits, and goes on from there when it is called again; -1: all is done. Must not
-know: settings, limits, threads.
+Owns: one loop for each. Loops that change something go through a batch stripe by stripe, free stripes first.
+Invariants: a look-up changes nothing; an entry is copied before it changes if the present cut still needs it; a row
+depends only on the gradients of its id, in their order, and on nothing else in the batch. A loop returns -1 when all is
+done. If a stripe is full, it returns the stripe's number, and continues there when it is called again. Must not know:
+settings, limits, threads.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardyard_ps_server.tables.loops.index import (
     array_at,
     buckets_of,
     find,
-    hashed,
     home_of,
-    let_go,
     lock_of,
+    peek,
     prefetch_home,
-    take_out,
+    prefetch_homes,
+    release,
+    remove_entry,
     take_turn,
     units_in,
 )
 from shardyard_ps_server.tables.memory.heap import free_row, raise_row, take_row
 from shardyard_ps_server.tables.memory.intrinsics import add, fence, load, pointer, will_need
 from shardyard_ps_server.tables.memory.layout import (
-    ADDRESS,
     ADMITTED,
     AGE_SHIFT,
     BASE,
@@ -56,7 +56,6 @@ from shardyard_ps_server.tables.memory.layout import (
     MARK,
     ROW,
     SIDE,
-    SLOT_SHIFT,
     Floats,
     LoopBatch,
     Numbers,
@@ -66,14 +65,12 @@ from shardyard_ps_server.tables.memory.layout import (
     signed,
 )
 
-# not so many that what the first pass over them has asked for leaves the cache before the second
+# few enough that what the first pass has prefetched is still in the cache in the second
 _CHUNK = 256
 _CHUNK_LEAST = 16
 _CHUNK_VALUES = 4_096
 _LINE = 16
 _TRIES = 2
-# no lock's value: somebody was writing
-_WRITTEN = -1
 
 # how ids are admitted
 ALL = 0
@@ -83,20 +80,21 @@ BY_ESTIMATE = 3
 
 
 class AdmissionRule(NamedTuple):
-    """Which ids get a row: by code; from so many pushes on; by chance, below `share` of 2**64."""
+    """Which ids get a row. `code`: one of the above. `threshold`: from this many pushes on. `share`: with this chance,
+    of 2**64."""
 
     code: int
     threshold: int
     share: Any
     """np.uint64"""
     key: Any
-    """np.uint64: of the draws of this step."""
+    """np.uint64, for the draws of this step."""
 
 
 class Pushed(NamedTuple):
-    """What a push brings: a rule and whether it `updates` rows, addresses of gradients (n, dim) and of how often each
-    id occurred (int64; 0: once), the unit of steps, and about how often ids were there before (int64; empty unless they
-    are admitted by that)."""
+    """What a push contains: an update rule and whether it `updates` rows; the addresses of gradients (n, dim) and of
+    how often each id occurred (int64; 0: once); the present unit of ages; and estimates of how often ids were pushed
+    before (int64; empty unless ids are admitted by estimate)."""
 
     code: int
     updates: bool
@@ -112,37 +110,18 @@ class Pushed(NamedTuple):
 
 @compiled
 def look_up(memory: TableMemory, ids: Numbers, dim: int, out: Floats, zeros: bool) -> None:
-    """out[i]: the values of the row of ids[i]; where it has none the initial ones, or zeros. It takes no lock: it
-    reads, and again under the lock where somebody has written meanwhile. What was replaced must stay mapped."""
+    """Sets out[i] to the values of the row of ids[i], or to initial values, or zeros. Takes no lock: what was written
+    meanwhile is read again under the lock. Memory that was replaced must stay mapped."""
     rows, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.int64)
     hashes, versions = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.int64)
-    first, second = memory.seeds[0], memory.seeds[1]
-    directory, stripes, slab, stride = memory.directory, memory.stripes, memory.slab, memory.slab.shape[1]
+    stripes, slab, stride = memory.stripes, memory.slab, memory.slab.shape[1]
     many = max(_CHUNK_LEAST, min(_CHUNK, _CHUNK_VALUES // dim))
     for chunk in range(0, ids.size, many):
         n = min(many, ids.size - chunk)
+        prefetch_homes(memory, ids[chunk : chunk + n], hashes)
         for k in range(n):
-            word = hashed(ids[chunk + k], first, second)
-            at = signed(directory[signed(word >> SLOT_SHIFT)]) * FIELDS
-            home = home_of(word, np.uint64(stripes[at + DEPTH]), np.uint64(stripes[at + HOMES]))
-            prefetch(array_at(pointer(stripes[at + ADDRESS]), (1,), np.uint64), 2 * home)
-            hashes[k] = word
-        for k in range(n):
-            slot = signed(hashes[k] >> SLOT_SHIFT)
-            at = signed(directory[slot]) * FIELDS
-            version = load(stripes, at + LOCK)
-            address, homes, depth = stripes[at + ADDRESS], stripes[at + HOMES], stripes[at + DEPTH]
-            moved = signed(directory[slot]) * FIELDS != at
-            fence()
-            places[k], rows[k], versions[k] = at + LOCK, -1, version
-            # these belong together, or a bucket would be sought beyond the last one
-            if version & 1 or moved or load(stripes, at + LOCK) != version:
-                versions[k] = _WRITTEN
-                continue
-            buckets = array_at(pointer(address), (2 * homes,), np.uint64)
-            b = find(buckets, ids[chunk + k], home_of(hashes[k], np.uint64(depth), np.uint64(homes)))
-            row = signed(buckets[2 * b + 1] & ROW) - 1
-            rows[k] = row
+            row, place, version = peek(memory, ids[chunk + k], hashes[k])
+            rows[k], places[k], versions[k] = row, place, version
             if row >= memory.cold:
                 will_need(memory.shared[FILE], (row - memory.cold) * stride * 4, dim * 4)
             elif row >= 0:
@@ -168,7 +147,7 @@ def look_up(memory: TableMemory, ids: Numbers, dim: int, out: Floats, zeros: boo
 
 @compiled
 def _read_alone(memory: TableMemory, word: np.uint64, number: np.int64, dim: int, out: Floats, i: int) -> int:
-    """The row of an id, or -1; its values are in out[i]. One in the file is read without the lock first."""
+    """Copies the row of an id into out[i]. Returns the row, or -1. A row in the file is first read without the lock."""
     tries = 0
     while True:
         stripe, home = lock_of(memory, word)
@@ -178,12 +157,12 @@ def _read_alone(memory: TableMemory, word: np.uint64, number: np.int64, dim: int
         alone = row < memory.cold or tries == _TRIES
         version = memory.stripes[at] + 1
         if not alone:
-            let_go(memory.stripes, stripe)
+            release(memory.stripes, stripe)
         if row >= 0:
             for d in range(dim):
                 out[i, d] = memory.slab[row, d]
         if alone:
-            let_go(memory.stripes, stripe)
+            release(memory.stripes, stripe)
             return int(row)
         fence()
         if load(memory.stripes, at) == version:
@@ -193,7 +172,7 @@ def _read_alone(memory: TableMemory, word: np.uint64, number: np.int64, dim: int
 
 @compiled
 def find_missing(memory: TableMemory, batch: LoopBatch, missing: Any) -> None:
-    """missing[i]: whether ids[i] has no row. The batch is as it was then."""
+    """Sets missing[i] to whether ids[i] has no row. The batch can be used again."""
     begins = batch.at.copy()
     run, stripe, end = take_turn(memory, batch, 0)
     while run >= 0:
@@ -203,7 +182,7 @@ def find_missing(memory: TableMemory, batch: LoopBatch, missing: Any) -> None:
         for p in range(batch.at[run], end):
             b = find(buckets, batch.ids[p], home_of(batch.hashes[p], depth, homes))
             missing[batch.order[p]] = (buckets[2 * b + 1] & ROW) == EMPTY
-        let_go(memory.stripes, stripe)
+        release(memory.stripes, stripe)
         batch.at[run] = end
         run, stripe, end = take_turn(memory, batch, run + 1)
     for run in range(begins.size):
@@ -221,24 +200,24 @@ def push_all(
     stripes: int,
     dim: int,
     pushed: Pushed,
-    entrance: AdmissionRule,
+    admission: AdmissionRule,
     start: int,
 ) -> int:
-    """Puts the ids into a batch, in `room`, of so many runs, and pushes it."""
+    """Sorts the ids into a batch, in `room`, for so many stripes, and pushes the batch."""
     n = ids.size
     batch = LoopBatch(room.ids[:n], room.hashes[:n], room.order[:n], room.at[:stripes], room.ends[:stripes], room.slots)
     arrange(memory, ids, stripes, batch, room.which)
-    return push(memory, batch, dim, pushed, entrance, start)
+    return push(memory, batch, dim, pushed, admission, start)
 
 
 @compiled
-def push(memory: TableMemory, batch: LoopBatch, dim: int, pushed: Pushed, entrance: AdmissionRule, start: int) -> int:
+def push(memory: TableMemory, batch: LoopBatch, dim: int, pushed: Pushed, admission: AdmissionRule, start: int) -> int:
     """Counts the ids, makes the rows of those that are admitted, and updates rows by their gradients."""
     rows = np.empty(_CHUNK, np.int64)
     run, stripe, end = take_turn(memory, batch, start)
     while run >= 0:
-        done = _write(memory, batch, stripe, batch.at[run], end, dim, pushed, entrance, rows)
-        let_go(memory.stripes, stripe)
+        done = _write(memory, batch, stripe, batch.at[run], end, dim, pushed, admission, rows)
+        release(memory.stripes, stripe)
         batch.at[run] = done
         if done < end:
             return stripe
@@ -255,10 +234,10 @@ def _write(
     end: int,
     dim: int,
     pushed: Pushed,
-    entrance: AdmissionRule,
+    admission: AdmissionRule,
     rows: Numbers,
 ) -> int:
-    """Up to where it is done: `end`, unless the stripe is full."""
+    """Returns up to where the run is done: `end`, unless the stripe is full."""
     at = stripe * FIELDS
     depth, homes = np.uint64(memory.stripes[at + DEPTH]), np.uint64(memory.stripes[at + HOMES])
     buckets = buckets_of(memory.stripes, stripe)
@@ -277,8 +256,8 @@ def _write(
             b = find(buckets, batch.ids[p], home_of(batch.hashes[p], depth, homes))
             word = buckets[2 * b + 1]
             if word == EMPTY:
-                before = signed(0) if entrance.code != BY_ESTIMATE else pushed.estimates[i]
-                if not _counts(entrance, batch.ids[p], before + times):
+                before = signed(0) if admission.code != BY_ESTIMATE else pushed.estimates[i]
+                if not _is_admitted(admission, batch.ids[p], before + times):
                     rows[p - chunk] = -1
                     continue
                 if _is_full(memory, stripe, b):
@@ -286,7 +265,7 @@ def _write(
                     break
                 buckets[2 * b] = np.uint64(batch.ids[p])
                 memory.stripes[at + ENTRIES] += 1
-                # marked: a cut that is being taken does not have it
+                # marked as copied, since the present cut does not contain it
                 word = np.uint64(memory.shared[SIDE]) | (np.uint64(min(before, FREQUENCY_MAX)) << FREQUENCY_SHIFT)
             elif (word & MARK) != np.uint64(memory.shared[SIDE]):
                 keep(memory, stripe, buckets[2 * b], word)
@@ -294,7 +273,7 @@ def _write(
             if row >= memory.cold:
                 row = raise_row(memory, row)
             frequency = np.uint64(min(signed((word >> FREQUENCY_SHIFT) & FREQUENCY) + times, FREQUENCY_MAX))
-            if row < 0 and (entrance.code != BY_COUNT or signed(frequency) >= entrance.threshold):
+            if row < 0 and (admission.code != BY_COUNT or signed(frequency) >= admission.threshold):
                 row = take_row(memory)
                 add(memory.shared, ADMITTED, 1)
                 _fill(memory, row, dim, batch.ids[p], pushed)
@@ -324,11 +303,11 @@ def _write(
 
 
 @compiled
-def _counts(entrance: AdmissionRule, number: np.int64, times: int) -> Any:
-    """Whether an id that is not there yet gets an entry: a row, or a count."""
-    if entrance.code == BY_CHANCE:
-        return is_drawn(number, entrance.key, entrance.share)
-    return entrance.code != BY_ESTIMATE or times >= entrance.threshold
+def _is_admitted(admission: AdmissionRule, number: np.int64, times: int) -> Any:
+    """Whether a new id gets an entry: a row, or a count."""
+    if admission.code == BY_CHANCE:
+        return is_drawn(number, admission.key, admission.share)
+    return admission.code != BY_ESTIMATE or times >= admission.threshold
 
 
 @compiled
@@ -348,7 +327,7 @@ def _fill(memory: TableMemory, row: int, dim: int, number: np.int64, pushed: Pus
 
 @compiled
 def keep(memory: TableMemory, stripe: int, key: np.uint64, word: np.uint64) -> None:
-    """Copies an entry, and its row, for the cut that is being taken."""
+    """Copies an entry and its row to the log of the present cut."""
     k = add(memory.shared, LOGGED, 1)
     memory.log_words[3 * k], memory.log_words[3 * k + 1] = key, word
     memory.log_words[3 * k + 2] = np.uint64(memory.stripes[stripe * FIELDS + BASE])
@@ -363,7 +342,7 @@ def keep(memory: TableMemory, stripe: int, key: np.uint64, word: np.uint64) -> N
 
 @compiled
 def remove(memory: TableMemory, batch: LoopBatch, gone: Any, start: int) -> int:
-    """gone[i]: whether ids[i] was there."""
+    """Sets gone[i] to whether ids[i] was there."""
     run, stripe, end = take_turn(memory, batch, start)
     while run >= 0:
         at = stripe * FIELDS
@@ -374,7 +353,7 @@ def remove(memory: TableMemory, batch: LoopBatch, gone: Any, start: int) -> int:
             gone[batch.order[p]] = buckets[2 * b + 1] != EMPTY
             if buckets[2 * b + 1] != EMPTY:
                 drop(memory, stripe, buckets, b)
-        let_go(memory.stripes, stripe)
+        release(memory.stripes, stripe)
         batch.at[run] = end
         run, stripe, end = take_turn(memory, batch, run + 1)
     return -1
@@ -382,29 +361,28 @@ def remove(memory: TableMemory, batch: LoopBatch, gone: Any, start: int) -> int:
 
 @compiled
 def drop(memory: TableMemory, stripe: int, buckets: Words, b: int) -> None:
-    """The entry of a bucket is no more, and its row is free."""
+    """Removes the entry of a bucket, and frees its row."""
     word = buckets[2 * b + 1]
     if (word & MARK) != np.uint64(memory.shared[SIDE]):
         keep(memory, stripe, buckets[2 * b], word)
     row = signed(word & ROW) - 1
-    take_out(memory, stripe, buckets, b)
+    remove_entry(memory, stripe, buckets, b)
     if row >= 0:
         free_row(memory, row)
 
 
-# ---- rows as they were
+# ---- rows that are loaded
 
 
 @compiled
-def restore(
+def load_batch(
     memory: TableMemory, batch: LoopBatch, records: Floats, frequencies: Numbers, units: Numbers, start: int
 ) -> int:
-    """Puts entries in, with records[i] (values and state) as the row of ids[i]; without one where there are fewer
-    records."""
+    """Sets entries, with records[i], values and state, as the row of ids[i]. Ids beyond the last record get no row."""
     run, stripe, end = take_turn(memory, batch, start)
     while run >= 0:
-        done = _put_in(memory, batch, stripe, batch.at[run], end, records, frequencies, units)
-        let_go(memory.stripes, stripe)
+        done = _load(memory, batch, stripe, batch.at[run], end, records, frequencies, units)
+        release(memory.stripes, stripe)
         batch.at[run] = done
         if done < end:
             return stripe
@@ -413,7 +391,7 @@ def restore(
 
 
 @compiled
-def _put_in(
+def _load(
     memory: TableMemory,
     batch: LoopBatch,
     stripe: int,

@@ -1,8 +1,8 @@
-"""Walks through a whole table in the order of hashes, a little at a time, while others push.
+"""Walks through a whole table in the order of hashes, a few hundred buckets at a time, while others push.
 
-Owns: copying what a cut needs, and choosing what expires. Invariants: a walk remembers a hash and no bucket, so stripes
-may grow and split, and entries come and go, between its steps; each step has one stripe's lock for a few hundred
-buckets; what has a hash below the cursor has been seen. Must not know: settings, chunks, threads.
+Owns: copying what a cut needs, and finding what expires. Invariants: a walk remembers a hash, not a bucket, so between
+its steps stripes may grow and split, and entries may come and go; each step holds one stripe's lock; every entry whose
+hash is below the cursor has been visited. Must not know: settings, chunks, threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardyard.domain.compiling import compiled
 from shardyard.domain.tables import row_expiry
-from shardyard_ps_server.tables.loops.index import buckets_of, first_hash, hashed, home_of, let_go, lock_of
+from shardyard_ps_server.tables.loops.index import buckets_of, first_hash, hashed, home_of, lock_of, release
 from shardyard_ps_server.tables.memory.layout import (
     AGE_SHIFT,
     BASE,
@@ -44,7 +44,7 @@ _by_age_or_frequency = compiled(row_expiry.expires)
 
 @compiled
 def leave(memory: TableMemory, stripe: int, home: int) -> tuple[np.uint64, bool]:
-    """Lets the stripe go; the hash from which to go on, and whether there is none."""
+    """Unlocks the stripe. Returns the hash at which the walk continues, and whether it has ended."""
     stripes, at = memory.stripes, stripe * FIELDS
     high, homes = stripes[at + HIGH], stripes[at + HOMES]
     if home < homes:
@@ -53,7 +53,7 @@ def leave(memory: TableMemory, stripe: int, home: int) -> tuple[np.uint64, bool]
         cursor, over = np.uint64(high) << SLOT_SHIFT, False
     else:
         cursor, over = EMPTY, True
-    let_go(stripes, stripe)
+    release(stripes, stripe)
     return cursor, over
 
 
@@ -61,21 +61,21 @@ def leave(memory: TableMemory, stripe: int, home: int) -> tuple[np.uint64, bool]
 def copy_some(
     memory: TableMemory, cursor: np.uint64, homes: int, only_changed: bool, clear: bool, words: Words, records: Floats
 ) -> tuple[int, np.uint64, bool]:
-    """Copies the entries of the next `homes` homes that the cut does not have; `words` (three each, as in its log) and
-    `records` have room for some more. `clear`: they count as not changed from now on. How many there are, the cursor,
-    and whether that was all."""
+    """Copies those entries of the next `homes` homes that the cut lacks, into `words` (three for each, as in its log)
+    and `records`. `clear`: from now on they count as not changed. Returns how many there are, the cursor, and whether
+    the walk has ended."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     side, base = np.uint64(memory.shared[SIDE]), np.uint64(memory.stripes[at + BASE])
     buckets, stride = buckets_of(memory.stripes, stripe), memory.slab.shape[1]
     stop = min(home + homes, memory.stripes[at + HOMES])
     b, n = home, 0
-    # the end of a cluster: what is at home before `stop` is before it
+    # entries whose home is before `stop` end at an empty bucket
     while b < stop or buckets[2 * b + 1] != EMPTY:
         word = buckets[2 * b + 1]
         if word != EMPTY and (word & MARK) != side:
             if n == records.shape[0]:
-                # as much again from the same place: what was copied is marked
+                # the next step begins at the same place, since copied entries are marked
                 stop = home
                 break
             if not only_changed or (word & CHANGED) != EMPTY:
@@ -93,9 +93,9 @@ def copy_some(
 
 
 class Reasons(NamedTuple):
-    """Why an entry expires; a number of 0 is no reason. `unit`: now, in units of steps, as ages are. `grace_units`: for
-    so long after its last push it stays, but for its age. `fewest`: what is less frequent goes, for want of room, and
-    of what is as frequent so many as `ties[0]` says. `besides`: ids that stay, ascending."""
+    """Why an entry expires (shardyard.domain.tables.row_expiry); 0 is no reason. `unit`: the present, in units of ages.
+    `fewest`: less frequent rows are too many, and of those with this frequency as many as `ties[0]` says. `besides`:
+    ids that stay, ascending."""
 
     unit: int
     age_units: int
@@ -111,8 +111,8 @@ class Reasons(NamedTuple):
 def expire_some(
     memory: TableMemory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers
 ) -> tuple[int, np.uint64, bool]:
-    """Tells what expires of what is at home in the next `homes` homes, each once, wherever it lies; `gone` has room for
-    so many ids, and those for which there is none come with a later walk. As `copy_some`."""
+    """Writes the ids that expire into `gone`: those whose home is one of the next `homes` homes, each once. Ids for
+    which `gone` has no room are found by a later walk. Returns as `copy_some`."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base = memory.stripes[at + BASE]
@@ -157,7 +157,8 @@ def _expires(
     fewest: int,
     ties: int,
 ) -> bool:
-    """Numbers one by one: of a tuple with arrays each call would count references, which takes longer than the rest."""
+    """Takes single numbers: with a tuple of arrays each call would count references, which takes longer than the
+    rest."""
     age = unit - (base + signed(word >> AGE_SHIFT))
     frequency, row = signed((word >> FREQUENCY_SHIFT) & FREQUENCY), signed(word & ROW) - 1
     if _by_age_or_frequency(age, frequency, row >= 0, age_units, grace_units, frequency_min, fewest):
@@ -186,8 +187,8 @@ def _is_in(numbers: Numbers, number: np.int64) -> bool:
 
 @compiled
 def count_some(memory: TableMemory, cursor: np.uint64, homes: int, histogram: Numbers) -> tuple[np.uint64, bool]:
-    """Adds the frequencies of the rows of the next `homes` homes to `histogram` (65,536); the cursor, and whether that
-    was all. What moves meanwhile may be counted twice, or not."""
+    """Counts the frequencies of the rows of the next `homes` homes in `histogram`, which has 65,536 numbers. Returns
+    the cursor, and whether the walk has ended. Rows that move meanwhile may be counted twice, or not at all."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     buckets = buckets_of(memory.stripes, stripe)

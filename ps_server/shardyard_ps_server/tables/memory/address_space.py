@@ -1,7 +1,8 @@
-"""Memory that is reserved at once and comes page by page as it is touched, so that it grows without a copy.
+"""Memory whose addresses are reserved at once and whose pages come when they are touched, so that it grows without a
+copy.
 
 Owns: how it is mapped, and when its pages come. Invariants: it begins at a huge page; the first MiB comes in small
-pages, so that a small table stays small; the rest in huge ones; it is unmapped with the last array on it. Must not
+pages, so that a small table stays small, the rest in huge pages; it is unmapped with the last array on it. Must not
 know: what lies there.
 """
 
@@ -20,21 +21,21 @@ from shardyard.domain.errors import TableError
 
 HUGE_BYTES: Final = 2 << 20
 _FILLED_BYTES: Final = HUGE_BYTES * 3 // 4
-"""The last huge page has so much of what is reserved, or comes in small pages."""
+"""If less than this of the last huge page is reserved, that page comes in small pages."""
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FIXED: Final = 0x10
 _POPULATE_WRITE: Final = 23
 
 
 def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES) -> npt.NDArray[Any]:
-    """Zeros of that dtype, one-dimensional, in `nbytes` bytes of address space. The first `small_bytes` come in small
-    pages. Raises TableError where the address space is refused."""
+    """Reserves `nbytes` bytes of address space: a one-dimensional array of zeros. The first `small_bytes` come in small
+    pages. Raises TableError if the address space is refused."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         room = mmap.mmap(-1, nbytes + 2 * HUGE_BYTES, flags=flags)
     except (OSError, ValueError, OverflowError) as error:
         raise TableError(
-            f"{nbytes / 2**30:.1f} GiB of address space for a table are refused ({error})",
+            f"{nbytes / 2**30:.1f} GiB of address space for a table were refused ({error})",
             todo="lower rows_max of the table, or lift the limit on address space (ulimit -v, vm.overcommit_memory)",
         ) from error
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -47,19 +48,20 @@ def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES)
 
 
 def map_file(array: npt.NDArray[Any], begin: int, file: int) -> None:
-    """The bytes of `array`, which was reserved, from byte `begin` on become those of the file, to be read alone; those
-    beyond its end must not be read until it has grown. `begin` is at a page. Raises OSError."""
+    """Maps the file over the bytes of `array`, which was reserved, from byte `begin` on, for reading. Bytes beyond the
+    end of the file must not be read until it has grown. `begin` is at a page. Raises OSError."""
     address, nbytes = array.ctypes.data + begin, array.nbytes - begin
     found = _MMAP(address, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, file, 0)
     if found != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    # one page for each row that is read: its neighbours in the file are no neighbours
+    # read one page for each row, since adjacent rows of the file are not used together
     _MADVISE(address, nbytes, mmap.MADV_RANDOM)
 
 
 def give_back(array: npt.NDArray[Any], begin: int, end: int) -> None:
-    """Bytes [begin, end) of `array` take no memory any more, and are zeros, but for pages that are not wholly there."""
+    """Gives the memory of bytes [begin, end) of `array` back. They are zeros then, except in pages that are only partly
+    in that range."""
     first = -(-(array.ctypes.data + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (array.ctypes.data + end) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
@@ -67,28 +69,28 @@ def give_back(array: npt.NDArray[Any], begin: int, end: int) -> None:
 
 
 def populate(array: npt.NDArray[Any], begin: int, end: int) -> None:
-    """The pages of bytes [begin, end) of `array` come now, and not when they are touched. What is there stays. Where
-    the system cannot do that (before Linux 5.14) they come as ever."""
+    """Makes the pages of bytes [begin, end) of `array` come now, and not when they are touched. Values stay. Before
+    Linux 5.14 it does nothing."""
     address = array.ctypes.data
-    # a huge page at a time, since nobody in this process can map or unmap anything meanwhile
+    # one huge page at a time, since no other thread of the process can map or unmap memory meanwhile
     for first in range(begin // HUGE_BYTES * HUGE_BYTES, end, HUGE_BYTES):
         at = (address + max(first, begin)) // mmap.PAGESIZE * mmap.PAGESIZE
         _MADVISE(at, address + min(first + HUGE_BYTES, end) - at, _POPULATE_WRITE)
 
 
 class Pages:
-    """Of the rows of `array`, which was reserved, float32 (rows, row): they come before the rows are used, which are
-    taken from its beginning on. Safe for several threads."""
+    """The pages of `array`, which was reserved, float32 (rows, row). Rows are used from the first one on; their pages
+    come before. Safe for several threads."""
 
     def __init__(self, array: npt.NDArray[np.float32]) -> None:
         self._array = array
         self._asking = threading.Lock()
         self._asked = HUGE_BYTES // array.strides[0]
-        """Rows whose pages were asked for; those of the first are small, and come one by one."""
+        """Rows whose pages have come, or come now. The first rows have small pages, which come one by one."""
 
     def make_ready(self, rows: int) -> None:
-        """Those of the first `rows` rows, or of all where there are fewer, are there, or come by another thread now;
-        with them as many as make a huge page."""
+        """Makes the pages of the first `rows` rows come, at least a huge page at a time, unless another thread does so
+        now."""
         row_bytes = self._array.strides[0]
         if min(rows, len(self._array)) <= self._asked:
             return

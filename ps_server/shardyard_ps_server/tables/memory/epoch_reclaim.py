@@ -1,8 +1,8 @@
-"""Memory that a look-up may still read after it was replaced.
+"""Frees memory that was replaced, when no look-up can still read it (epoch-based reclamation).
 
-Owns: who reads, and what waits for them. Invariants: what is retired stays until all who were reading then have left
-(two epochs: whoever comes in the next one cannot have seen it); nobody waits, and who reads lets nothing go, since
-memory is not unmapped while pages of any other come. Must not know: what the memory is.
+Owns: how many look-ups read, and the memory that waits for them. Invariants: retired memory stays until all look-ups
+that were running have ended, which is so after two epochs; no thread waits; a look-up frees nothing itself, since
+unmapping would wait for pages that come elsewhere. Must not know: what the memory is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class EpochReclaim:
         self._changing = threading.Lock()
         self._epoch = 0
         self._readers = [0, 0]
-        """Of the even and the odd epoch."""
+        """How many look-ups run that began in the even, and in the odd epoch."""
         self._retired: list[tuple[int, Any]] = []
         self._gone: list[Any] = []
-        """Memory that no look-up reads any more."""
+        """Memory that no look-up reads any more, and that is not freed yet."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -41,21 +41,21 @@ class EpochReclaim:
             self._retired.append((self._epoch, memory))
             self._pass()
         del memory
-        self.let_go()
+        self.free()
 
-    def let_go(self) -> None:
-        """Of what nobody reads any more. Called now and then by who writes."""
+    def free(self) -> None:
+        """Frees what no look-up reads any more. Pushes call it now and then."""
         if self._gone:
             with self._changing:
-                _gone, self._gone = self._gone, []  # unmapped after the lock
+                _gone, self._gone = self._gone, []  # freed after the lock is released
 
     @property
     def kept(self) -> int:
-        """That somebody may read."""
+        """How many pieces of memory look-ups may still read."""
         return len(self._retired)
 
     def _pass(self) -> None:
-        """Begins the next epoch when no look-up of the one before is left."""
+        """Begins the next epoch if no look-up of the one before is left."""
         for _ in range(2):
             if self._readers[(self._epoch + 1) & 1] == 0:
                 self._epoch += 1

@@ -1,8 +1,8 @@
-"""Which row is whose: rows in memory, and slots of the file for those that memory has no room for.
+"""Allocates rows in memory, and slots in the file for rows that memory has no room for.
 
-Owns: the lists of what is free. Invariants: a row of a table lies in memory or in the file; one in the file is read
-there, and comes into memory before it changes; rows numbered from `LIMIT` on are taken when there is no other, so that
-memory behind it can be given back when nobody has them any more. Must not know: ids, when rows move.
+Owns: the lists of free rows and slots. Invariants: a row lies in memory or in the file; a row in the file can be read
+there, and moves into memory before it changes; rows with a number of `LIMIT` or more are allocated last, so that the
+memory beyond the limit can be given back once they are free. Must not know: ids, when rows move.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardyard_ps_server.tables.memory.layout import (
 
 @compiled
 def take_row(memory: TableMemory) -> int:
-    """A row in memory that nobody has."""
+    """Allocates a row in memory."""
     _lock(memory.shared)
     row = _take(memory)
     unlock(memory.shared, HEAP_LOCK)
@@ -39,7 +39,7 @@ def take_row(memory: TableMemory) -> int:
 
 @compiled
 def take_low(memory: TableMemory) -> int:
-    """One below the limit, or -1."""
+    """Allocates a row below the limit. -1: there is none."""
     _lock(memory.shared)
     row = _take_low(memory)
     unlock(memory.shared, HEAP_LOCK)
@@ -48,7 +48,7 @@ def take_low(memory: TableMemory) -> int:
 
 @compiled
 def free_row(memory: TableMemory, row: int) -> None:
-    """It may lie in the file."""
+    """Frees a row, in memory or in the file."""
     shared = memory.shared
     _lock(shared)
     if row >= memory.cold:
@@ -61,7 +61,7 @@ def free_row(memory: TableMemory, row: int) -> None:
 
 @compiled
 def raise_row(memory: TableMemory, row: int) -> int:
-    """Copies a row of the file into memory, under the lock of its stripe; where it is from then on."""
+    """Moves a row of the file into memory, under the lock of its stripe. Returns its new number."""
     shared = memory.shared
     _lock(shared)
     hot = _take(memory)
@@ -77,7 +77,7 @@ def raise_row(memory: TableMemory, row: int) -> int:
 
 @compiled
 def lower_row(memory: TableMemory, row: int) -> None:
-    """What a row in memory holds lies in the file now."""
+    """Frees a row in memory whose values are in the file now."""
     _lock(memory.shared)
     memory.shared[COLD_ROWS] += 1
     _link(memory, row)
@@ -86,7 +86,7 @@ def lower_row(memory: TableMemory, row: int) -> None:
 
 @compiled
 def take_slots(memory: TableMemory, slots: Numbers, end: int) -> int:
-    """Slots below `end` that nobody has, those that were freed last first; how many."""
+    """Allocates slots below `end`, those first that were freed last. Returns how many."""
     shared, n = memory.shared, 0
     _lock(shared)
     while n < slots.size and shared[SLOTS_FREE] > 0:
@@ -102,8 +102,8 @@ def take_slots(memory: TableMemory, slots: Numbers, end: int) -> int:
 
 
 @compiled
-def give_back_slots(memory: TableMemory, slots: Numbers) -> None:
-    """They hold nothing."""
+def free_slots(memory: TableMemory, slots: Numbers) -> None:
+    """Frees slots."""
     _lock(memory.shared)
     for k in range(slots.size):
         _push_slot(memory, slots[k])
@@ -128,7 +128,7 @@ def set_limit(memory: TableMemory, limit: int) -> None:
 
 @compiled
 def rows_of(memory: TableMemory) -> int:
-    """That are taken, in memory and in the file."""
+    """How many rows are allocated, in memory and in the file."""
     shared = memory.shared
     _lock(shared)
     found = shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS]
@@ -138,7 +138,7 @@ def rows_of(memory: TableMemory) -> int:
 
 @compiled
 def cut_off(memory: TableMemory) -> None:
-    """Rows beyond the limit, which nobody has, have never been taken."""
+    """Forgets the rows beyond the limit, all of which are free."""
     shared = memory.shared
     _lock(shared)
     shared[NEXT_ROW], shared[FREE_HIGH], shared[HIGH_FREED] = shared[LIMIT], 0, 0

@@ -1,10 +1,9 @@
-"""What loops need that the compiler's language does not have: locks, counters, cache lines, and a file.
+"""What loops need that the compiler's language lacks: locks, counters, and file I/O. Each is one intrinsic.
 
-Owns: one intrinsic each. Invariants: a lock is a word that is odd while someone has it, and never the same again after
-it was let go: who reads without it can tell whether somebody has written meanwhile (a sequence lock; Boehm, Can
-Seqlocks Get Along With Programming Language Memory Models?, MSPC 2012). `try_lock` acquires and `unlock` releases, so
-whoever has the lock sees all that was written under it; whoever finds it taken is never put to sleep, but may yield.
-Must not know: what the words mean.
+A lock is a word that is odd while it is held, and has another value after each release. So a thread that reads without
+the lock can tell whether another one wrote meanwhile (a sequence lock; Boehm, Can Seqlocks Get Along With Programming
+Language Memory Models?, MSPC 2012). `try_lock` acquires and `unlock` releases, so the holder sees everything that was
+written under the lock. A thread never sleeps on a lock, but may yield. Must not know: what the words mean.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _WILL_NEED: Final = 3
 def _make_try_lock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = address_of(context, builder, signature, arguments)
-        # a word that is odd is not found
+        # an odd word does not equal `free`
         free = builder.and_(builder.load_atomic(place, "monotonic", 8), _WORD(~1 & (1 << 64) - 1))
         found = builder.cmpxchg(place, free, builder.add(free, _WORD(1)), "acquire", "monotonic")
-        # whoever reads without the lock sees that it is odd before it sees what is written under it
+        # a reader without the lock sees the odd word before it sees what is written under the lock
         builder.fence("release")
         return builder.extract_value(found, 1)
 
@@ -104,20 +103,20 @@ def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]
 
 
 try_lock: Any = numba.extending.intrinsic(_make_try_lock)
-"""(int64 array, index): whether the word was even, and is one more now."""
+"""(int64 array, index): adds one to an even word. Returns whether the word was even."""
 unlock: Any = numba.extending.intrinsic(_make_unlock)
-"""(int64 array, index): the word is even again, and another than it was before it was locked."""
+"""(int64 array, index): adds one to the word, which is even then."""
 load: Any = numba.extending.intrinsic(_make_load)
-"""(int64 array, index): what is there, read before whatever is read after it."""
+"""(int64 array, index): reads the element before anything that is read later."""
 fence: Any = numba.extending.intrinsic(_make_fence)
-"""What is read before it is read before what is read after it."""
+"""Earlier reads happen before later reads."""
 add: Any = numba.extending.intrinsic(_make_add)
-"""(int64 array, index, number): adds at once, and gives what was there before."""
+"""(int64 array, index, number): adds atomically. Returns the value before."""
 give_way: Any = numba.extending.intrinsic(_make_give_way)
-"""Another thread may run."""
+"""Lets another thread run."""
 write_at: Any = numba.extending.intrinsic(_make_write)
-"""(file, address, nbytes, offset): pwrite(2); how many bytes were written, or -1."""
+"""(file, address, nbytes, offset): pwrite(2). Returns how many bytes were written, or -1."""
 will_need: Any = numba.extending.intrinsic(_make_will_need)
-"""(file, offset, nbytes): posix_fadvise(2): what is there is read from the disk while others go on."""
+"""(file, offset, nbytes): posix_fadvise(2). Reads ahead from the disk, without waiting."""
 pointer: Any = numba.extending.intrinsic(_make_pointer)
 """(address): for numba's carray."""

@@ -1,8 +1,5 @@
-"""Who changes a table, and who needs a moment in which nobody does.
-
-Owns: the two ways in. Invariant: nobody is inside beside one who is alone; whoever wants to be alone waits only for
-those who are inside. Must not know: what they do there.
-"""
+"""A lock that threads hold together, or one thread alone. A thread that wants to be alone waits only for the threads
+that are inside: new ones wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class SharedExclusiveLock:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enters beside any number of other threads."""
+        """Inside the block other threads may be inside `together` too."""
         with self._changed:
             while self._alone:
                 self._changed.wait()
@@ -34,7 +31,7 @@ class SharedExclusiveLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Enters when no other thread is inside, and keeps others out."""
+        """Inside the block no other thread is inside."""
         with self._changed:
             while self._alone:
                 self._changed.wait()

@@ -618,7 +618,7 @@ def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeyp
 
 
 class Someone:
-    def tend(self) -> None:
+    def shrink(self) -> None:
         raise AssertionError("not asked")
 
 
@@ -640,7 +640,7 @@ def test_tables_share_by_their_rows_what_the_indexes_leave() -> None:
     del two
     gc.collect()
     assert limit(budget, one, 60) == UNLIMITED
-    assert budget.next_to_tend(one) is None
+    assert budget.next_to_shrink(one) is None
 
 
 def test_a_table_that_nobody_pushes_makes_room_for_others() -> None:

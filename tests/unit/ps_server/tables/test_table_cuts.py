@@ -368,7 +368,7 @@ def test_memory_is_kept_until_all_who_read_then_have_left() -> None:
         gc.collect()
         assert retirement.kept == 0 or gone == ["nobody reads"]
     assert gone == ["nobody reads"]  # who reads waits for no memory to be unmapped
-    retirement.let_go()
+    retirement.free()
     assert sorted(gone) == ["first", "nobody reads", "second"]
     retire("last")
     assert sorted(gone) == ["first", "last", "nobody reads", "second"]

@@ -80,7 +80,7 @@ SMALL_TIER = {
     "HOMES_PER_STEP": 5,
     "AT_ONCE": 3,
     "_HOMES_PER_ROW": 20,
-    "_HOMES_TENDED": 20,
+    "_HOMES_LEAST": 20,
     "_MORE": 10,
 }
 
