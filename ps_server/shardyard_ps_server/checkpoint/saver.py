@@ -63,7 +63,7 @@ class SaveRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Requests have this order."""
+        """Requests are compared by this."""
         return self.number, self.attempt
 
 
@@ -101,42 +101,44 @@ class Saver:
         self._last: tuple[SaveRequest, list[Saved]] | None = None
 
     def save(
-        self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, *, between: bool = False
+        self, partitions: Sequence[Partition], request: SaveRequest, storage: Storage, *, between: bool = False
     ) -> list[Saved]:
         """`between`: cut a synchronous job only between two steps (see `name_cut`). Raises
         InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
         checkpoint is being written, StorageUnavailable, TooLarge."""
         if not self._saving.acquire(blocking=False):
-            raise NotReady(f"checkpoint {order.number} while server {self._server} writes another")
+            raise NotReady(f"checkpoint {request.number} while server {self._server} writes another")
         try:
             if self._last is not None:
                 last, saved = self._last
-                if order.place == last.place:
+                if request.place == last.place:
                     return saved
-                if order.place < last.place:
-                    what = f"checkpoint {order.number}, attempt {order.attempt}"
+                if request.place < last.place:
+                    what = f"checkpoint {request.number}, attempt {request.attempt}"
                     raise InvalidRequest(f"{what}, after {last.number}, attempt {last.attempt}, was written")
-            found = self._save_all(partitions, order, storage, between)
-            self._last = order, found
+            found = self._save_all(partitions, request, storage, between)
+            self._last = request, found
             return found
         finally:
             self._saving.release()
 
     def _save_all(
-        self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, between: bool
+        self, partitions: Sequence[Partition], request: SaveRequest, storage: Storage, between: bool
     ) -> list[Saved]:
-        if order.step is None:
+        if request.step is None:
             return [
-                self._save(partition, partial(take_cut, partition, self._since(partition, order)), order, storage)
+                self._save(partition, partial(take_cut, partition, self._since(partition, request)), request, storage)
                 for partition in partitions
             ]
-        until = time.monotonic() + order.wait_ms / 1000
+        until = time.monotonic() + request.wait_ms / 1000
         with ExitStack() as named:
             for partition in partitions:  # all, before any is waited for
-                name_cut(partition, order.step, between=between, since=self._since(partition, order))
+                name_cut(partition, request.step, between=between, since=self._since(partition, request))
                 named.callback(unname_cut, partition)
             return [
-                self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)
+                self._save(
+                    partition, partial(self._named, partition, request.number, request.step, until), request, storage
+                )
                 for partition in partitions
             ]
 
@@ -147,38 +149,39 @@ class Saver:
             raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
         return cut
 
-    def _save(self, partition: Partition, take: Callable[[], Cut], order: SaveRequest, storage: Storage) -> Saved:
+    def _save(self, partition: Partition, take: Callable[[], Cut], request: SaveRequest, storage: Storage) -> Saved:
         cut = take()
         try:
             cut.complete()
-            tables = self._save_tables(partition, cut, order, storage)
-            blocks = self._changed(cut, order.base)
+            tables = self._save_tables(partition, cut, request, storage)
+            blocks = self._changed(cut, request.base)
             head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
             sources = [self._source(partition, cut, index) for index in blocks]
-            path = partition_path(order.number, partition.id, self._server)
+            path = partition_path(request.number, partition.id, self._server)
             with self._wait_registry.over(lambda: f"{storage.locate(path)} to be written"):
                 written = storage.write(path, partition_file.pieces(head, sources))
         finally:
             cut.release()
-        self._remember(cut, order.number)
+        self._remember(cut, request.number)
         token = max((mark.token for mark in cut.marks), default=Token(0))
         return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)), token, tables)
 
-    def _since(self, partition: Partition, order: SaveRequest) -> Since:
+    def _since(self, partition: Partition, request: SaveRequest) -> Since:
         found = {
-            name: self._tables.since(partition.id, name, table, order.base) for name, table in partition.tables.items()
+            name: self._tables.since(partition.id, name, table, request.base)
+            for name, table in partition.tables.items()
         }
         return {name: generation for name, generation in found.items() if generation is not None}
 
     def _save_tables(
-        self, partition: Partition, cut: Cut, order: SaveRequest, storage: Storage
+        self, partition: Partition, cut: Cut, request: SaveRequest, storage: Storage
     ) -> tuple[TableEntry, ...]:
         found = []
         for index, settings in enumerate(self._layout.tables):
             of_table = cut.tables[settings.name]
             what = f"table {settings.name!r} of partition {partition.id} to be written to {storage.url}"
             with self._wait_registry.over(lambda what=what: what):  # type: ignore[misc]
-                found.append(self._tables.save(self._layout, partition.id, index, of_table, order.number, storage))
+                found.append(self._tables.save(self._layout, partition.id, index, of_table, request.number, storage))
         return tuple(found)
 
     def _changed(self, cut: Cut, base: int) -> list[int]:

@@ -25,7 +25,7 @@ from shardyard.domain.push_names import WorkerSource
 from shardyard.domain.pushes import PushHeader, PushKind
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.rows.pushed_rows import check_pushed, check_wanted
+from shardyard_ps_server.rows.pushed_rows import check_pushed, requested_bytes_max
 
 
 def check_coordinator(store: Store, caller: Caller) -> None:
@@ -133,7 +133,7 @@ def check_requested_rows(
     code: RowCode = RowCode.FLOAT32,
 ) -> None:
     """Checks a look-up before its ids arrive. Raises InvalidRequest, MalformedPayload, TooLarge, NotFound."""
-    nbytes = check_wanted(hosted.layout.tables, requested, code)
+    nbytes = requested_bytes_max(hosted.layout.tables, requested, code)
     if nbytes > bytes_max:
         raise TooLarge(
             f"a look-up of {nbytes} bytes of rows; at most {bytes_max} are given at a time",

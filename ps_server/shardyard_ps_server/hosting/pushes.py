@@ -32,7 +32,7 @@ from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_copy
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import open_head, push_head, verdict_head
-from shardyard_ps_server.wal.row_records import said_of, with_times
+from shardyard_ps_server.wal.row_records import encode_expired, with_times
 from shardyard_ps_server.wal.wal import Wal
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def _record_and_apply(
             for target, contribution in work:
                 decided.append((target, begin_logged(target, contribution)))
                 over.callback(end_logged, *decided[-1])
-            expired, codes = said_of([(target.id, each.gone) for target, each in decided])
+            expired, codes = encode_expired([(target.id, each.gone) for target, each in decided])
             timed_rows = with_times(header.rows, [(target.id, each.rows) for target, each in decided])
             head = push_head(replace(header, rows=timed_rows, expired=expired))
             ticket = wal.append(RecordKind.PUSH, head, payload, rows, *codes)

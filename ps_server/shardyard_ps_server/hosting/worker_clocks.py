@@ -152,6 +152,6 @@ class WorkerClocks:
 
 def _explain(report: SspReport, bound: int, slowest: Incarnation, clock: int) -> str:
     if clock == UNREPORTED:
-        return f"worker {slowest}, which has work and has not said here how far it is"
+        return f"worker {slowest}, which has work and has not reported its steps to this server"
     needed = report.clock + report.ahead - bound
     return f"worker {slowest}, which has taken {clock} steps, to have taken {needed} (staleness {bound})"

@@ -78,7 +78,7 @@ def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], 
         row_optimizers.check_update(settings.optimizer, settings.group, values)
 
 
-def check_wanted(
+def requested_bytes_max(
     tables: Sequence[TableSettings], wanted: Sequence[RequestedRows], code: RowCode = RowCode.FLOAT32
 ) -> int:
     """Returns the most bytes that all requested rows can take in the code. Raises InvalidRequest, MalformedPayload."""

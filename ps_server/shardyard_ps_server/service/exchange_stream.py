@@ -23,7 +23,7 @@ from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.rows.pushed_rows import RowQuery, check_wanted
+from shardyard_ps_server.rows.pushed_rows import RowQuery, requested_bytes_max
 from shardyard_ps_server.service.payload_reader import PayloadReader
 from shardyard_ps_server.service.pull_encoder import PullEncoder
 from shardyard_ps_server.service.pull_order import PullRun, runs_in_order
@@ -165,7 +165,7 @@ class ExchangeStream:
         """Returns the worker's memory for the rows that it asks for; None: the rows are sent."""
         if header.wanted_at is None:
             return None
-        nbytes = check_wanted(hosted.layout.tables, header.wanted)
+        nbytes = requested_bytes_max(hosted.layout.tables, header.wanted)
         return self._memory.rows(header.wanted_at, nbytes, align=ROWS_ALIGN)
 
     def _find_rows(

@@ -108,7 +108,7 @@ class Servicer:
         caller = self._coordinator(request.caller)
         if len(request.logs) > limits.MEMBERS_MAX:
             raise TooLarge(f"{len(request.logs)} logs; at most {limits.MEMBERS_MAX} are taken")
-        order = SaveRequest(
+        save = SaveRequest(
             request.number,
             request.step if request.HasField("step") else None,
             request.base,
@@ -117,12 +117,10 @@ class Servicer:
             frozenset(Incarnation(server) for server in request.logs),
             request.attempt,
         )
-        if order.number > CHECKPOINT_NUMBER_MAX or order.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
-            raise InvalidRequest(f"checkpoint {order.number}, waited for for {order.wait_ms} ms")
+        if save.number > CHECKPOINT_NUMBER_MAX or save.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
+            raise InvalidRequest(f"checkpoint {save.number}, with a wait of {save.wait_ms} ms")
         url = common_messages.text(request.url, "the URL of checkpoints")
-        saved = orders.save(
-            self._store, caller, Incarnation(request.server), Generation(request.generation), order, url
-        )
+        saved = orders.save(self._store, caller, Incarnation(request.server), Generation(request.generation), save, url)
         return wire.SaveCheckpointReply(
             partitions=[
                 wire.SavedPartition(
@@ -198,24 +196,24 @@ class Servicer:
         return wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
-        hosted, order, payload, rows = self._take(stream)
-        if order.kind is not PushKind.VALUES:
-            raise InvalidRequest(f"a push of kind {order.kind.value} to Initialize; expected values")
-        pushes.initialize(self._store, hosted, order, payload, rows)
+        hosted, header, payload, rows = self._take(stream)
+        if header.kind is not PushKind.VALUES:
+            raise InvalidRequest(f"a push of kind {header.kind.value} to Initialize; expected values")
+        pushes.initialize(self._store, hosted, header, payload, rows)
         return wire.InitializeReply()
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
-        hosted, order, payload, rows = self._take(stream)
-        refuse_values(order)
-        return push_messages.results_to_wire(pushes.push(self._store, hosted, order, payload, rows))
+        hosted, header, payload, rows = self._take(stream)
+        refuse_values(header)
+        return push_messages.results_to_wire(pushes.push(self._store, hosted, header, payload, rows))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
-        wish = pull_messages.pull_from_wire(request)
-        if wish.coding or wish.shared:
+        pull = pull_messages.pull_from_wire(request)
+        if pull.coding or pull.shared:
             raise InvalidRequest("a coded or shared pull outside of an exchange", todo="use PushPull")
-        hosted = admission.admit_pull(self._store, wish)
-        runs = runs_in_order(hosted.layout, wish.partitions, wish.order) if wish.order else None
-        result, held = pulls.hold(hosted, wish)
+        hosted = admission.admit_pull(self._store, pull)
+        runs = runs_in_order(hosted.layout, pull.partitions, pull.order) if pull.order else None
+        result, held = pulls.hold(hosted, pull)
         try:
             self._store.count_sent(held.nbytes)
             yield from values_frames(result, held, runs)
@@ -311,21 +309,21 @@ class Servicer:
         first = next(stream, None)
         if first is None:
             raise MalformedPayload("a push without a frame")
-        order = push_messages.push_from_header(first.header)
-        hosted = admission.admit_push(self._store, order)
-        if order.rows and order.shared_at is not None:
+        header = push_messages.push_from_header(first.header)
+        hosted = admission.admit_push(self._store, header)
+        if header.rows and header.shared_at is not None:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
-        if order.wanted:
+        if header.wanted:
             raise InvalidRequest("rows wanted outside of an exchange", todo="use LookUp, or PushPull")
-        if order.rows_at is not None:
+        if header.rows_at is not None:
             raise InvalidRequest("rows in shared memory, outside of an exchange", todo="use PushPull")
-        payload = aligned_empty(order.payload_bytes + order.rows_bytes)
+        payload = aligned_empty(header.payload_bytes + header.rows_bytes)
         assembler = Assembler(payload.data)
         assembler.add(first)
         for frame in stream:
             assembler.add(frame)
         assembler.finish()
-        return hosted, order, payload[: order.payload_bytes], payload[order.payload_bytes :]
+        return hosted, header, payload[: header.payload_bytes], payload[header.payload_bytes :]
 
 
 def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]]:

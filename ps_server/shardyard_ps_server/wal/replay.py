@@ -39,10 +39,10 @@ log = logging.getLogger("shardyard.server")
 _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 
-def push_head(order: PushHeader) -> bytes:
+def push_head(header: PushHeader) -> bytes:
     """Encodes a push without its payload and without fields that only matter to its exchange."""
-    said = replace(
-        order,
+    recorded = replace(
+        header,
         pull=None,
         wanted=(),
         attach=None,
@@ -55,7 +55,7 @@ def push_head(order: PushHeader) -> bytes:
         rows_at=None,
         wanted_at=None,
     )
-    return push_messages.push_to_wire(said).SerializeToString()
+    return push_messages.push_to_wire(recorded).SerializeToString()
 
 
 def open_head(sources: Sequence[tuple[SourceKey, Token]]) -> bytes:
@@ -123,34 +123,34 @@ def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mar
 
 
 def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Partition]) -> bool:
-    order = push_messages.push_from_header(record.head, recorded=True)
-    if order.kind not in _RECORDED:
-        raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
+    header = push_messages.push_from_header(record.head, recorded=True)
+    if header.kind not in _RECORDED:
+        raise InvalidRequest(f"{header.name}, {header.kind.value}, with {len(record.payload)} bytes of payload")
     try:
-        brought, gone = read_rows(layout, order, record.payload, partitions)
+        brought, gone = read_rows(layout, header, record.payload, partitions)
     except TooLarge as error:  # an admitted push is within the limits
         raise InvalidRequest(error.what) from error
     touched = False
-    for part, piece, base in parts_of(order, record.payload):
+    for part, piece, base in parts_of(header, record.payload):
         partition = partitions.get(part.partition)
         if partition is None:
             continue
-        groups = order.groups if order.kind is PushKind.GRADIENT else None
+        groups = header.groups if header.kind is PushKind.GRADIENT else None
         partition.payload.check_recorded(part, len(piece), groups)
         rows, expired = brought.get(part.partition, ()), gone.get(part.partition, ())
         piece = aligned_copy(piece)
-        contribution = partition.payload.contribution(order, part, piece, base, rows, expired)
+        contribution = partition.payload.contribution(header, part, piece, base, rows, expired)
         try:
-            apply_push(partition, order.name, contribution, check_nothing)
+            apply_push(partition, header.name, contribution, check_nothing)
         except MemoryError as error:
-            raise TooLarge(f"{order.name}, for which there is no memory now") from error
+            raise TooLarge(f"{header.name}, for which there is no memory now") from error
         except (SequenceGap, TooLarge):
             raise
         except (Refused, InvalidRequest, NotReady) as error:
             if partition.torn is not None:
-                raise TooLarge(f"{order.name}, whose rows were applied in part: {error.what}") from error
+                raise TooLarge(f"{header.name}, whose rows were applied in part: {error.what}") from error
             # it was refused when received, or its token has ended and the checkpoint contains it
-            log.debug("%s is passed over: %s", order.name, error.what)
+            log.debug("%s is passed over: %s", header.name, error.what)
             continue
         touched = True
     return touched
@@ -166,9 +166,9 @@ def _open(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
 
 
 def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
-    said = wire.PassOverRequest.FromString(record.head)
+    request = wire.PassOverRequest.FromString(record.head)
     for number in sorted(partitions):
-        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, check_nothing)
+        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(request.worker))), request.next, check_nothing)
 
 
 def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:

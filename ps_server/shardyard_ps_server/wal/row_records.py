@@ -21,21 +21,23 @@ from shardyard_ps_server.rows.pushed_rows import (
     ExpiredIds,
     PushedTableRows,
     check_pushed,
-    check_wanted,
     read_ids,
+    requested_bytes_max,
     unpack_pushed,
 )
 from shardyard_ps_server.values.versions import Bytes
 
 
-def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
+def encode_expired(
+    gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]],
+) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
     """Encodes what expires in each partition for a record: the header's part, and the codes of the ids."""
     tables: dict[int, list[tuple[PartitionId, ExpiredIds, Bytes]]] = {}
     for partition, each in gone:
         for one in each:
             code = np.frombuffer(encode_ids(one.ids), np.uint8)
             tables.setdefault(one.table, []).append((partition, one, code))
-    said = [
+    expired = [
         RequestedRows(
             table,
             tuple([partition for partition, _, _ in mine]),
@@ -44,7 +46,7 @@ def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[t
         )
         for table, mine in tables.items()
     ]
-    return tuple(said), [code for mine in tables.values() for _, _, code in mine]
+    return tuple(expired), [code for mine in tables.values() for _, _, code in mine]
 
 
 def with_times(
@@ -66,33 +68,33 @@ def with_times(
 
 
 def read_rows(
-    layout: JobLayout, order: PushHeader, payload: Bytes, among: Container[PartitionId]
+    layout: JobLayout, header: PushHeader, payload: Bytes, among: Container[PartitionId]
 ) -> tuple[dict[PartitionId, list[PushedTableRows]], dict[PartitionId, list[ExpiredIds]]]:
     """Reads the rows of a recorded push in the partitions `among`, and what expires with it. Raises MalformedPayload,
     InvalidRequest, ShapeMismatch."""
-    begin, end = order.payload_bytes, order.payload_bytes + order.rows_bytes
-    if end + order.expired_bytes != len(payload):
-        raise MalformedPayload(f"{order.name} with {len(payload)} bytes; its header says {end + order.expired_bytes}")
-    if order.rows:
-        check_pushed(layout.tables, order.rows, order.table_groups)
-    for pushed in order.rows:
+    begin, end = header.payload_bytes, header.payload_bytes + header.rows_bytes
+    if end + header.expired_bytes != len(payload):
+        raise MalformedPayload(f"{header.name} with {len(payload)} bytes; its header says {end + header.expired_bytes}")
+    if header.rows:
+        check_pushed(layout.tables, header.rows, header.table_groups)
+    for pushed in header.rows:
         if bool(pushed.now_ms) is not layout.tables[pushed.table].expiry.by_time:
             raise InvalidRequest(
                 f"rows of table {layout.tables[pushed.table].name!r} with {len(pushed.now_ms)} times; expected"
                 f" {0 if pushed.now_ms else len(pushed.partitions)}"
             )
-    check_wanted(layout.tables, order.expired)
+    requested_bytes_max(layout.tables, header.expired)
     brought: dict[PartitionId, list[PushedTableRows]] = {}
     times = {
         (partition, each.table): now_ms
-        for each in order.rows
+        for each in header.rows
         if each.now_ms
         for partition, now_ms in zip(each.partitions, each.now_ms, strict=True)
     }
-    for partition, rows in unpack_pushed(layout, order.rows, payload[begin:end], among):
+    for partition, rows in unpack_pushed(layout, header.rows, payload[begin:end], among):
         brought.setdefault(partition, []).append(rows._replace(now_ms=times.get((partition, rows.table))))
     gone: dict[PartitionId, list[ExpiredIds]] = {}
-    for each in order.expired:
+    for each in header.expired:
         for partition, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
             if partition in among:
                 ids = read_ids(layout, layout.tables[each.table].name, partition, n, payload[end : end + length])
