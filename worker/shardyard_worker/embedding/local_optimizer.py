@@ -34,6 +34,14 @@ class Optimizer(torch.optim.Optimizer):
     From now on it takes these tables' gradients. Optimizer state of rows starts anew. `clock`: the clock by which rows
     age, for tables that expire rows by seconds. Raises InvalidRequest for a model without tables, VariableConflict for
     two tables of one name.
+
+    >>> model = sy.Embedding(2, optimizer=sy.tables.SGD(lr=0.5))
+    >>> optimizer = sy.tables.Optimizer(model)
+    >>> before = model(torch.tensor([7]))
+    >>> before.sum().backward()
+    >>> optimizer.step()
+    >>> (model(torch.tensor([7])) - before).tolist()
+    [[-0.5, -0.5]]
     """
 
     def __init__(self, model: torch.nn.Module, *, clock: Clock | None = None) -> None:

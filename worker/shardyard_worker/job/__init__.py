@@ -6,5 +6,5 @@ the script calls `optimizer.step()`. Nothing is decided here that a lower room c
 Read `job` first: what a script sees. `membership` has the part without training: the job's name, step and stop, and how
 it is left. `connect` joins a job. `prepare` moves a model's optimizer to the servers, `variables` trains without a
 model, `batches` iterates over data, `training_loop` has the steps. `callbacks` calls the script's own functions between
-two steps, `early_stopping` stops a job when a metric gets no better, `notebook` shows a job in a notebook.
+two steps, `early_stopping` stops a job when a metric gets no better.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
+from html import escape
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from shardyard.domain.consistency import Stop, UpdateMode
 from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard.domain.limits import TEXT_CHARACTERS_MAX
 from shardyard_worker.job.callbacks import Callbacks
-from shardyard_worker.job.notebook import table
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.session.job_requests import stop_job
 from shardyard_worker.session.metrics import MetricLog
@@ -153,7 +153,11 @@ class JobMember:
             *[(name, f"{float(value):.6g}") for name, value in self._metrics.latest.items()],
             *([] if stop is None else [("told to stop", stop.reason or "without a reason")]),
         ]
-        return table(f"job {self.name}", rows)
+        left = '<{0} style="text-align: left">{1}</{0}>'
+        # names and reasons are escaped, so that they are never read as markup
+        cells = [left.format("th", escape(name)) + left.format("td", escape(value)) for name, value in rows]
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><caption>{escape(f'job {self.name}')}</caption><tbody>{body}</tbody></table>"
 
     @property
     def _state(self) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -61,10 +62,9 @@ class ScaleRule:
             )
         self._initial, self._growth, self._backoff = Fraction(initial), Fraction(growth), Fraction(backoff)
         self._interval = interval
-        self._known: dict[tuple[int, int], Fraction] = {}
 
     def scale(self, counts: ScaleCounts) -> float:
-        return float(self._exact(counts))
+        return float(self._exact(counts.overflows, counts.growths))
 
     def after(self, counts: ScaleCounts, *, overflow: bool) -> ScaleCounts:
         """The counts after one more step."""
@@ -77,17 +77,13 @@ class ScaleRule:
         if counts.steps + 1 < self._interval:
             return counts._replace(steps=counts.steps + 1)
         grown = ScaleCounts(counts.overflows, counts.growths + 1)
-        if grown.growths > COUNT_MAX or self._exact(grown) > _FLOAT32_MAX:
+        if grown.growths > COUNT_MAX or self._exact(grown.overflows, grown.growths) > _FLOAT32_MAX:
             return counts._replace(steps=0)
         return grown
 
-    def _exact(self, counts: ScaleCounts) -> Fraction:
-        key = counts.overflows, counts.growths
-        if key not in self._known:
-            if len(self._known) > 1:
-                self._known.clear()
-            self._known[key] = self._initial * self._growth**counts.growths * self._backoff**counts.overflows
-        return self._known[key]
+    @lru_cache(2)  # noqa: B019 - a job has one rule
+    def _exact(self, overflows: int, growths: int) -> Fraction:
+        return self._initial * self._growth**growths * self._backoff**overflows
 
 
 class JobScaler(torch.amp.GradScaler):
