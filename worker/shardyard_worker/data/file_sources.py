@@ -115,8 +115,8 @@ class RemoteFileSource(FileSource):
             nbytes = found.get("size")
             if found.get("type") == "directory" or not isinstance(nbytes, int):
                 raise InvalidRequest(f"{self.name} is not a file with a length", why="", todo="give files")
-            said = (found.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"))
-            return Stamp(nbytes, next((str(each) for each in said if each is not None), ""))
+            versions = (found.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"))
+            return Stamp(nbytes, next((str(each) for each in versions if each is not None), ""))
 
     def read(self, spans: Sequence[Span]) -> list[bytes]:
         with self._explained():

@@ -31,7 +31,8 @@ from shardyard_worker.data.file_sources import FileSource, Span, Stamp, changed,
 
 log = logging.getLogger("shardyard.worker")
 
-Offsets = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.int64] | range
+"""Where the records of a file begin, and where the last one ends."""
 Decode = Callable[[bytes], Any]
 
 FILES_MAX: Final = 1_000_000
@@ -70,8 +71,7 @@ class FileRecords(Dataset[Any]):
         for place, stamp in zip(self._places, self._stamps, strict=True):
             place.known = stamp
         self._offsets = [self._index(place, stamp) for place, stamp in zip(self._places, self._stamps, strict=True)]
-        counts = [self._count(offsets, stamp) for offsets, stamp in zip(self._offsets, self._stamps, strict=True)]
-        self._ends = np.cumsum(np.array(counts, dtype=np.int64))
+        self._ends = np.cumsum(np.array([len(offsets) - 1 for offsets in self._offsets], dtype=np.int64))
         if len(self) > limits.SAMPLES_MAX:
             raise InvalidRequest(f"a data set of {len(self)} records; at most {limits.SAMPLES_MAX} are taken")
 
@@ -105,7 +105,7 @@ class FileRecords(Dataset[Any]):
             digest.update(json.dumps([name, stamp.nbytes, end]).encode())
         return digest.hexdigest()[:32]
 
-    # ---- what a kind of file says of itself
+    # ---- what a kind of file defines
 
     @property
     @abstractmethod
@@ -113,15 +113,10 @@ class FileRecords(Dataset[Any]):
         """The format of records in a file, with all settings that change it."""
 
     @abstractmethod
-    def _scan(self, place: FileSource, nbytes: int) -> Offsets | None:
-        """Where records begin, and where the last one ends. None if that is computed. Raises InvalidRequest."""
+    def _scan(self, place: FileSource, nbytes: int) -> Offsets:
+        """Finds the records of a file. Raises InvalidRequest."""
 
-    def _count(self, offsets: Offsets | None, _stamp: Stamp) -> int:
-        assert offsets is not None
-        return len(offsets) - 1
-
-    def _span(self, offsets: Offsets | None, record: int) -> Span:
-        assert offsets is not None
+    def _span(self, offsets: Offsets, record: int) -> Span:
         return int(offsets[record]), int(offsets[record + 1])
 
     def _sample(self, record: bytes) -> Any:
@@ -129,7 +124,7 @@ class FileRecords(Dataset[Any]):
 
     # ---- indices
 
-    def _index(self, place: FileSource, stamp: Stamp) -> Offsets | None:
+    def _index(self, place: FileSource, stamp: Stamp) -> Offsets:
         file = None if self._folder is None or not stamp.version else self._folder / self._index_name(place)
         head = {
             "format": INDEX_FORMAT,
@@ -142,7 +137,7 @@ class FileRecords(Dataset[Any]):
         if kept is not None:
             return kept
         offsets = self._scan(place, stamp.nbytes)
-        if offsets is None or file is None:
+        if file is None:
             return offsets
         if place.stamp() != stamp:
             raise changed(place.name, "it is being written to")
@@ -211,7 +206,7 @@ class FixedRecords(FileRecords):
     def _kind(self) -> str:
         return f"fixed {self._record_bytes} {self._header_bytes}"
 
-    def _scan(self, place: FileSource, nbytes: int) -> None:
+    def _scan(self, place: FileSource, nbytes: int) -> Offsets:
         if nbytes < self._header_bytes or (nbytes - self._header_bytes) % self._record_bytes:
             raise InvalidRequest(
                 f"{place.name} has {nbytes} bytes, which is no whole number of records of {self._record_bytes} bytes"
@@ -219,13 +214,7 @@ class FixedRecords(FileRecords):
                 why="the file is torn, or is another kind of file",
                 todo="check record_bytes and header_bytes",
             )
-
-    def _count(self, _offsets: Offsets | None, stamp: Stamp) -> int:
-        return (stamp.nbytes - self._header_bytes) // self._record_bytes
-
-    def _span(self, _offsets: Offsets | None, record: int) -> Span:
-        begin = self._header_bytes + record * self._record_bytes
-        return begin, begin + self._record_bytes
+        return range(self._header_bytes, nbytes + 1, self._record_bytes)
 
 
 class FramedRecords(FileRecords):
@@ -274,7 +263,7 @@ class FramedRecords(FileRecords):
             raise _torn(place, nbytes, found[-1], f"{nbytes - found[-1]} bytes, fewer than a length takes")
         return np.frombuffer(found, dtype=np.int64)
 
-    def _span(self, offsets: Offsets | None, record: int) -> Span:
+    def _span(self, offsets: Offsets, record: int) -> Span:
         begin, end = super()._span(offsets, record)
         return begin + FRAME_HEAD_BYTES, end
 
@@ -300,19 +289,19 @@ def _default_folder() -> Path:
     return Path(cache) / "shardyard" / "index"
 
 
-def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
+def _load(file: Path, head: dict[str, Any], nbytes: int) -> npt.NDArray[np.int64] | None:
     """The saved offsets. None if there are none for this file in its current state, or they are not whole."""
     try:
         with open(file, "rb") as opened:
-            said = json.loads(opened.read(HEAD_BYTES))
+            found = json.loads(opened.read(HEAD_BYTES))
             length = os.fstat(opened.fileno()).st_size - HEAD_BYTES
             # a record has at least one byte: a line end or a length
-            if not isinstance(said, dict) or length < 8 or length % 8 or length > 8 * (nbytes + 1):
+            if not isinstance(found, dict) or length < 8 or length % 8 or length > 8 * (nbytes + 1):
                 return None
             offsets = np.frombuffer(opened.read(), dtype="<i8").astype(np.int64, copy=False)
     except (OSError, ValueError):
         return None
-    if said != {**head, "crc32": zlib.crc32(offsets.data)} or offsets[0] != 0 or offsets[-1] != nbytes:
+    if found != {**head, "crc32": zlib.crc32(offsets.data)} or offsets[0] != 0 or offsets[-1] != nbytes:
         return None
     return offsets
 
@@ -320,14 +309,14 @@ def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
 def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> None:
     """Saves an index. If that fails, it is made again the next time."""
     data = np.ascontiguousarray(offsets, dtype="<i8")
-    said = json.dumps({**head, "crc32": zlib.crc32(data.data)}).encode()
-    if len(said) > HEAD_BYTES:
+    written = json.dumps({**head, "crc32": zlib.crc32(data.data)}).encode()
+    if len(written) > HEAD_BYTES:
         return
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as opened:
-            opened.write(said.ljust(HEAD_BYTES))
+            opened.write(written.ljust(HEAD_BYTES))
             opened.write(data.data.cast("B"))
         os.replace(temporary, file)
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from shardyard_worker.job.job import Job
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
-from shardyard_worker.session.tensorboard import TensorBoardWriter
+from shardyard_worker.session.tensorboard import TensorBoardWriter, open_writer
 
 
 def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
@@ -39,9 +38,8 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
         with session.interrupts:
             device = pick_device(settings.worker.device, membership.local_index)
             session.join()
-            if settings.metrics.tensorboard:
-                who = f"worker-{session.caller.incarnation}"
-                files = TensorBoardWriter(Path(settings.metrics.tensorboard), job=settings.job.name, who=who)
+            who = f"worker-{session.caller.incarnation}"
+            files = open_writer(settings.metrics.tensorboard, job=settings.job.name, who=who)
     except BaseException:
         if files is not None:
             files.close()

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -38,7 +37,7 @@ from shardyard_worker.reader.snapshot_rows import SnapshotRows
 from shardyard_worker.reader.snapshots import AGAIN, Snapshots
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import checked_metric
-from shardyard_worker.session.tensorboard import TensorBoardWriter
+from shardyard_worker.session.tensorboard import TensorBoardWriter, open_writer
 
 log = logging.getLogger("shardyard.evaluator")
 
@@ -101,13 +100,10 @@ def follow(settings: Settings, *, name: str, network: Network | None = None) -> 
         name=name,
         grace_ms=settings.membership.coordinator_grace_ms,
     )
-    files: TensorBoardWriter | None = None
     try:
         session.begin()
         bind_process(role="evaluator", id=str(os.getpid()), job=session.name)
-        if settings.metrics.tensorboard:
-            folder = Path(settings.metrics.tensorboard)
-            files = TensorBoardWriter(folder, job=session.name, who=f"evaluator-{os.getpid()}")
+        files = open_writer(settings.metrics.tensorboard, job=session.name, who=f"evaluator-{os.getpid()}")
     except BaseException:
         session.close()
         raise

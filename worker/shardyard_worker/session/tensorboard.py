@@ -46,6 +46,11 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, float(value), step)
 
 
+def open_writer(folder: str, *, job: str, who: str) -> TensorBoardWriter | None:
+    """The writer of a new run in `folder` (metrics.tensorboard); None if that is empty. Raises ConfigurationError."""
+    return TensorBoardWriter(Path(folder), job=job, who=who) if folder else None
+
+
 def _writer() -> Any:
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter
