@@ -21,7 +21,7 @@ from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.placement.placement import plan
+from shardyard_coordinator.placement.placement import Server, plan
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -53,6 +53,8 @@ _S = SETTINGS["s"]
 SETTINGS["b"] = _S.model_copy(
     update={"name": "b", "consistency": _S.consistency.model_copy(update={"backup_workers": 1})}
 )
+SERVER = Server(Incarnation(1), "s:1")
+SPEC = effects.JobSpec(JobId(1), SETTINGS["a"], plan(VARIABLES, SGD, partitions=3, block_bytes=256))
 ALL_KINDS = {
     "batch_begun",
     "batch_quarantined",
@@ -181,7 +183,7 @@ class Fuzz:
         if self.orders and self.switching.random() < 0.7:
             order = self.orders.pop(self.switching.randrange(len(self.orders)))
             told = events.ServersPaced(order.job, order.map.generation, order.consistency.number)
-            self.handle(told if self.switching.random() < 0.7 else events.ServersUnpaced(order.job))
+            self.handle(told if self.switching.random() < 0.7 else events.NotAnswered(order.job, order))
         for member in sorted(self.members):
             if self.switching.random() < 0.3:
                 self.handle(events.HeartbeatReceived(member, Report(switches=self.switching.randrange(4))))
@@ -203,7 +205,7 @@ class Fuzz:
             read = self.reads.pop()
             lost = self.random.random() < 0.2
             answer = events.StepsRead(read.job, read.map.generation, self.random.randrange(9))
-            self.handle(events.StepsUnread(read.job) if lost else answer)
+            self.handle(events.NotAnswered(read.job, read) if lost else answer)
         elif chance < 0.45:
             self._join()
         elif chance < 0.455 and self.jobs:
@@ -234,7 +236,8 @@ class Fuzz:
         for member in sorted(self.members):
             if not silent or self.random.random() < 0.7:
                 reached = self.random.choice((None, self.random.randrange(9)))
-                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),), reached=reached)
+                step, samples = self.random.randrange(9), self.random.randrange(99)
+                report = Report(step, samples, (("loss", 0.5),), stop_reached=reached)
                 self.handle(events.HeartbeatReceived(member, report))
         if silent:
             self.now_ms += 450
@@ -269,10 +272,10 @@ class Fuzz:
             (
                 events.VariablesRegistered(caller, VARIABLES[: self.random.choice((1, 2, 2, 2))], SGD),
                 events.PartitionsCreated(job),
-                events.PartitionsRefused(job),
+                events.NotAnswered(job, effects.CreatePartitions(SPEC, SERVER, Generation(1), ())),
                 events.VariablesCommitted(caller),
                 events.PartitionsOpened(job),
-                events.OpeningFailed(job),
+                events.NotAnswered(job, effects.OpenPartitions(job, SERVER, Generation(1))),
                 events.FeedOpened(caller, feed, FEEDS[feed]),
                 events.LeaseRequested(caller, feed),
                 events.LeaseRequested(caller, feed),
@@ -473,11 +476,11 @@ class Beginning:
         done = self.random.random() < 0.8
         match call:
             case effects.CreatePartitions(spec, _, generation):
-                created = events.PartitionsCreated if done else events.PartitionsRefused
-                self.handle(created(spec.job, generation))
+                created = events.PartitionsCreated(spec.job, generation)
+                self.handle(created if done else events.NotAnswered(spec.job, call))
             case effects.OpenPartitions(job, _, generation):
-                opened = events.PartitionsOpened if done else events.OpeningFailed
-                self.handle(opened(job, generation))
+                opened = events.PartitionsOpened(job, generation)
+                self.handle(opened if done else events.NotAnswered(job, call))
             case effects.RestorePartitions(spec, map_):
                 self.handle(events.PartitionsRestored(spec.job, map_.generation))
             case effects.TakeCheckpoint(spec, _, draft):
@@ -584,7 +587,7 @@ class Crossing(Beginning):
             reached = 0 if self.halt is not None and self.halt.drains else self.reached
             halted = (self.random.choice((number, number, 1)), reached) if number else None
             standing = self.handle(
-                events.HeartbeatReceived(self.worker, Report(self.stands, halted=halted, switches=number))
+                events.HeartbeatReceived(self.worker, Report(self.stands, switch_reached=halted, switches=number))
             )
             assert isinstance(standing, effects.HeartbeatReply)
             self.halt = standing.halt
@@ -610,7 +613,8 @@ class Crossing(Beginning):
         match call:
             case effects.ReadSteps(job, map_):
                 lost = self.random.random() < 0.2
-                self.handle(events.StepsUnread(job) if lost else events.StepsRead(job, map_.generation, self.stands))
+                read = events.StepsRead(job, map_.generation, self.stands)
+                self.handle(events.NotAnswered(job, call) if lost else read)
             case effects.TakeCheckpoint(spec, _, draft) if self.is_synchronous:
                 self.handle(events.CheckpointTaken(spec.job, draft.number, draft.number + 20, self.stands))
             case effects.RestorePartitions() if self.is_synchronous:

@@ -29,12 +29,15 @@ class MachineYard:
         self.effects: list[effects.Effect] = []
         self.persisted: list[effects.Persist] = []
         self.told: list[str] = []
+        self.latest: dict[type, effects.Effect] = {}
+        """The latest effect of each kind."""
         self._pids = itertools.count(1)
 
     def handle(self, event: events.Event) -> object:
         """The answer, if there is one."""
         self.effects = self.machine.handle(event, self.now_ms)
         self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
+        self.latest.update({type(each): each for each in self.effects})
         self.told += [each.text for each in self.effects if isinstance(each, effects.LogMessage)]
         return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
 

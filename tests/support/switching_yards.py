@@ -50,7 +50,7 @@ class SwitchingYard(MachineYard):
 
     def halted(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> SwitchPoint | None:
         """A worker reports that it has halted. Returns the switch point in the answer."""
-        return self.beat(caller.incarnation, Report(step=step, halted=(halt, reached))).halt
+        return self.beat(caller.incarnation, Report(step=step, switch_reached=(halt, reached))).halt
 
     def told_to_halt(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
         return self.beat(caller.incarnation, Report(step=step)).halt

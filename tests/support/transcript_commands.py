@@ -132,7 +132,7 @@ def created(stage: Stage, *, generation: str = "1") -> events.Event:
 @verb
 def refused(stage: Stage) -> events.Event:
     """A server refused to make its partitions."""
-    return events.PartitionsRefused(stage.job())
+    return stage.not_answered(effects.CreatePartitions)
 
 
 @verb
@@ -148,7 +148,7 @@ def opened(stage: Stage, *, generation: str = "1") -> events.Event:
 
 @verb
 def opening_failed(stage: Stage) -> events.Event:
-    return events.OpeningFailed(stage.job())
+    return stage.not_answered(effects.OpenPartitions)
 
 
 @verb
@@ -181,10 +181,10 @@ def beat(
         step=int(step),
         samples=int(samples),
         metrics=metrics,
-        reached=heard,
+        stop_reached=heard,
         switches=int(switches),
         pushed=int(pushed),
-        halted=(int(halt), int(halted)) if halted else None,
+        switch_reached=(int(halt), int(halted)) if halted else None,
     )
     return events.HeartbeatReceived(stage.members[name], report)
 
@@ -273,7 +273,7 @@ def steps(stage: Stage, step: str, *, map_age: str = "0") -> events.Event:
 @verb
 def steps_unread(stage: Stage) -> events.Event:
     """A server did not answer."""
-    return events.StepsUnread(stage.job())
+    return stage.not_answered(effects.ReadSteps)
 
 
 @verb
@@ -299,7 +299,7 @@ def paced(stage: Stage, number: str) -> events.Event:
 @verb
 def unpaced(stage: Stage) -> events.Event:
     """A server was not told of the switch."""
-    return events.ServersUnpaced(stage.job())
+    return stage.not_answered(effects.PaceServers)
 
 
 @verb

@@ -38,9 +38,22 @@ from tests.support.machine_yards import MachineYard
 RECORD: Final = bool(os.environ.get("PYTEST_RECORD"))
 LEASE_MS: Final = 1_000
 HIDDEN: Final = frozenset(
-    {"layout", "settings", "job", "map", "url", "fingerprint", "variables", "optimizer", "body", "data_ledger"}
+    {
+        "layout",
+        "settings",
+        "job",
+        "map",
+        "url",
+        "fingerprint",
+        "variables",
+        "optimizer",
+        "body",
+        "data_ledger",
+        "why",
+        "todo",
+    }
 )
-"""Fields that are long and do not change from scenario to scenario."""
+"""Fields that are long and do not change from scenario to scenario, and the explanations of errors."""
 MEMBERS: Final = frozenset({"worker", "incarnation", "server", "keeper", "log", "fenced"})
 """Fields, of effects and of records, whose numbers are members."""
 
@@ -203,6 +216,10 @@ class Stage:
         return "[" + " ".join(str(each).replace("\n", " ").strip() for each in value) + "]"
 
     # ---- what commands use
+
+    def not_answered(self, kind: type[effects.Effect]) -> events.Event:
+        """Some server did not answer the latest effect of this kind."""
+        return events.NotAnswered(self.job(), self.yard.latest[kind])
 
     def caller(self, name: str) -> Caller:
         return self.callers[name]

@@ -45,8 +45,12 @@ class JobPhase(enum.Enum):
 # ---- effects
 
 
+class Effect:
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(Effect):
     """Write a record to the journal. `body` holds only JSON types."""
 
     kind: str
@@ -58,7 +62,7 @@ def records_of(job: JobId, entries: Iterable[Entry]) -> list[Persist]:
 
 
 @dataclass(frozen=True, slots=True)
-class LogMessage:
+class LogMessage(Effect):
     """Write a message to the log."""
 
     text: str
@@ -84,8 +88,8 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatePartitions:
-    """Followed by PartitionsCreated once all servers of the job have answered, or by PartitionsRefused."""
+class CreatePartitions(Effect):
+    """Followed by PartitionsCreated once all servers of the job have answered, or by NotAnswered."""
 
     spec: JobSpec
     server: Server
@@ -94,8 +98,8 @@ class CreatePartitions:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPartitions:
-    """Followed by PartitionsOpened once all servers of the job have answered, or by OpeningFailed."""
+class OpenPartitions(Effect):
+    """Followed by PartitionsOpened once all servers of the job have answered, or by NotAnswered."""
 
     job: JobId
     server: Server
@@ -103,7 +107,7 @@ class OpenPartitions:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceOnServers:
+class FenceOnServers(Effect):
     """Followed by WorkersFenced, whichever servers answered. `map`: the partitions whose ledgers have what the workers
     held; None if nobody needs to know."""
 
@@ -115,7 +119,7 @@ class FenceOnServers:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadLedger:
+class ReadLedger(Effect):
     """Followed by LedgerRead if all servers answered."""
 
     job: JobId
@@ -124,7 +128,7 @@ class ReadLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadWatermarks:
+class ReadWatermarks(Effect):
     """Followed by WatermarksRead if all servers answered."""
 
     job: JobId
@@ -133,8 +137,8 @@ class ReadWatermarks:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadDeparted:
-    """Followed by DepartedRead or DepartedUnread. `workers`: workers that are gone."""
+class ReadDeparted(Effect):
+    """Followed by DepartedRead or NotAnswered. `workers`: workers that are gone."""
 
     job: JobId
     map: PartitionMap
@@ -142,8 +146,8 @@ class ReadDeparted:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSteps:
-    """Followed by StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops or changes its mode.
+class ReadSteps(Effect):
+    """Followed by StepsRead or NotAnswered. `sources`: all logical ranks of a job that stops or changes its mode.
     `versions`: read the highest version of any partition instead of a step."""
 
     job: JobId
@@ -153,8 +157,8 @@ class ReadSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class PaceServers:
-    """Followed by ServersPaced once all servers of the map have answered, or by ServersUnpaced. `consistency`: the mode
+class PaceServers(Effect):
+    """Followed by ServersPaced once all servers of the map have answered, or by NotAnswered. `consistency`: the mode
     and the bound that the servers follow from now on."""
 
     job: JobId
@@ -163,7 +167,7 @@ class PaceServers:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLostPushes:
+class SkipLostPushes(Effect):
     """Followed by LostPushesSkipped if all servers answered."""
 
     job: JobId
@@ -174,7 +178,7 @@ class SkipLostPushes:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeCheckpoint:
+class TakeCheckpoint(Effect):
     """Followed by CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed checkpoint, 0 if
     there is none. With logs, `oldest` is the oldest checkpoint that may be restored, and `logs` are the servers whose
     logs it needs. `keepers`: the workers with error feedback."""
@@ -199,7 +203,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetSources:
+class ForgetSources(Effect):
     """No event follows. A server that was not reached forgets the sources after the next checkpoint."""
 
     job: JobId
@@ -210,11 +214,13 @@ class ForgetSources:
 
 
 @dataclass(frozen=True, slots=True)
-class RestorePartitions:
-    """Followed by PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that lead to the same
-    state with longer logs. `working`: the workers that have work. `begun`: data shards that were partly computed as
-    steps while the job was synchronous, each with the number of the first batch that is not counted in all partitions.
-    `step`: of a job that was asynchronous at that checkpoint, the step that all logical ranks compute next; else 0."""
+class RestorePartitions(Effect):
+    """Servers read these partitions from a checkpoint, under a new map. Followed by PartitionsRestored or
+    RestoreFailed. `bases`: the checkpoint, and older ones that lead to the same state with longer logs. `life`: of the
+    versions that follow. `leasing`: the workers that hold a lease; only for these a bounded worker waits. The last two
+    are for a checkpoint that was written before the job changed its kind of updates. `begun_in_steps`: the data shards
+    of which steps have counted some batches, with the number of the next batch. `first_step`: the step that all logical
+    ranks compute next; 0 if the job had steps before."""
 
     spec: JobSpec
     map: PartitionMap
@@ -222,19 +228,19 @@ class RestorePartitions:
     bases: tuple[Base, ...]
     life: int
     partitions: frozenset[PartitionId]
-    working: tuple[Incarnation, ...] = ()
-    begun: tuple[tuple[DataShardSource, int], ...] = ()
-    step: int = 0
+    leasing: tuple[Incarnation, ...] = ()
+    begun_in_steps: tuple[tuple[DataShardSource, int], ...] = ()
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class DropJob:
+class DropJob(Effect):
     job: JobId
     server: Server
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetServer:
+class ForgetServer(Effect):
     """The server is gone. Close the connections to it."""
 
     server: Incarnation
@@ -438,28 +444,7 @@ Answer = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Effect):
     """The answer to the request of the event."""
 
     answer: Answer
-
-
-Effect = (
-    Persist
-    | LogMessage
-    | CreatePartitions
-    | OpenPartitions
-    | FenceOnServers
-    | ReadLedger
-    | ReadWatermarks
-    | ReadDeparted
-    | ReadSteps
-    | PaceServers
-    | SkipLostPushes
-    | TakeCheckpoint
-    | ForgetSources
-    | RestorePartitions
-    | DropJob
-    | ForgetServer
-    | Reply
-)

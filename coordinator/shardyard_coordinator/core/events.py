@@ -18,6 +18,7 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataShardSource, LeasedSource, PushName, Source, SourceKey
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import VariableSpec
+from shardyard_coordinator.core.effects import Effect
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
@@ -26,19 +27,23 @@ from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.losses import LostRange
 
-# ---- members
 
+class Event:
+    __slots__ = ()
+
+
+# ---- members
 
 FIRST_MAP: Final = Generation(1)
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRegistered:
+class MemberRegistered(Event):
     registration: Registration
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatReceived:
+class HeartbeatReceived(Event):
     """`logs`: by job, how many bytes a server has logged since the last checkpoint was begun. `rows`: by job, how many
     rows it has of each table."""
 
@@ -49,7 +54,7 @@ class HeartbeatReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberLeft:
+class MemberLeft(Event):
     """`error`: type and message of the error that ended a worker's script, or empty. `pushed`: the worker's
     acknowledged pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost with it."""
 
@@ -60,7 +65,7 @@ class MemberLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class ExitReported:
+class ExitReported(Event):
     """An agent saw a training process exit."""
 
     agent: Incarnation
@@ -69,7 +74,7 @@ class ExitReported:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(Event):
     """Time has passed."""
 
 
@@ -77,14 +82,14 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class JobJoined:
+class JobJoined(Event):
     incarnation: Incarnation
     name: str
     settings: JobSettings
 
 
 @dataclass(frozen=True, slots=True)
-class VariablesRegistered:
+class VariablesRegistered(Event):
     caller: Caller
     variables: tuple[VariableSpec, ...]
     optimizer: OptimizerSpec
@@ -92,7 +97,7 @@ class VariablesRegistered:
 
 
 @dataclass(frozen=True, slots=True)
-class VariablesCommitted:
+class VariablesCommitted(Event):
     """The initializer has sent the first values to all servers, under the map of that generation."""
 
     caller: Caller
@@ -100,20 +105,20 @@ class VariablesCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedOpened:
+class FeedOpened(Event):
     caller: Caller
     feed: int
     spec: FeedSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRequested:
+class LeaseRequested(Event):
     caller: Caller
     feed: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseReturned:
+class LeaseReturned(Event):
     """A worker is at the end of a data shard, or of a synchronous feed if it names no data shard. The servers know
     whether it is done."""
 
@@ -124,7 +129,7 @@ class LeaseReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchBegun:
+class BatchBegun(Event):
     """A worker is about to compute a batch of its data shard, or a step of its logical rank. `highest`: the highest
     next sequence of the source over all partitions."""
 
@@ -136,7 +141,7 @@ class BatchBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class NotFiniteReported:
+class NotFiniteReported(Event):
     """A worker has computed a gradient that is not finite, and has not pushed it. The report names the parameter and
     the step of the job. `count`: how many the worker has reported, including this one. `in_a_row`: how many of the
     latest were consecutive. `highest`: the highest next sequence of the source over all partitions."""
@@ -178,7 +183,7 @@ class NotFiniteReported:
 
 
 @dataclass(frozen=True, slots=True)
-class RebaseRequested:
+class RebaseRequested(Event):
     """The next sequence of a worker's own source is not the same in every partition. `next`: where the worker
     continues."""
 
@@ -187,7 +192,7 @@ class RebaseRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRequested:
+class CheckpointRequested(Event):
     """`caller`: the worker that asks for its job; None for a person. `job_name`: empty for the only job."""
 
     caller: Caller | None
@@ -196,7 +201,7 @@ class CheckpointRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class StepReported:
+class StepReported(Event):
     """A worker was told that all partitions have these ranks' contributions to a step. It asks which ranks count."""
 
     caller: Caller
@@ -205,7 +210,7 @@ class StepReported:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeupRequested:
+class MakeupRequested(Event):
     """A worker is at a step after the planned ones of a feed."""
 
     caller: Caller
@@ -214,7 +219,7 @@ class MakeupRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(Event):
     """`caller`: the worker that asks for its job; None for a person. `job_name`: empty for the only job."""
 
     caller: Caller | None
@@ -223,7 +228,7 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchRequested:
+class SwitchRequested(Event):
     """A person asks for another consistency mode or staleness bound. None: unchanged."""
 
     job_name: str
@@ -232,7 +237,7 @@ class SwitchRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedbackRead:
+class FeedbackRead(Event):
     """A worker has read the residual of the worker of that name. `failure`: why it could not read it, or why it does
     not fit."""
 
@@ -243,21 +248,21 @@ class FeedbackRead:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreOrdered:
+class RestoreOrdered(Event):
     """A person wants the jobs of that name to continue from a checkpoint. The checkpoint was verified."""
 
     origin: RestorePoint
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreCancelled:
+class RestoreCancelled(Event):
     """A person cancels the order to begin with a checkpoint."""
 
     job_name: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderHeard:
+class ReaderHeard(Event):
     """A reader follows a job. `reader`: a random name of its own. `job`: None for the unfinished job of that name.
     `job_name`: empty for the only job that runs. `leaves`: it stops reading."""
 
@@ -268,7 +273,7 @@ class ReaderHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationReported:
+class EvaluationReported(Event):
     """An evaluator reports a version. `best`: set if it keeps that version as the best one."""
 
     job: JobId
@@ -280,7 +285,15 @@ class EvaluationReported:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionsCreated:
+class NotAnswered(Event):
+    """Some server did not answer the calls of this effect. They are made again later."""
+
+    job: JobId
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsCreated(Event):
     """Every server has created its partitions, under the map of that generation."""
 
     job: JobId
@@ -288,15 +301,7 @@ class PartitionsCreated:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionsRefused:
-    """Some server refused its partitions. They can be created again."""
-
-    job: JobId
-    generation: Generation = FIRST_MAP
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionsOpened:
+class PartitionsOpened(Event):
     """Every server serves its partitions, under the map of that generation."""
 
     job: JobId
@@ -304,15 +309,7 @@ class PartitionsOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class OpeningFailed:
-    """Some server did not answer. The coordinator asks again."""
-
-    job: JobId
-    generation: Generation = FIRST_MAP
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTaken:
+class CheckpointTaken(Event):
     """The checkpoint that was begun as `draft` is committed as number `number`, with its step. `created_s`: seconds
     since 1970, for people; 0: unknown. `feedback`: the workers' residuals at that time."""
 
@@ -325,7 +322,7 @@ class CheckpointTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFailed:
+class CheckpointFailed(Event):
     """Nothing was committed. Another checkpoint is begun later."""
 
     job: JobId
@@ -334,7 +331,7 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionsRestored:
+class PartitionsRestored(Event):
     """All servers of the map of that generation have restored their partitions."""
 
     job: JobId
@@ -342,14 +339,14 @@ class PartitionsRestored:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreFailed:
+class RestoreFailed(Event):
     job: JobId
     generation: Generation
     failure: ShardyardError
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersFenced:
+class WorkersFenced(Event):
     """Every server that answers in time now refuses the workers, so their work may go to others. `reached`: the lowest
     final next sequence, over all partitions, of each source that they held, as far as it is known."""
 
@@ -359,7 +356,7 @@ class WorkersFenced:
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerRead:
+class LedgerRead(Event):
     """The lowest next sequence, over all partitions, of the source that a LeaseReturned named. `generation`: of the map
     under which it was read."""
 
@@ -369,7 +366,7 @@ class LedgerRead:
 
 
 @dataclass(frozen=True, slots=True)
-class WatermarksRead:
+class WatermarksRead(Event):
     """The next sequence of a worker's own source in each partition, under the map of that generation."""
 
     asked: RebaseRequested
@@ -378,7 +375,7 @@ class WatermarksRead:
 
 
 @dataclass(frozen=True, slots=True)
-class DepartedRead:
+class DepartedRead(Event):
     """The next sequence in each partition of the own sources of workers that are gone, under the map of that
     generation."""
 
@@ -388,14 +385,7 @@ class DepartedRead:
 
 
 @dataclass(frozen=True, slots=True)
-class DepartedUnread:
-    """Some server did not answer."""
-
-    job: JobId
-
-
-@dataclass(frozen=True, slots=True)
-class StepsRead:
+class StepsRead(Event):
     """The highest next step over all logical ranks and partitions, under the map of that generation."""
 
     job: JobId
@@ -404,14 +394,7 @@ class StepsRead:
 
 
 @dataclass(frozen=True, slots=True)
-class StepsUnread:
-    """Some server did not answer."""
-
-    job: JobId
-
-
-@dataclass(frozen=True, slots=True)
-class ServersPaced:
+class ServersPaced(Event):
     """All servers of the map of that generation follow the job's mode switch of that number."""
 
     job: JobId
@@ -420,61 +403,8 @@ class ServersPaced:
 
 
 @dataclass(frozen=True, slots=True)
-class ServersUnpaced:
-    """Some server did not answer."""
-
-    job: JobId
-
-
-@dataclass(frozen=True, slots=True)
-class LostPushesSkipped:
+class LostPushesSkipped(Event):
     """All servers continue the source at the requested sequence."""
 
     asked: RebaseRequested
     lost: tuple[LostRange, ...]
-
-
-Event = (
-    MemberRegistered
-    | HeartbeatReceived
-    | MemberLeft
-    | ExitReported
-    | Ticked
-    | JobJoined
-    | VariablesRegistered
-    | VariablesCommitted
-    | FeedOpened
-    | LeaseRequested
-    | LeaseReturned
-    | BatchBegun
-    | NotFiniteReported
-    | StepReported
-    | MakeupRequested
-    | RebaseRequested
-    | WatermarksRead
-    | LostPushesSkipped
-    | CheckpointRequested
-    | StopRequested
-    | SwitchRequested
-    | FeedbackRead
-    | RestoreOrdered
-    | RestoreCancelled
-    | ReaderHeard
-    | EvaluationReported
-    | PartitionsCreated
-    | PartitionsRefused
-    | PartitionsOpened
-    | OpeningFailed
-    | CheckpointTaken
-    | CheckpointFailed
-    | PartitionsRestored
-    | RestoreFailed
-    | WorkersFenced
-    | LedgerRead
-    | DepartedRead
-    | DepartedUnread
-    | StepsRead
-    | StepsUnread
-    | ServersPaced
-    | ServersUnpaced
-)

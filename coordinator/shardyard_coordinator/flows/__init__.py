@@ -5,7 +5,7 @@ facts of an event, changes the parts (of `work`, `modes`, `storage`, `members` a
 keeps no state and does no I/O. A flow imports only flows that stand below it in this list:
 
 - `deployment`: variables are registered, created on servers and given first values. `readers`: what readers are told.
-- `leasing`: workers get data shards. `step_barrier`: the step before which all workers stop, or change the mode.
+- `leasing`: workers get data shards. `last_step`: the step before which all workers stop, or change the mode.
 - `work_verdicts`: which results count. `mode_switch`: the consistency mode of a running job changes.
 - `job_end`: the last checkpoint, and the end.
 - `recovery`: lost partitions, and the way back to a checkpoint.

@@ -88,7 +88,8 @@ def declare_lost_of_departed(
     if job.phase.ended or job.departed is None:
         return []
     if not job.is_whole or generation != job.deployment.generation:
-        return fail_departed(job, now_ms)
+        job.departed.fail(now_ms)
+        return []
     effects: list[Effect] = []
     for worker, lost in job.departed.answer(found).items():
         before = job.lost_pushes.count
@@ -98,13 +99,6 @@ def declare_lost_of_departed(
             said = f"pushes of worker {worker}, which is gone, are lost: {losses.described(lost)}"
             effects.append(LogMessage(f"{job.title}: {said}", warning=True))
     return effects
-
-
-def fail_departed(job: JobState, now_ms: int) -> list[Effect]:
-    """The partitions could not be asked, or have changed meanwhile. They are asked again."""
-    if job.departed is not None:
-        job.departed.fail(now_ms)
-    return []
 
 
 def forget_departed(job: JobState, gone: Iterable[Incarnation]) -> None:

@@ -62,9 +62,9 @@ def _has_switched(job: JobState) -> bool:
     return wanted is not None and job.mode.latest.number >= wanted.number
 
 
-def on_halted(job: JobState, worker: Incarnation, number: int, reached: int) -> list[Effect]:
-    """A worker has halted for the switch of that number. `reached`: the first step to which it has not contributed; if
-    the job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
+def on_reached(job: JobState, worker: Incarnation, number: int, reached: int) -> list[Effect]:
+    """A worker waits for the switch of that number. `reached`: the first step to which it has not contributed; if the
+    job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
     halt = job.drain.halt
     if halt is not None and halt.drains and halt.number == number and reached and may_cancel(job):
         return _cancel(job, f"since worker {worker} takes steps outside of job.batches")
@@ -146,7 +146,7 @@ def _switches_already(job: JobState) -> errors.NotReady:
 def _halt(job: JobState, settings: JobSettings) -> list[Effect]:
     """Halts the job to change between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
     ConfigurationError, TooLarge."""
-    wanted, before = job.mode.following(settings), job.drain.wanted
+    wanted, before = job.mode.next_switch(settings), job.drain.wanted
     if before is not None:
         if (before.mode, before.bound) == (wanted.mode, wanted.bound):
             return [Reply(SwitchTaken(job.id, job.settings.name, before, first=False))]
@@ -288,12 +288,6 @@ def end_pacing(job: JobState, generation: Generation, number: int) -> list[Effec
     if job.phase.ended or not job.mode.end(generation, number):
         return []
     return [LogMessage(f"{job.title}: all servers go by {job.mode.latest}; so do its workers from their next step")]
-
-
-def fail_pacing(job: JobState, now_ms: int) -> list[Effect]:
-    """Some server was not told. All servers are told again later."""
-    job.mode.fail(now_ms)
-    return []
 
 
 def _pace(job: JobState, now_ms: int) -> list[Effect]:

@@ -168,7 +168,7 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     assert url is not None
     folders = None
     if logs is not None and job.replays_logs:
-        folders = {partition: logs.folder(partition, newest.number) for partition in job.recovery.lost}
+        folders = {partition: logs.log_folder(partition, newest.number) for partition in job.recovery.lost}
     started = job.recovery.begin(map_, sizes, servers, whole=job.goes_back_whole, now_ms=now_ms, folders=folders)
     if started is None:
         return []

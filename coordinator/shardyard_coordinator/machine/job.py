@@ -18,12 +18,12 @@ from shardyard_coordinator.flows import (
     checkpointing,
     deployment,
     job_end,
+    last_step,
     lost_pushes,
     mode_switch,
     readers,
     recovery,
     residuals,
-    step_barrier,
 )
 from shardyard_coordinator.flows.fencing import fence, free
 from shardyard_coordinator.members.roster import LATE_MS
@@ -249,7 +249,7 @@ def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
     given = [] if job.ranks is None else job.ranks.assign_vacant(now_ms)
     return [
         *job.records(each.entry for each in given),
-        *step_barrier.read_steps(job),
+        *last_step.read_steps(job),
         *mode_switch.tick(job, now_ms),
         *deployment.reopen(job, now_ms),
         *_tick_storage(job, now_ms, servers),

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from shardyard_coordinator.core import events
+from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import Effect
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import (
     deployment,
     fencing,
+    last_step,
     leasing,
     lost_pushes,
     mode_switch,
     residuals,
-    step_barrier,
     work_verdicts,
 )
 from shardyard_coordinator.machine import job as life
@@ -27,6 +27,21 @@ E = TypeVar("E")
 
 def _on(event: type[E], handle: Callable[[JobState, E, int], list[Effect]]) -> tuple[type, Handle]:
     return event, handle
+
+
+def _not_answered(job: JobState, effect: Effect, now_ms: int) -> list[Effect]:
+    match effect:
+        case effects.CreatePartitions(generation=generation):
+            return deployment.end_creation(job, generation, created=False)
+        case effects.OpenPartitions(generation=generation):
+            return deployment.end_opening(job, generation, opened=False, now_ms=now_ms)
+        case effects.ReadSteps():
+            job.reads_steps = False
+        case effects.ReadDeparted() if job.departed is not None:
+            job.departed.fail(now_ms)
+        case effects.PaceServers():
+            job.mode.fail(now_ms)
+    return []
 
 
 REQUESTS: Final[Mapping[type, Handle]] = dict(
@@ -57,17 +72,10 @@ ENDS: Final[Mapping[type, Handle]] = dict(
             lambda job, event, _: deployment.end_creation(job, event.generation, created=True),
         ),
         _on(
-            events.PartitionsRefused,
-            lambda job, event, _: deployment.end_creation(job, event.generation, created=False),
-        ),
-        _on(
             events.PartitionsOpened,
             lambda job, event, now_ms: deployment.end_opening(job, event.generation, opened=True, now_ms=now_ms),
         ),
-        _on(
-            events.OpeningFailed,
-            lambda job, event, now_ms: deployment.end_opening(job, event.generation, opened=False, now_ms=now_ms),
-        ),
+        _on(events.NotAnswered, lambda job, event, now_ms: _not_answered(job, event.effect, now_ms)),
         _on(events.CheckpointTaken, lambda job, event, _: life.end_checkpoint(job, event)),
         _on(
             events.CheckpointFailed,
@@ -84,11 +92,8 @@ ENDS: Final[Mapping[type, Handle]] = dict(
                 job, event.generation, dict(event.found), now_ms
             ),
         ),
-        _on(events.DepartedUnread, lambda job, _, now_ms: lost_pushes.fail_departed(job, now_ms)),
-        _on(events.StepsRead, lambda job, event, _: step_barrier.fix_step(job, event.generation, event.step)),
-        _on(events.StepsUnread, lambda job, *_: step_barrier.fail_reading(job)),
+        _on(events.StepsRead, lambda job, event, _: last_step.fix_step(job, event.generation, event.step)),
         _on(events.ServersPaced, lambda job, event, _: mode_switch.end_pacing(job, event.generation, event.number)),
-        _on(events.ServersUnpaced, lambda job, _, now_ms: mode_switch.fail_pacing(job, now_ms)),
         _on(
             events.WorkersFenced,
             lambda job, event, now_ms: fencing.free(job, event.workers, now_ms, dict(event.reached)),

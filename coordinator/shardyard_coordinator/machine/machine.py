@@ -32,11 +32,11 @@ from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import (
     checkpointing,
     deployment,
+    last_step,
     leasing,
     lost_pushes,
     mode_switch,
     readers,
-    step_barrier,
     work_verdicts,
 )
 from shardyard_coordinator.machine import job as life
@@ -145,7 +145,7 @@ class Machine:
                 return checkpointing.request(self._asked_about(caller, job_name), ticket)
             case events.StopRequested(caller, job_name, reason):
                 worker = None if caller is None else caller.incarnation
-                return step_barrier.stop(self._asked_about(caller, job_name), worker, reason)
+                return last_step.stop(self._asked_about(caller, job_name), worker, reason)
             case events.SwitchRequested(job_name, mode, staleness):
                 return mode_switch.switch(self._jobs.find(job_name), mode, staleness, now_ms)
             case events.ReaderHeard():
@@ -200,7 +200,7 @@ class Machine:
         effects: list[Effect] = []
         if not job.phase.ended:
             job.progress.take(worker, report, now_ms)
-            effects += step_barrier.on_reached(job, worker, report)
+            effects += last_step.on_reached(job, worker, report)
             effects += job.records(job.mode.acknowledge(worker, report.switches))
         return [*effects, Reply(job_views.heartbeat_reply(job, worker))]
 

@@ -7,7 +7,7 @@ when workers leave. Memory is bounded. Must not know: what a step is worth, the 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardyard.domain.ids import Incarnation
@@ -20,10 +20,10 @@ RATE_SLOT_MS: Final = 100
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker reports with a heartbeat. `samples`: all that it has pushed. `residual_norm`: the 2-norm of what
-    its compression has not sent yet, some pushes ago. `pushed`: its acknowledged pushes without leased data. `reached`:
-    it knows of a stop, and contributes to no step from this one on until the stop's step is fixed. `switches`: the
-    number of the mode switch that it follows. `halted`: the number of the drain that it knows of, and a step with the
-    meaning of `reached`."""
+    its compression has not sent yet, some pushes ago. `pushed`: its acknowledged pushes without leased data.
+    `switches`: the number of the mode switch that it follows. `stop_reached`: the worker knows of a stop, and
+    contributes to no step from this one on until the stop's step is fixed. `switch_reached`: the same for a drain: the
+    drain's number, and such a step."""
 
     step: int = 0
     samples: int = 0
@@ -31,9 +31,9 @@ class Report:
     waiting_for: str = ""
     residual_norm: float = 0.0
     pushed: int = 0
-    reached: int | None = None
+    stop_reached: int | None = None
     switches: int = 0
-    halted: tuple[int, int] | None = None
+    switch_reached: tuple[int, int] | None = None
 
 
 class Progress:
@@ -54,13 +54,8 @@ class Progress:
 
     def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
         before = self.of(worker)
-        self._reports[worker] = Report(
-            report.step,
-            max(report.samples, before.samples),
-            report.metrics,
-            report.waiting_for,
-            report.residual_norm,
-            max(report.pushed, before.pushed),
+        self._reports[worker] = replace(
+            report, samples=max(report.samples, before.samples), pushed=max(report.pushed, before.pushed)
         )
         self.reach(report.step)
         self.metrics = report.metrics or self.metrics

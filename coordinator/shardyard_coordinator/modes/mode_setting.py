@@ -55,11 +55,11 @@ class ModeSetting:
                 why="one switch at a time",
                 todo="see `shardyard status`; ask again when they have",
             )
-        self._switch(self.following(settings))
+        self._switch(self.next_switch(settings))
         return [self._switched]
 
-    def following(self, settings: JobSettings) -> Consistency:
-        """The consistency that these settings mean for the job. Raises TooLarge."""
+    def next_switch(self, settings: JobSettings) -> Consistency:
+        """The mode and bound of these settings, under the number of the next switch. Raises TooLarge."""
         if self.latest.number == SWITCHES_MAX:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
         return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)

@@ -88,13 +88,13 @@ class ServerCalls:
 
     def create(self, wanted: Sequence[effects.CreatePartitions]) -> None:
         job, generation = wanted[0].spec.job, wanted[0].generation
-        with self._reported(events.PartitionsCreated(job, generation), events.PartitionsRefused(job, generation)):
+        with self._reported(events.PartitionsCreated(job, generation), events.NotAnswered(job, wanted[0])):
             for effect in wanted:
                 self._servers.create(effect)
 
     def open(self, wanted: Sequence[effects.OpenPartitions]) -> None:
         job, generation = wanted[0].job, wanted[0].generation
-        with self._reported(events.PartitionsOpened(job, generation), events.OpeningFailed(job, generation)):
+        with self._reported(events.PartitionsOpened(job, generation), events.NotAnswered(job, wanted[0])):
             for effect in wanted:
                 self._servers.open(effect)
 
@@ -180,33 +180,34 @@ class ServerCalls:
             found = tuple((worker, self._servers.watermarks(job, map_, worker)) for worker in wanted.workers)
             return events.DepartedRead(job, map_.generation, found)
 
-        self._try("read the watermarks of departed workers", read, events.DepartedUnread(job))
+        self._try("read the watermarks of departed workers", read, wanted)
 
     def _read_steps(self, wanted: effects.ReadSteps) -> None:
         def read() -> events.Event:
             return events.StepsRead(wanted.job, wanted.map.generation, self._servers.highest_next(wanted))
 
-        self._try("read its step", read, events.StepsUnread(wanted.job))
+        self._try("read its step", read, wanted)
 
     def _pace(self, wanted: effects.PaceServers) -> None:
         def pace() -> events.Event:
             self._servers.pace(wanted)
             return events.ServersPaced(wanted.job, wanted.map.generation, wanted.consistency.number)
 
-        self._try("tell the servers its consistency mode", pace, events.ServersUnpaced(wanted.job))
+        self._try("tell the servers its consistency mode", pace, wanted)
 
     def _try(
         self,
         what: str,
         call: Callable[[], events.Event],
-        failed: events.DepartedUnread | events.StepsUnread | events.ServersUnpaced,
+        wanted: effects.ReadDeparted | effects.ReadSteps | effects.PaceServers,
     ) -> None:
-        """Reports the event that the calls to servers lead to, or `failed`, after which the machine asks again."""
-        event: events.Event = failed
+        """Reports the event that the calls to servers lead to, or that they were not answered. Then the machine asks
+        again."""
+        event: events.Event = events.NotAnswered(wanted.job, wanted)
         try:
             event = call()
         except ShardyardError as error:
-            log.debug("job %s: could not %s, and will try again: %s", failed.job, what, error.what)
+            log.debug("job %s: could not %s, and will try again: %s", wanted.job, what, error.what)
         self.handle(event)
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:

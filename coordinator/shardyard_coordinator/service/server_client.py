@@ -70,7 +70,7 @@ class ServerClient:
         which job `wrote` has written, and from logs."""
         folder = wanted.spec.folder(wanted.url)
         request = self._creation(wanted.spec, server, wanted.map.generation, partitions)
-        request.working.extend(wanted.working)
+        request.working.extend(wanted.leasing)
         request.restore.CopyFrom(
             wire.Restore(
                 url=folder,
@@ -79,9 +79,9 @@ class ServerClient:
                 number=base.number,
                 begun=[
                     wire.BegunDataShard(data_shard=common_messages.source_to_wire(source).data_shard, next=batch)
-                    for source, batch in wanted.begun
+                    for source, batch in wanted.begun_in_steps
                 ],
-                step=wanted.step,
+                step=wanted.first_step,
             )
         )
         lost = _listed([entry.partition for entry in entries])

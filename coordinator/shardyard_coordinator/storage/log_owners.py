@@ -42,8 +42,9 @@ class LogOwners:
         """The servers whose logs are needed after checkpoint `base`."""
         return tuple(owner.server for owner in self._since(partition, base))
 
-    def folder(self, partition: PartitionId, base: int) -> str:
-        """The folder of these logs. Each owner was given the partition only if it could read the logs of the others."""
+    def log_folder(self, partition: PartitionId, base: int) -> str:
+        """The folder of the logs that are needed after checkpoint `base`. All of them are in the folder of the last
+        owner: a server is given a partition only if it can read the logs of its owners."""
         return self._since(partition, base)[-1].logs
 
     @property

@@ -60,8 +60,8 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         waiting_for=common_messages.text(request.waiting_for, "what a member waits for"),
         residual_norm=parts.residual_norm(request.residual_norm),
         pushed=parts.sequence(request.pushed, "pushes"),
-        reached=reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
-        halted=(halt.number, reached(halt.reached)) if request.HasField("halt_heard") else None,
+        stop_reached=reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
+        switch_reached=(halt.number, reached(halt.reached)) if request.HasField("halt_heard") else None,
         switches=request.switches,
     )
     if len(request.logs) > limits.JOBS_MAX:

@@ -11,12 +11,13 @@ from shardyard.domain.errors import (
     ShardyardError,
     VariableConflict,
 )
-from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.job_directory import JOBS_ENDED_MAX
 from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.service.status import describe
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
@@ -131,7 +132,7 @@ def test_refused_event_changes_nothing(yard: Yard) -> None:
 def test_effects_of_a_job_that_is_forgotten_do_nothing(yard: Yard) -> None:
     for event in (
         events.PartitionsCreated(JobId(5)),
-        events.OpeningFailed(JobId(5)),
+        events.NotAnswered(JobId(5), effects.OpenPartitions(JobId(5), Server(Incarnation(1), "s:1"), Generation(1))),
         events.WorkersFenced(JobId(5), (Incarnation(3),)),
     ):
         assert yard.machine.handle(event, 0) == []

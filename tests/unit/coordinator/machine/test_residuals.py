@@ -75,7 +75,7 @@ def test_residual_is_not_lost_where_a_synchronous_job_takes_no_more_steps(end: s
         yard.handle(events.LedgerRead(returned, 10, generation))
     elif end == "stop":
         yard.handle(events.StopRequested(caller, "", "loss is low"))
-        yard.beat(caller.incarnation, Report(step=4, reached=4))
+        yard.beat(caller.incarnation, Report(step=4, stop_reached=4))
         yard.handle(events.StepsRead(caller.job, generation, 4))
     yard.handle(events.MemberLeft(caller.incarnation, "", residual_lost=3.0))
     is_lost = end == "neither"

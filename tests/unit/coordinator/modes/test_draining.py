@@ -185,7 +185,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
         yard.write()
     if moment != "restored":
         yard.tick()
-        assert yard.restoring.step == 9
+        assert yard.restoring.first_step == 9
         yard.restored(yard.restoring)
     assert yard.opened() == FeedOpening(SHARD, 10, 9, done=False, begun=(0, 30))
 

@@ -56,7 +56,7 @@ class Yard(MachineYard):
         return answer
 
     def say(self, caller: Caller, reached: int | None = None, step: int = 0) -> effects.HeartbeatReply:
-        return self.beat(caller.incarnation, Report(step=step, reached=reached))
+        return self.beat(caller.incarnation, Report(step=step, stop_reached=reached))
 
     def read(self, step: int) -> Stop | None:
         """The servers have said how far the job is."""

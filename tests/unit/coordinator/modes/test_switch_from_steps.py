@@ -220,7 +220,7 @@ def test_halt_travels_as_it_is_and_is_bounded() -> None:
     with pytest.raises(errors.TooLarge):
         lease_messages.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
     heard = wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=5))
-    assert members.heartbeat_event(heard).report.halted == (2, 5)
+    assert members.heartbeat_event(heard).report.switch_reached == (2, 5)
     with pytest.raises(errors.TooLarge):
         members.heartbeat_event(
             wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=limits.SEQUENCE_MAX + 1))

@@ -78,7 +78,7 @@ def test_servers_of_another_map_are_told_again_and_are_given_the_number_with_the
     (restore,) = yard.wanted(effects.RestorePartitions)
     assert isinstance(restore, effects.RestorePartitions)
     assert (restore.spec.settings.consistency.bound, restore.spec.switches) == (3, 1)
-    assert restore.working == tuple(worker.incarnation for worker in yard.workers)
+    assert restore.leasing == tuple(worker.incarnation for worker in yard.workers)
     assert not yard.wanted(effects.PaceServers)
     yard.handle(events.PartitionsRestored(restore.spec.job, restore.map.generation))
     yard.tick()
@@ -103,7 +103,7 @@ def test_new_servers_do_not_expect_who_has_not_gone_over() -> None:
     yard.tick()
     (restore,) = yard.wanted(effects.RestorePartitions)
     assert isinstance(restore, effects.RestorePartitions)
-    assert restore.working == (yard.workers[1].incarnation,)
+    assert restore.leasing == (yard.workers[1].incarnation,)
 
 
 @pytest.mark.parametrize("staleness", [-1, limits.STALENESS_MAX + 1])

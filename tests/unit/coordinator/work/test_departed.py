@@ -106,7 +106,7 @@ def test_lost_pushes_of_a_worker_that_left_are_counted_and_no_checkpoint_is_begu
     yard.handle(events.CheckpointRequested(yard.caller, None, 0))
     reading = yard.until(effects.ReadDeparted)
     assert reading.workers == (other,)
-    yard.handle(events.DepartedUnread(yard.caller.job))
+    yard.handle(events.NotAnswered(yard.caller.job, yard.latest[effects.ReadDeparted]))
     for _ in range(RETRY_MS // 100 - 1):
         yard.now_ms += 100
         yard.handle(events.Ticked())

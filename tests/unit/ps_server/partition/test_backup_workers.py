@@ -282,7 +282,7 @@ def test_job_that_has_stopped_opens_no_data_set_behind_one_that_is_not_made_up_f
     with pytest.raises(NotReady):
         yard.handle(events.FeedOpened(worker, 1, feed_of(12)))
     for each in yard.workers:
-        yard.beat(each.incarnation, Report(step=1, reached=1))
+        yard.beat(each.incarnation, Report(step=1, stop_reached=1))
     (read,) = yard.wanted(effects.ReadSteps)
     assert isinstance(read, effects.ReadSteps)
     yard.handle(events.StepsRead(read.job, read.map.generation, 1))

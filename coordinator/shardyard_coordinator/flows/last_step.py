@@ -34,11 +34,11 @@ def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effec
     effects: list[Effect] = []
     if job.phase.ended:
         return effects
-    if report.reached is not None:
-        job.stopping.on_reached(worker, report.reached)
+    if report.stop_reached is not None:
+        job.stopping.on_reached(worker, report.stop_reached)
         effects += read_steps(job)
-    if report.halted is not None:
-        effects += mode_switch.on_halted(job, worker, *report.halted) or read_steps(job)
+    if report.switch_reached is not None:
+        effects += mode_switch.on_reached(job, worker, *report.switch_reached) or read_steps(job)
     return effects
 
 
@@ -63,12 +63,6 @@ def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
     fixed = job.stopping.fix_step(step)
     assert job.stopping.stop is not None
     return [*job.records(fixed), LogMessage(f"{job.title} stops before step {job.stopping.stop.step:,}")]
-
-
-def fail_reading(job: JobState) -> list[Effect]:
-    """Some server did not answer. The steps are read again later."""
-    job.reads_steps = False
-    return []
 
 
 def _may_fix_step(job: JobState) -> bool:
