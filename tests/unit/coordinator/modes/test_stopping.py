@@ -115,7 +115,7 @@ def test_records_that_do_not_fit_are_refused() -> None:
 
 def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
     too_far = wire.StopHeard(reached=limits.SEQUENCE_MAX + 1)
-    with pytest.raises(errors.TooLarge, match="has come to step"):
+    with pytest.raises(errors.TooLarge, match="is at step"):
         members.heartbeat_event(wire.HeartbeatRequest(stop_heard=too_far))
     long = "x" * (limits.TEXT_CHARACTERS_MAX + 1)
     with pytest.raises(errors.TooLarge, match="the reason of a stop"):
@@ -136,7 +136,7 @@ def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
     reply = server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
     assert ledger_replies.highest_next(reply, [first, second], [PartitionId(0), PartitionId(1)]) == 5
     for sources, partitions in (([SourceKey(RankSource(Rank(2)))], [0]), ([first], [0, 2])):
-        with pytest.raises(errors.MalformedPayload, match="watermarks of"):
+        with pytest.raises(errors.MalformedPayload, match="watermark"):
             ledger_replies.highest_next(reply, sources, [PartitionId(each) for each in partitions])
 
 
