@@ -17,12 +17,11 @@ from shardyard.domain.consistency import Consistency, Stop, SwitchPoint, UpdateM
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId, Rank, Token
 from shardyard.domain.layout.layouts import JobLayout, PartitionMap
-from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShards, LeasedSource, RankLease, SourceKey
+from shardyard.domain.push_names import DataShardSource, DoneDataShards, LeasedSource, RankLease, SourceKey
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
 from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
-from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.work.losses import LostRange
 from shardyard_coordinator.work.straggler_verdicts import MissedBatch
 
@@ -418,33 +417,9 @@ class RestorePlanned:
     running: bool
 
 
-Answer = (
-    Acknowledged
-    | JobView
-    | RestorePlanned
-    | CheckpointProgress
-    | StopTaken
-    | SwitchTaken
-    | StepDecision
-    | MakeupBatches
-    | FeedbackVerdict
-    | Rebased
-    | Registered
-    | HeartbeatReply
-    | Joined
-    | VariablesPlaced
-    | FeedOpening
-    | DataLease
-    | LeaseWait
-    | FeedDone
-    | LeaseClosed
-    | BatchVerdict
-    | NotFiniteVerdict
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Reply(Effect):
-    """The answer to the request of the event."""
+    """The answer to the request of the event: one of the answers above, or FeedOpening, DataLease, LeaseWait, FeedDone
+    of other modules."""
 
-    answer: Answer
+    answer: object

@@ -37,10 +37,11 @@ from shardyard_coordinator.flows import (
     lost_pushes,
     mode_switch,
     readers,
+    residuals,
     work_verdicts,
 )
+from shardyard_coordinator.machine import effect_ends, job_records, job_views
 from shardyard_coordinator.machine import job as life
-from shardyard_coordinator.machine import job_events, job_records, job_views
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
 from shardyard_coordinator.members import membership
@@ -156,20 +157,33 @@ class Machine:
                 return self._jobs.order_restore(origin, now_ms)
             case events.RestoreCancelled(job_name):
                 return self._jobs.cancel_restore(job_name)
-            case _ if type(event) in job_events.REQUESTS:
-                return self._request(event, now_ms)
+            case events.VariablesCommitted(caller, generation):
+                return deployment.commit_variables(self._require_job(caller), caller.incarnation, generation)
+            case events.FeedOpened(caller, feed, spec):
+                return leasing.open_feed(self._require_job(caller), feed, spec)
+            case events.LeaseRequested(caller, feed):
+                return leasing.lease(self._require_job(caller), caller.incarnation, feed)
+            case events.LeaseReturned(caller):
+                return leasing.return_lease(self._require_job(caller), event)
+            case events.BatchBegun(caller):
+                return work_verdicts.begin_batch(self._require_job(caller), event)
+            case events.StepReported(caller, step, ranks):
+                return work_verdicts.decide_step(self._require_job(caller), step, ranks, now_ms)
+            case events.MakeupRequested(caller, feed, step):
+                return work_verdicts.read_make_up(self._require_job(caller), feed, step)
+            case events.RebaseRequested(caller):
+                return lost_pushes.rebase(self._require_job(caller), event)
+            case events.FeedbackRead(caller):
+                return residuals.take(self._require_job(caller), event)
             case _:
                 return self._end_effect(event, now_ms)
-
-    def _request(self, event: Any, now_ms: int) -> list[Effect]:
-        return job_events.REQUESTS[type(event)](self._require_job(event.caller), event, now_ms)
 
     def _end_effect(self, event: Any, now_ms: int) -> list[Effect]:
         job = self._jobs.get(event.job)
         if job is None:
             return []
         began_with = job.origin
-        effects = job_events.ENDS[type(event)](job, event, now_ms)
+        effects = effect_ends.handle(job, event, now_ms)
         if isinstance(event, events.CheckpointTaken | events.PartitionsRestored):
             effects += self._jobs.forget_order(job, began_with)
         return effects

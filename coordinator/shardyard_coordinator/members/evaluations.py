@@ -7,7 +7,7 @@ how an evaluator judges a version, where files are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from shardyard.domain import limits
 from shardyard_coordinator.records import (
@@ -52,7 +52,7 @@ class Evaluations:
             return []
         self.latest = evaluation
         self.best = best or self.best
-        return [_reported(evaluation), *([] if best is None else [_kept(best)])]
+        return [("evaluation_reported", asdict(evaluation)), *([] if best is None else [("best_kept", asdict(best))])]
 
     def _has(self, evaluation: Evaluation) -> bool:
         latest = self.latest
@@ -63,8 +63,8 @@ class Evaluations:
 
     def entries(self) -> list[Entry]:
         return [
-            *([] if self.latest is None else [_reported(self.latest)]),
-            *([] if self.best is None else [_kept(self.best)]),
+            *([] if self.latest is None else [("evaluation_reported", asdict(self.latest))]),
+            *([] if self.best is None else [("best_kept", asdict(self.best))]),
         ]
 
     def restore(self, kind: str, body: Body) -> None:
@@ -92,22 +92,3 @@ def _finite(value: object) -> float:
     found = checked_float(value, "a metric")
     require(math.isfinite(found), f"a metric that is {found}")
     return found
-
-
-def _reported(evaluation: Evaluation) -> Entry:
-    return "evaluation_reported", {
-        "step": evaluation.step,
-        "metrics": [[name, value] for name, value in evaluation.metrics],
-        "reported_s": evaluation.reported_s,
-    }
-
-
-def _kept(best: Best) -> Entry:
-    return "best_kept", {
-        "metric": best.metric,
-        "lowest": best.lowest,
-        "value": best.value,
-        "step": best.step,
-        "url": best.url,
-        "reported_s": best.reported_s,
-    }

@@ -8,7 +8,7 @@ share both role and address. Only a heartbeat renews a lease. Must not know: job
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from shardyard.domain import limits
@@ -215,19 +215,8 @@ class Membership:
 def registered(member: Member, job: int = 0) -> Entry:
     """The record of a registration."""
     said = member.registration
-    return "member_registered", {
-        "incarnation": member.incarnation,
-        "role": said.role.value,
-        "address": said.address,
-        "protocol": said.protocol,
-        "release": said.release,
-        "host": said.host,
-        "pid": said.pid,
-        "agent": said.agent or 0,
-        "local_index": said.local_index,
-        "logs": said.logs,
-        "job": job,
-    }
+    body = {**asdict(said), "role": said.role.value, "agent": said.agent or 0}
+    return "member_registered", {"incarnation": member.incarnation, **body, "job": job}
 
 
 def removed(member: Member, how: str) -> Entry:
