@@ -42,7 +42,7 @@ def register_variables(job: JobState, registered: VariablesRegistered, servers: 
     deployed = job.deployment
     if job.mode.is_former_map(deployed.generation):
         raise errors.NotReady(
-            f"{job.title} goes over to {job.mode.latest}: its partitions are being restored",
+            f"{job.title} switches to {job.mode.latest}: its partitions are being restored",
             why=job.recovery.waits_for or "that takes a moment",
         )
     if job.origin is not None:

@@ -85,7 +85,7 @@ def _end(job: JobState, phase: JobPhase, gone: Incarnation | None = None) -> lis
     said = f"{job.title} has ended: {job.failure.what}" if job.failure else f"{job.title} is finished"
     due = job.restored_residuals.due
     if due:
-        said += f"; no worker has taken up the residuals of workers {', '.join(due[:8])}"
+        said += f"; no worker has taken over the residuals of workers {', '.join(due[:8])}"
     drops = drop_on(job, [server for server in job.deployment.servers if server.incarnation != gone])
     return [*job.records([ended(job)]), LogMessage(said, warning=job.failure is not None), *drops]
 

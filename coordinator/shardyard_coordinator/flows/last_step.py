@@ -25,7 +25,7 @@ def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]
     found = job.stopping.stop
     assert found is not None
     by = "a person" if worker is None else f"worker {worker}"
-    told = [LogMessage(f"{job.title} is told to stop by {by}{f': {reason}' if reason else ''}")] if asked else []
+    told = [LogMessage(f"{job.title} stops, as {by} asked{f': {reason}' if reason else ''}")] if asked else []
     return [*job.records(asked), *told, Reply(StopTaken(job.id, job.settings.name, found, first=bool(asked)))]
 
 

@@ -40,14 +40,14 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
     if may_cancel(job):
         _check_cancel(job, settings)
         reply = Reply(SwitchTaken(job.id, job.settings.name, job.mode.latest, first=True))
-        return [*_cancel(job, "as it was told"), reply]
+        return [*_cancel(job, "as requested"), reply]
     asked = job.mode.ask(settings)
     latest = job.mode.latest
     reply = Reply(SwitchTaken(job.id, job.settings.name, latest, first=bool(asked)))
     if not asked:
         return [reply]
     job.apply_mode()
-    told = LogMessage(f"{job.title} goes over to {latest}, as it was told")
+    told = LogMessage(f"{job.title} switches to {latest}, as requested")
     return [*job.records(asked), told, *_pace(job, now_ms), reply]
 
 
@@ -67,7 +67,7 @@ def on_reached(job: JobState, worker: Incarnation, number: int, reached: int) ->
     job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
     halt = job.drain.halt
     if halt is not None and halt.drains and halt.number == number and reached and may_cancel(job):
-        return _cancel(job, f"since worker {worker} takes steps outside of job.batches")
+        return _cancel(job, f"because worker {worker} takes steps outside of job.batches")
     job.drain.on_reached(worker, number, reached)
     return []
 
@@ -86,10 +86,10 @@ def fix_step(job: JobState, step: int) -> list[Effect]:
     if job.drain.drains:
         halted = job.drain.fix_step(max(step, job.progress.step), job.book.ask())
         job.progress.reach(job.drain.step or 0)
-        told = f"{job.title} goes over to {job.drain.wanted}: all data shards that were begun are done"
+        told = f"{job.title} switches to {job.drain.wanted}: all data shards that were begun are done"
         return [*job.records(halted), LogMessage(told)]
     halted = job.drain.fix_step(step)
-    told = f"{job.title} goes over to {job.drain.wanted} before step {job.drain.step or 0:,}"
+    told = f"{job.title} switches to {job.drain.wanted} before step {job.drain.step or 0:,}"
     return [*job.records(halted), LogMessage(told)]
 
 
@@ -111,7 +111,7 @@ def awaits_work(job: JobState) -> LeaseWait | None:
         return LeaseWait(f"partitions of {job.title} in mode {job.settings.consistency.mode.value}")
     if not job.drain.drains:
         return None
-    return LeaseWait(f"{job.title} to go over to {job.drain.wanted}, for which no data shard is begun")
+    return LeaseWait(f"{job.title} to switch to {job.drain.wanted}; until then no new data shard is leased")
 
 
 def draining(job: JobState) -> str:
@@ -137,9 +137,9 @@ def _check_cancel(job: JobState, settings: JobSettings) -> None:
 
 def _switches_already(job: JobState) -> errors.NotReady:
     return errors.NotReady(
-        f"job {job.settings.name!r} is going over to {job.drain.wanted}",
+        f"job {job.settings.name!r} is switching to {job.drain.wanted}",
         why="one switch at a time",
-        todo=f"see `shardyard status`; or take it back: shardyard set {SETTING}={job.mode.latest.mode.value}",
+        todo=f"see `shardyard status`; or cancel it: shardyard set {SETTING}={job.mode.latest.mode.value}",
     )
 
 
@@ -152,7 +152,7 @@ def _halt(job: JobState, settings: JobSettings) -> list[Effect]:
             return [Reply(SwitchTaken(job.id, job.settings.name, before, first=False))]
         raise _switches_already(job)
     _check_halt(job, settings)
-    told = LogMessage(f"{job.title} goes over to {wanted}, as it was told, when its workers have said how far they are")
+    told = LogMessage(f"{job.title} will switch to {wanted}, as requested, once its workers report how far they are")
     asked = job.records(job.drain.ask(wanted))
     return [*asked, told, Reply(SwitchTaken(job.id, job.settings.name, wanted, first=True))]
 
@@ -162,15 +162,15 @@ def _check_halt(job: JobState, settings: JobSettings) -> None:
     if job.phase is not JobPhase.RUNNING or layout is None or not len(job.feeds):
         raise errors.NotReady(
             f"{job.title} has not begun job.batches",
-            why="what was counted before must have names that the other mode knows as well",
-            todo="switch it while it goes through job.batches; steps without it cannot be switched",
+            why="only work of job.batches has names that the other mode knows, too",
+            todo="switch it while it runs through job.batches",
         )
     to_steps = settings.consistency.mode.updates is UpdateMode.SYNC
     refusals = {
         "keeps logs (job.durability wal)": job.settings.durability is Durability.WAL,
-        "is not written down (job.checkpoint.url)": job.book.url is None,
-        "remembers what compression has not sent (error feedback)": job.has_error_feedback,
-        "is told to stop": job.stopping.stop is not None,
+        "has no checkpoints (job.checkpoint.url)": job.book.url is None,
+        "has residuals of compression (error feedback)": job.has_error_feedback,
+        "is stopping": job.stopping.stop is not None,
         # a script with a loop for each epoch may be between two loops
         "has gone through its data": not to_steps and job.feeds.finished,
         "takes steps outside of job.batches": to_steps and any(job.progress.of(each).pushed for each in job.workers),
@@ -178,8 +178,8 @@ def _check_halt(job: JobState, settings: JobSettings) -> None:
     found = next((what for what, refused in refusals.items() if refused), None)
     if found is not None:
         raise errors.InvalidRequest(
-            f"{job.title} {found}, and cannot go over to {wanted} while it runs",
-            why="it goes over by way of a checkpoint, where nothing is under way that has no place in it",
+            f"{job.title} {found}, and cannot switch to {wanted} while it runs",
+            why="the switch goes through a checkpoint, which must contain all work that has counted",
             todo=f"stop it, and start a job in mode {wanted} with its model (`shardyard checkpoint export`)",
         )
     table_specs.check_settings(layout.tables, settings)
@@ -203,14 +203,14 @@ def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
         "job_went_over",
         {"step": step, "left": generation, "number": wanted.number, **consistency_body(wanted)},
     )
-    told = f"{job.title} is {wanted} from step {step:,} on: partitions go on from checkpoint {committed.number}"
+    told = f"{job.title} is {wanted} from step {step:,} on: partitions continue from checkpoint {committed.number}"
     if isinstance(job.feeds, StepLedger):
         begun = _lease_data(job, wanted, generation, step)
         return [*job.records([gone, *_restore_all(job, begun, 0, now_ms)]), LogMessage(told)]
     try:
         _take_steps(job, wanted, generation, step, now_ms)
     except errors.InvalidRequest as error:  # a data set was opened meanwhile
-        return _cancel(job, f"since {error.what}")
+        return _cancel(job, f"because {error.what}")
     records = [gone, *_restore_all(job, (), step, now_ms)]
     assert job.ranks is not None
     return [*job.records([*records, *(each.entry for each in job.ranks.assign_vacant(now_ms))]), LogMessage(told)]
@@ -287,7 +287,7 @@ def end_pacing(job: JobState, generation: Generation, number: int) -> list[Effec
     """The servers of that map follow the switch of that number."""
     if job.phase.ended or not job.mode.end(generation, number):
         return []
-    return [LogMessage(f"{job.title}: all servers go by {job.mode.latest}; so do its workers from their next step")]
+    return [LogMessage(f"{job.title}: all servers follow {job.mode.latest}; its workers follow from their next step")]
 
 
 def _pace(job: JobState, now_ms: int) -> list[Effect]:
@@ -306,10 +306,10 @@ def _pace(job: JobState, now_ms: int) -> list[Effect]:
 def restore(job: JobState, body: Body, now_ms: int) -> None:
     """Applies the record `job_went_over`. Raises DamagedRecord."""
     whole = job.deployment.map is not None and job.book.committed is not None
-    require(whole, "a job goes over that has nothing to go on from")
+    require(whole, "a job switches, and has no checkpoint to continue from")
     consistency = consistency_of(body, body.number("number", least=job.mode.latest.number + 1))
     crosses = consistency.mode.updates is not job.settings.consistency.mode.updates
-    require(crosses, f"a job goes over to {consistency}")
+    require(crosses, f"a job switches to {consistency}")
     left = Generation(body.number("left", least=1))
     require(left == job.deployment.generation, f"partitions of generation {left} are left")
     step = body.number("step", most=limits.SEQUENCE_MAX)
@@ -317,7 +317,7 @@ def restore(job: JobState, body: Body, now_ms: int) -> None:
         _lease_data(job, consistency, left, step)
         return
     is_whole = consistency.mode is ConsistencyMode.SYNC and job.feeds.is_drained
-    require(is_whole, f"a job goes over to {consistency} in the midst of data shards")
+    require(is_whole, f"a job switches to {consistency} before its data shards are done")
     try:
         _take_steps(job, consistency, left, step, now_ms)
     except errors.InvalidRequest as error:

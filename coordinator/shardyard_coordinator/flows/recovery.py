@@ -85,7 +85,7 @@ def go_back(job: JobState, origin: RestorePoint, now_ms: int) -> list[Effect]:
     job.book.want()  # otherwise a checkpoint that the job has gone back from stays the newest
     record = job.book.go_back(_committed_of(origin))
     lost = job.recovery.lose([part.partition for part in job.deployment.layout.partitions], now_ms)
-    told = f"{job.title} goes back to {origin}, as it was told"
+    told = f"{job.title} goes back to {origin}, as ordered"
     return [*job.records([record, lost]), LogMessage(told, warning=True)]
 
 

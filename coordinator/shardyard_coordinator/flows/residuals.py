@@ -20,7 +20,7 @@ def go_back(job: JobState, committed: Committed, generation: Generation, *, is_s
     if not committed.feedback and not job.has_error_feedback:
         return []
     record = job.restored_residuals.go_back(committed, committed.url, generation, is_same_run=is_same_run)
-    said = f"{job.title}: workers take up the {len(committed.feedback)} residuals of checkpoint {committed.number}"
+    said = f"{job.title}: workers take over the {len(committed.feedback)} residuals of checkpoint {committed.number}"
     return [*job.records([record]), *([LogMessage(said)] if committed.feedback else [])]
 
 
@@ -38,7 +38,7 @@ def take(job: JobState, read: FeedbackRead) -> list[Effect]:
         effects += job.records([claim.record])
         if lost:
             job.lost_residuals.add_unknown()
-            what = f"the residual of worker {read.worker} is lost: worker {worker} could not take it up"
+            what = f"the residual of worker {read.worker} is lost: worker {worker} could not take it over"
             effects.append(LogMessage(f"{job.title}: {what}: {read.failure}", warning=True))
     return [*effects, Reply(FeedbackVerdict(claim.taken))]
 

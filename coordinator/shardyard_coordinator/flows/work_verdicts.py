@@ -213,7 +213,7 @@ def _check_former(job: JobState, source: Source) -> None:
     """Raises StaleToken for work of a kind that the job no longer has."""
     of_before = RankSource if job.ranks is None else DataShardSource | WorkerSource
     if isinstance(source, of_before) and job.mode.has_switched_updates:
-        raise errors.StaleToken(f"{source} of {job.title}, which has gone over to {job.mode.latest}")
+        raise errors.StaleToken(f"{source} of {job.title}, which has switched to {job.mode.latest}")
 
 
 def _check_rank(job: JobState, source: LeasedSource, worker: Incarnation, token: Token) -> None:

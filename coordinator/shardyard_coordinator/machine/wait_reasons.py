@@ -89,13 +89,13 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
         yield "deployment", _deployment(job.deployment)
     unheard = job.stopping.missing(job.workers)
     if unheard:
-        yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
+        yield "stop", f"worker {_named(unheard)} to learn that the job stops"
     late = job.drain.missing(job.workers)
     if late:
-        yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.drain.wanted}"
+        yield "halt", f"worker {_named(late)} to report how far it is, before the switch to {job.drain.wanted}"
     undone = draining(job)
     if undone:
-        yield "drain", f"{undone} to be done, to go over to {job.drain.wanted}"
+        yield "drain", f"{undone} to be done, before the switch to {job.drain.wanted}"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

@@ -122,15 +122,15 @@ class Drain:
         """Raises DamagedRecord."""
         match kind:
             case "halt_asked":
-                require(self.halt is None, "a job that halts is to halt")
+                require(self.halt is None, "a switch is asked for while another one is under way")
                 number = body.number("halt", least=self._count + 1, most=HALTS_MAX)
                 self._begin(number, consistency_of(body, body.number("number", least=1)))
             case "halt_settled":
-                require(self._is_open, "a halt is settled that is not due")
+                require(self._is_open, "the step of a switch is fixed, and no switch was asked for")
                 ticket = body.number("ticket", least=1) if body.has("ticket") else 0
                 self._fix(body.number("step", most=limits.SEQUENCE_MAX), ticket)
             case "halt_given_up":
-                require(self.halt is not None, "a halt is given up that was not asked for")
+                require(self.halt is not None, "a switch is cancelled, and none was asked for")
                 self.end()
             case _:
                 self._count = body.number("halt", least=1, most=HALTS_MAX)

@@ -61,7 +61,7 @@ class ModeSetting:
     def next_switch(self, settings: JobSettings) -> Consistency:
         """The mode and bound of these settings, under the number of the next switch. Raises TooLarge."""
         if self.latest.number == SWITCHES_MAX:
-            raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
+            raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; no more are possible")
         return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
 
     def switch_updates(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
@@ -161,7 +161,7 @@ class ModeSetting:
         """Applies a record of `entries`. Raises DamagedRecord."""
         number = body.number("number", least=1, most=SWITCHES_MAX)
         if kind == "worker_gone_over":
-            require(number <= self.latest.number, "a worker goes by a switch that was not")
+            require(number <= self.latest.number, "a worker follows a switch that was not made")
             self._acknowledged[Incarnation(body.number("worker", least=1))] = number
             return
         require(number > self.latest.number, f"switch {number} comes after switch {self.latest.number}")
@@ -188,11 +188,11 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
     plain = all(mode is ConsistencyMode.SYNC or mode.updates is UpdateMode.ASYNC for mode in (wanted, before.mode))
     if wanted is not before.mode and crosses and not plain:
         raise errors.InvalidRequest(
-            f"job {settings.name!r} runs in mode {before.mode.value}, and cannot go over to {wanted.value}",
-            why="an update means something else there, and so does a piece of work",
-            todo="a job that runs is switched between sync, async and bounded. Else stop it"
-            " (`shardyard stop`), take its model from its last checkpoint (`shardyard checkpoint export`), and start a"
-            f" job with that, whose {SETTING} is {wanted.value}: state of optimizers and the place in the data begin"
+            f"job {settings.name!r} runs in mode {before.mode.value}, and cannot switch to {wanted.value}",
+            why="updates and pieces of work mean something else in the other mode",
+            todo="while a job runs, it switches between sync, async and bounded only. For another mode, stop it"
+            " (`shardyard stop`), export its model from its last checkpoint (`shardyard checkpoint export`), and start"
+            f" a job with the model and {SETTING}={wanted.value}. Optimizer state and the position in the data start"
             " anew",
         )
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}

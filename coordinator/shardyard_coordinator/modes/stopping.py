@@ -87,8 +87,8 @@ class Stopping:
     def restore(self, kind: str, body: Body) -> None:
         """Raises DamagedRecord."""
         if kind == "stop_asked":
-            require(self.stop is None, "the job is told to stop twice")
+            require(self.stop is None, "the job was asked to stop twice")
             self.stop = Stop(body.text("reason"), Incarnation(body.number("worker")) or None)
         else:
-            require(self._is_open, "a stop is settled that is not due")
+            require(self._is_open, "the step of a stop is fixed, and no stop was asked for")
             self._fix(body.number("step", most=limits.SEQUENCE_MAX))

@@ -165,10 +165,10 @@ def test_switch_to_what_the_job_goes_by_already_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "mode", "staleness", "expected"),
     [
-        ({"job.consistency.mode": "local"}, wire.CONSISTENCY_MODE_SYNC, None, "mode local, and cannot go over to sync"),
-        ({}, wire.CONSISTENCY_MODE_LOCAL, None, "runs in mode async, and cannot go over to local"),
-        ({"job.consistency.mode": "sync"}, wire.CONSISTENCY_MODE_LOCAL, None, "mode sync, and cannot go over to local"),
-        ({"job.consistency.mode": "local"}, BOUNDED, 2, "runs in mode local, and cannot go over to bounded"),
+        ({"job.consistency.mode": "local"}, wire.CONSISTENCY_MODE_SYNC, None, "mode local, and cannot switch to sync"),
+        ({}, wire.CONSISTENCY_MODE_LOCAL, None, "runs in mode async, and cannot switch to local"),
+        ({"job.consistency.mode": "sync"}, wire.CONSISTENCY_MODE_LOCAL, None, "mode sync, and cannot switch to local"),
+        ({"job.consistency.mode": "local"}, BOUNDED, 2, "runs in mode local, and cannot switch to bounded"),
         ({}, wire.CONSISTENCY_MODE_UNSPECIFIED, 2, "a staleness of 2 for job 'default', whose mode is async"),
     ],
 )

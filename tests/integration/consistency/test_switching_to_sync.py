@@ -158,7 +158,7 @@ def test_worker_that_joins_meanwhile_waits_and_says_for_what(tmp_path: Path) -> 
         assert begun.wait(DEADLINE_S)
         assert here.switch(SYNC).first
         runs.append(threads.submit(second))
-        text = "to go over to sync, for which no data shard is begun"
+        text = "to switch to sync; until then no new data shard is leased"
         until(lambda: any(text in each.waiting_for for each in here.members()), errors_of(runs))
         assert "0.0.0 (worker 1.3)" in here.job_status().consistency.draining
         goes_on.set()

@@ -264,7 +264,7 @@ def test_what_cannot_be_taken_up_is_lost_and_told_and_counted(restarts: str) -> 
     generation = restore(yard)
     assert take(yard, worker, worker, generation, "its SHA-256 is wrong")
     (warning,) = [each.text for each in yard.effects if isinstance(each, effects.LogMessage) and each.warning]
-    assert warning.endswith("could not take it up: its SHA-256 is wrong")
+    assert warning.endswith("could not take it over: its SHA-256 is wrong")
     perhaps(yard, restarts)
     assert yard.machine.jobs[-1].lost_residuals.count == 1
     assert told(yard, worker) == []
@@ -278,7 +278,7 @@ def test_end_of_a_job_tells_of_what_nobody_has_taken_up() -> None:
     yard.register(orders.MemberRole.SERVER, "n:0")
     restore(yard)
     die(yard, worker)
-    assert any("no worker has taken up the residuals of workers 100000004" in str(each) for each in yard.effects)
+    assert any("no worker has taken over the residuals of workers 100000004" in str(each) for each in yard.effects)
 
 
 @pytest.mark.parametrize(

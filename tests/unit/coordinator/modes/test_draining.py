@@ -98,7 +98,7 @@ class Yard(SwitchingYard):
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"checkpoint": CheckpointSettings(url="never")}, "is not written down"),
+        ({"checkpoint": CheckpointSettings(url="never")}, "has no checkpoints"),
         ({"consistency": JOB.consistency.model_copy(update={"staleness_scaling": "inverse"})}, "staleness_scaling"),
     ],
 )

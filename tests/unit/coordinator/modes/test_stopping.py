@@ -123,8 +123,8 @@ def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
     for broken in (wire.Stop(reason=long), wire.Stop(step=limits.SEQUENCE_MAX + 1)):
         with pytest.raises(errors.TooLarge):
             lease_messages.stop_from_wire(broken)
-    assert members.heartbeat_event(wire.HeartbeatRequest()).report.reached is None
-    assert members.heartbeat_event(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.reached == 0
+    assert members.heartbeat_event(wire.HeartbeatRequest()).report.stop_reached is None
+    assert members.heartbeat_event(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.stop_reached == 0
 
 
 def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:

@@ -70,7 +70,7 @@ class Yard(SwitchingYard):
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"checkpoint": CheckpointSettings(url="never")}, "is not written down"),
+        ({"checkpoint": CheckpointSettings(url="never")}, "has no checkpoints"),
         ({"consistency": JOB.consistency.model_copy(update={"backup_workers": 1})}, "backup"),
     ],
 )
