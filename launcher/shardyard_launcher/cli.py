@@ -28,19 +28,8 @@ if TYPE_CHECKING:
     from shardyard.config.settings import Settings
 
 
-def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    del parameter
-    if wanted and not context.resilient_parsing:
-        from importlib.metadata import version
-
-        click.echo(f"shardyard {version('shardyard')}")
-        context.exit()
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
-)
+@click.version_option(package_name="shardyard", message="shardyard %(version)s", help="Show the version.")
 def shardyard() -> None:
     """A parameter server for PyTorch: train on machines that come and go."""
 

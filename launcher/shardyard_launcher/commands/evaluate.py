@@ -115,7 +115,7 @@ def _follow(
             if code == 0 or stop.is_set():
                 return exit_status(code)
             how = f"was ended by signal {-code}" if code < 0 else f"exited ({code})"
-            if not _goes_on(client, job.job, grace_ms, stop):
+            if all(each.job != job.job for each in _unfinished(client, grace_ms, stop)):
                 click.echo(f"{command[0]} {how}, and job {job.name} has ended", err=True)
                 return exit_status(code)
             decided = restarts.died(command[0], _now_ms())
@@ -173,10 +173,6 @@ def _await_job(client: CoordinatorClient, name: str, grace_ms: int, stop: thread
             wait.tick()
             stop.wait(LOOK_S)
     return None
-
-
-def _goes_on(client: CoordinatorClient, job: int, grace_ms: int, stop: threading.Event) -> bool:
-    return any(each.job == job for each in _unfinished(client, grace_ms, stop))
 
 
 def _unfinished(client: CoordinatorClient, grace_ms: int, stop: threading.Event) -> list[wire.JobStatus]:

@@ -167,13 +167,13 @@ class ScriptRun:
         if self._launched_again >= script.restarts_max:
             raise errors.Unavailable(
                 f"the {agent} died, and the script's processes with it ({lost.what})",
-                todo=f"start the script again; after {_times(script.restarts_max)} it is not launched anew by itself "
+                todo=f"start the script again; it is launched again by itself {script.restarts_max} times at most "
                 "(yard.restarts_max)",
             ) from lost
         self._launched_again += 1
         display.note(f"the {agent} died, and the script's processes with it; it is launched again")
         if self._watcher is not None:
-            with self._wait_registry.over(lambda: f"what the {agent} still says of the launch that it has lost"):
+            with self._wait_registry.over(lambda: f"the last events of the launch that the {agent} has lost"):
                 self._watcher.join(CALL_TIMEOUT_MS / 1000)
         give_up = time.monotonic() + AGENT_PATIENCE_MS / 1000
         while not stop.is_set():
@@ -237,7 +237,7 @@ class ScriptRun:
                     wait.tick()
         except errors.ShardyardError as error:
             # its processes die with it
-            display.note(f"the agent does not answer any more: {error.what}")
+            display.note(f"the agent no longer answers: {error.what}")
 
     def _watch(self) -> None:
         wanted = 0
@@ -298,10 +298,6 @@ class _StatusPoller:
                 if any(job.state == wire.JOB_STATE_RUNNING and job.samples for job in status.jobs):
                     pause_ms = PROGRESS_MS
                 self._latest.put_nowait(status)
-
-
-def _times(number: int) -> str:
-    return "one time" if number == 1 else f"{number} times"
 
 
 def find_agent(coordinator: str) -> str:

@@ -27,8 +27,8 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
         return said
     listed = ", ".join(str(Incarnation(worker)) for worker in switch.behind[:8])
     more = f" and {len(switch.behind) - 8} more" if len(switch.behind) > 8 else ""
-    several = len(switch.behind) > 1
-    return f"{said}; worker{'s' if several else ''} {listed}{more} {'have' if several else 'has'} not changed yet"
+    workers, have = ("workers", "have") if len(switch.behind) > 1 else ("worker", "has")
+    return f"{said}; {workers} {listed}{more} {have} not changed yet"
 
 
 def describe_stop(stop: wire.Stop) -> str:

@@ -248,7 +248,7 @@ class LocalCluster:
         process = place.running.process
         decided = self._restarts.died(process.name, now_ms)
         if isinstance(decided, GivenUp):
-            place.given_up = f"{ending} and is not started again: {decided.why}"
+            place.given_up = f"{ending} and is not restarted: {decided.why}"
             self._changed_if_possible()
             return f"{process} {place.given_up}; the end of its log:\n{tail(process.log)}"
         place.restart_ms = decided.at_ms
@@ -274,7 +274,7 @@ class LocalCluster:
             place.begin(running, self._restarted_count(dead.name))
             self._written_down(running)
         except OSError as error:
-            return [self._mourn(place, f"could not be started again ({error})", now_ms)]
+            return [self._mourn(place, f"could not be restarted ({error})", now_ms)]
         return [f"started {running.process} in the place of {dead}"]
 
     def _restarted_count(self, name: str) -> int:

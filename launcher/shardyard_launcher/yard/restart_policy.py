@@ -56,6 +56,6 @@ class RestartPolicy:
 
     def _reason(self, recent: int) -> str:
         if not recent:
-            return "it is not to be started again (yard.role_restarts_max is 0)"
+            return "restarts are off (yard.role_restarts_max is 0)"
         times = "once" if recent == 1 else f"{recent} times"
-        return f"it was started again {times} within {self._window_ms / 1000:g} s (yard.role_restarts_max)"
+        return f"it was restarted {times} within {self._window_ms / 1000:g} s (yard.role_restarts_max)"

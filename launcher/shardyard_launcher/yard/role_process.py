@@ -169,7 +169,7 @@ def start_role(
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; a real-time signal has only its number."""
+    """For example SIGKILL for 9. A real-time signal has only its number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -112,7 +112,7 @@ def read_state(folder: Path) -> YardState | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.ConfigurationError(
             f"{path} cannot be read: {error}",
-            why="it says which processes belong to the yard",
+            why="the file says which processes belong to the yard",
             todo="end the yard's processes by hand, then delete the file",
         ) from error
 
@@ -160,8 +160,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise errors.NotReady(
-                f"another `shardyard up` or `shardyard down` is at work in {folder}",
-                todo="let it finish, then try again",
+                f"another `shardyard up` or `shardyard down` is running in {folder}",
+                todo="wait until it ends, then try again",
             ) from None
         yield
     finally:

@@ -213,7 +213,7 @@ def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shel
     ended = finish(process)
     assert time.monotonic() - begin < STOP_WITHIN_S
     assert ended.returncode == 1
-    said = rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL and is not started again: .*; the end of .*\.log:"
+    said = rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL and is not restarted: .*; the end of .*\.log:"
     assert re.search(said, ended.stderr)
     assert shell.processes() == []
     if role != "agent":
@@ -338,7 +338,7 @@ def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
     assert f"shardyard down --state {shell.state}" in again.stderr
     assert "trained" not in again.stdout
     shown = shell.run("status", "--state", str(shell.state)).stdout
-    assert re.search(r"server-\d was killed by SIGKILL and is not started again: .*yard\.role_restarts_max is 0", shown)
+    assert re.search(r"server-\d was killed by SIGKILL and is not restarted: .*yard\.role_restarts_max is 0", shown)
     assert shell.down().returncode == 0
 
 
@@ -352,7 +352,7 @@ def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) 
     assert [restart["number"] for restart in local["restarts"]] == [1, 2]
     assert [restart["ending"] for restart in local["restarts"]] == ["was killed by SIGKILL", "ended with exit code 2"]
     (why,) = local["given_up"].values()
-    assert why.startswith("ended with exit code 2 and is not started again: it was started again 2 times within 60 s")
+    assert why.startswith("ended with exit code 2 and is not restarted: it was restarted 2 times within 60 s")
     assert "yard.servers" in (shell.state / "logs" / "supervisor.log").read_text()
     assert shell.down().returncode == 0
     assert shell.processes() == []

@@ -539,7 +539,7 @@ def test_spoiled_state_file_is_told(tmp_path: Path, content: str) -> None:
 
 def test_two_starts_from_one_folder_exclude_each_other(tmp_path: Path) -> None:
     with locked(tmp_path):
-        with pytest.raises(errors.NotReady, match="is at work"), locked(tmp_path):
+        with pytest.raises(errors.NotReady, match="is running in"), locked(tmp_path):
             pass
     with locked(tmp_path):
         pass

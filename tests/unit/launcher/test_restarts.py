@@ -39,16 +39,14 @@ def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> Non
         now_ms = decided.at_ms + 1
     assert pauses == [200, 400, 800, 1_600, 3_200, 5_000, 5_000]
     given_up = core.died("server-0", now_ms)
-    assert given_up == GivenUp("it was started again 7 times within 60 s (yard.role_restarts_max)")
+    assert given_up == GivenUp("it was restarted 7 times within 60 s (yard.role_restarts_max)")
 
 
 def test_who_was_given_up_stays_given_up() -> None:
     core = RestartPolicy(restarts_max=1, window_ms=WINDOW_MS)
     assert isinstance(core.died("agent", 0), RestartAt)
     assert isinstance(core.died("agent", 1), GivenUp)
-    assert core.died("agent", 10 * WINDOW_MS) == GivenUp(
-        "it was started again once within 60 s (yard.role_restarts_max)"
-    )
+    assert core.died("agent", 10 * WINDOW_MS) == GivenUp("it was restarted once within 60 s (yard.role_restarts_max)")
 
 
 def test_each_process_has_a_budget_of_its_own() -> None:
@@ -68,7 +66,7 @@ def test_window_that_has_passed_gives_the_budget_back() -> None:
 
 def test_budget_of_none_gives_up_at_the_first_death() -> None:
     decided = RestartPolicy(restarts_max=0, window_ms=WINDOW_MS).died("coordinator", 5)
-    assert decided == GivenUp("it is not to be started again (yard.role_restarts_max is 0)")
+    assert decided == GivenUp("restarts are off (yard.role_restarts_max is 0)")
 
 
 @given(
@@ -135,7 +133,7 @@ def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> Non
     (news,) = cluster.tend()
     assert "the last words" in news
     assert states[-1].given_up == {
-        "server-0": "has ended and is not started again: it is not to be started again (yard.role_restarts_max is 0)"
+        "server-0": "has ended and is not restarted: restarts are off (yard.role_restarts_max is 0)"
     }
     with pytest.raises(Exception, match="the last words"):
         cluster.check()
@@ -155,7 +153,7 @@ def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monke
     (first,) = cluster.tend()
     assert "restart 1 of 1 within 60 s" in first
     (second,) = cluster.tend()
-    assert "could not be started again ([Errno 28] No space left on device) and is not started again" in second
+    assert "could not be restarted ([Errno 28] No space left on device) and is not restarted" in second
 
 
 def test_state_that_cannot_be_written_lets_no_process_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +174,7 @@ def test_state_that_cannot_be_written_lets_no_process_begin(tmp_path: Path, monk
     cluster._on_change = full
     cluster.tend()
     (news,) = cluster.tend()
-    assert "could not be started again ([Errno 28] No space left on device)" in news
+    assert "could not be restarted ([Errno 28] No space left on device)" in news
     assert [role.exit_code for role in started] == [-9]
     for role in started:
         role.release()
@@ -274,8 +272,8 @@ def test_status_of_a_coordinator_that_is_gone_says_what_became_of_it() -> None:
         mending = refusal(LocalReport(1, (restart,), {}))
         assert "coordinator (pid 7) was killed by SIGKILL; restart 2 of 5 within 60 s" in mending.what
         assert "ask again" in mending.todo_text
-        given_up = refusal(LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"}))
-        assert "it has ended and is not started again" in given_up.what
+        given_up = refusal(LocalReport(1, (restart,), {"coordinator": "has ended and is not restarted"}))
+        assert "it has ended and is not restarted" in given_up.what
         assert "shardyard down" in given_up.todo_text
         unwatched = refusal(LocalReport(0, (restart,), {}))
         assert "restart" not in unwatched.what
