@@ -9,11 +9,12 @@ older requests count half. Safe for several threads. Must not know: where rows c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from shardyard.domain.tables import row_rules
 from shardyard_worker.rows.dedup import Float32s, Int64s, unique_ids
 from shardyard_worker.rows.id_columns import IdColumns
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery
@@ -56,15 +57,17 @@ class FrequencyCache:
                 numbers = kept.columns.find(ids)
                 kept.columns["read"][numbers[numbers >= 0]] = _NEVER
 
-    def change(self, table: int, ids: Int64s, by: Float32s, change: Callable[[Float32s, Float32s], Float32s]) -> None:
-        """Sets the cached rows of these ids to what `change` makes of them and of `by`, shape (n, dim). Their time
-        stays."""
+    def update(self, table: int, ids: Int64s, gradients: Float32s, rule: row_rules.RowRule) -> None:
+        """Updates the cached rows of these ids by their gradients, shape (n, dim), with a rule that needs no state. The
+        rows have the servers' bits then. Their time stays."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
                 numbers = kept.columns.find(ids)
-                there, rows = numbers >= 0, kept.columns["row"]
-                rows[numbers[there]] = change(rows[numbers[there]], by[there])
+                places, numbers = np.flatnonzero(numbers >= 0).astype(np.int32), numbers[numbers >= 0]
+                rows = kept.columns["row"][numbers]
+                row_rules.update_rows(rule, rows, np.arange(numbers.size), places, gradients, kept.dim)
+                kept.columns["row"][numbers] = rows
 
     def clear(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardyard.domain.tables.row_rules import RowRule
 from shardyard_worker.rows.dedup import Float32s, Int64s
 from shardyard_worker.rows.frequency_cache import FrequencyCache
 from shardyard_worker.rows.row_prefetch import Bools
@@ -37,19 +38,6 @@ class CacheCounts:
     hits: int = 0
     misses: int = 0
     age: int = 0
-
-
-@dataclass(frozen=True)
-class SgdRule:
-    """The servers' update of a row, if it needs only the row and its gradient: SGD without momentum."""
-
-    lr: float
-    decay: float
-
-    def change(self, rows: Float32s, gradients: Float32s) -> Float32s:
-        """The rows after the update, with the servers' exact bits."""
-        slope = gradients + np.float32(self.decay) * rows if self.decay else gradients
-        return rows - np.float32(self.lr) * slope
 
 
 class RowCache:
@@ -96,16 +84,16 @@ class RowCache:
                 stays &= ~np.isin(ids, pushed)
         self._rows.put(table, ids[stays], rows[stays], as_of)
 
-    def pushed(self, table: int, ids: Int64s, gradients: Float32s, descent: SgdRule | None) -> None:
-        """Notes that this step sends these gradients, shape (n, dim), each id once. `descent` None: their effect on
-        rows is not known."""
+    def pushed(self, table: int, ids: Int64s, gradients: Float32s, rule: RowRule | None) -> None:
+        """Notes that this step sends these gradients, shape (n, dim), each id once. `rule`: how the
+        servers update rows, if they need no optimizer state; None: the effect on rows is not known."""
         if not self._rules.includes_own:
             return
         self._pushed.append((self.step, table, ids))
-        if descent is None:
+        if rule is None:
             self._rows.drop(table, ids)
         else:
-            self._rows.change(table, ids, gradients, descent.change)
+            self._rows.update(table, ids, gradients, rule)
 
     def begin(self, step: int) -> None:
         """From now on the model computes that step."""

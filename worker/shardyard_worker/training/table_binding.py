@@ -19,13 +19,13 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
-from shardyard.domain.tables import row_optimizers
+from shardyard.domain.tables import row_optimizers, row_rules
 from shardyard.domain.tables.initial_values import InitialValues
 from shardyard.domain.tables.table_settings import Admission, TableSettings
 from shardyard_worker.embedding.table import RowsNeeded, RowSource, Table
 from shardyard_worker.rows.cache_rules import cache_rules
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, unique_ids
-from shardyard_worker.rows.row_cache import RowCache, SgdRule
+from shardyard_worker.rows.row_cache import RowCache
 from shardyard_worker.rows.row_codec import TableRows
 from shardyard_worker.rows.row_prefetch import PartialRows, RowPrefetch, RowQuery, part_of
 from shardyard_worker.session.session import Session
@@ -179,8 +179,8 @@ class TableBinding:
         if self.cache is None:
             return
         for each in taken.tables:
-            descent = _descent(self.settings[each.table], taken.groups[each.table]) if exact else None
-            self.cache.pushed(each.table, each.found.ids, each.values, descent)
+            rule = _stateless_rule(self.settings[each.table], taken.groups[each.table]) if exact else None
+            self.cache.pushed(each.table, each.found.ids, each.values, rule)
 
     def arrive(self, ahead: RowPrefetch | None) -> None:
         """Takes the rows that came with the model's new values."""
@@ -210,13 +210,12 @@ class TableBinding:
         return tuple([rate.group(settings) for rate, settings in zip(self._rates, self.settings, strict=True)])
 
 
-def _descent(settings: TableSettings, group: tuple[float, ...]) -> SgdRule | None:
-    """The rule that changes a row by its gradient. None if it needs more than the row."""
+def _stateless_rule(settings: TableSettings, group: tuple[float, ...]) -> row_rules.RowRule | None:
+    """How servers update rows, if an update needs only the row and its gradient."""
     if settings.optimizer != "sgd" or settings.admission.kind is not Admission.ALL:
         return None
-    names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
-    given = dict(zip(names, group, strict=True))
-    return None if given["momentum"] or given["maximize"] else SgdRule(given["lr"], given["weight_decay"])
+    rule = row_rules.rule_of("sgd", group, 1)
+    return rule if rule.code == row_rules.SGD else None
 
 
 def _lacking(asked: RowQuery, cache: RowCache, step: int, here: dict[int, PartialRows]) -> RowQuery | None:

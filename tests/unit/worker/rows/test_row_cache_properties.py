@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.row_rules import rule_of
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table
 from shardyard_worker.rows.frequency_cache import INDEX_BYTES
-from shardyard_worker.rows.row_cache import CacheRules, RowCache, SgdRule
+from shardyard_worker.rows.row_cache import CacheRules, RowCache
 
 DIM, TABLES = 2, 2
 ROW_BYTES = 4 * DIM + INDEX_BYTES
@@ -56,7 +57,7 @@ def test_a_row_is_young_enough_and_has_all_that_this_worker_has_pushed(
     servers, step, expected_hits = Servers(), 0, 0
     read: dict[Row, tuple[int, float, float]] = {}
     """When a row was read last, and what it was then, of what it would be now where changes are known."""
-    descent = SgdRule(1.0, 0.0) if known else None
+    rule = rule_of("sgd", make_group("sgd", {"lr": 1.0}), 1) if known else None
     for what, table, chosen in does:
         ids = np.array(chosen, np.int64)
         if what == "read":
@@ -84,7 +85,7 @@ def test_a_row_is_young_enough_and_has_all_that_this_worker_has_pushed(
             pushed = [number for number in chosen if step not in servers.own.get((table, number), ())]
             ids = np.array(pushed, np.int64)
             # rows fall by their gradient: the worker's own count grows
-            cache.pushed(table, ids, np.tile(np.array([0, -1], np.float32), (ids.size, 1)), descent)
+            cache.pushed(table, ids, np.tile(np.array([0, -1], np.float32), (ids.size, 1)), rule)
             for number in pushed:
                 row_id = (table, number)
                 servers.own.setdefault(row_id, []).append(step)
@@ -185,4 +186,9 @@ def test_a_change_that_is_known_has_the_bits_of_the_servers(decay: float) -> Non
     table.push(ids, gradients, 1, group=group)
     there = np.empty((50, 7), np.float32)
     table.look_up(ids, there)
-    assert SgdRule(0.37, decay).change(rows, gradients).tobytes() == there.tobytes()
+    cache = RowCache(CacheRules(1 << 20, 5))
+    cache.put(0, ids, rows, 0, since=0)
+    cache.pushed(0, ids, gradients, rule_of("sgd", group, 1))
+    out = np.empty((50, 7), np.float32)
+    assert cache.take(0, ids, out, 0) is None
+    assert out.tobytes() == there.tobytes()
