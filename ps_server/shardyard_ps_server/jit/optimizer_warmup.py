@@ -144,9 +144,8 @@ def _call(loop: DenseLoop) -> None:
             for squares in (None, np.zeros(8, np.uint8)):
                 kernels.compensate(task, squares, np.ones(4, loop.dtype))
         case kind:
-            w_in, g, w_out = (np.ones(1, loop.dtype) for _ in range(3))
-            state = [np.zeros(1, loop.dtype) for _ in loop.slots]
-            optimizers.make(kind).step(loop.settings, 1, w_in, g, w_out, state)
+            task = (old, new, sources[:1], optimizers.LONE, nothing, nothing, 0, 8)
+            optimizers.make(kind).update(loop.settings, 1, task, [np.zeros(8, np.uint8) for _ in loop.slots])
 
 
 def main() -> None:

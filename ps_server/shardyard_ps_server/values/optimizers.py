@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_ps_server.values import kernels, pieces
-from shardyard_ps_server.values.pieces import Addresses, Array, Bytes, Shares, Task
+from shardyard_ps_server.values import kernels
+from shardyard_ps_server.values.pieces import Array, Bytes, Shares, Task
 
 LONE: Shares = np.empty(0, np.float64)
 """The shares of a single gradient: it is used as it is."""
@@ -45,25 +45,6 @@ class Optimizer:
     kind: str
     slots: Callable[[Sequence[float]], tuple[Slot, ...]]
     update: Update
-
-    def step(
-        self,
-        settings: Sequence[float],
-        count: int,
-        w_in: Array,
-        g: Array,
-        w_out: Array,
-        state: Sequence[Array],
-    ) -> None:
-        """`update` on plain arrays: w_out from w_in and the gradient g.
-
-        All arrays are 1-D, contiguous, aligned, of one length, all float32 or all float64; `w_out` overlaps neither
-        input.
-        """
-        assert count >= 1
-        assert all(_fits(w_in, a) for a in (w_in, g, w_out, *state))
-        task, _kept = _plain_task(w_in, g, w_out)
-        self.update(settings, count, task, [array.view(np.uint8) for array in state])
 
 
 _MOMENTS: Final = (Slot("exp_avg"), Slot("exp_avg_sq"))
@@ -280,18 +261,3 @@ def _decay(lr: float, weight_decay: float, decoupled: float) -> tuple[float, flo
 def _scalars(task: Task, *values: float) -> Array:
     """Returns the values in the elements' dtype. With float64 scalars numba would compute in float64."""
     return np.array(values, task[4].dtype)
-
-
-def _fits(w: Array, a: Array) -> bool:
-    return a.ndim == 1 and a.size == w.size and a.dtype == w.dtype and a.flags.c_contiguous and a.flags.aligned
-
-
-def _plain_task(w_in: Array, g: Array, w_out: Array) -> tuple[Task, Any]:
-    """Returns a task of one gradient, and the array that must stay alive while the task is used."""
-    # numba would compile a second time for an array that may not be written
-    old = (w_in if w_in.flags.writeable else w_in.copy()).view(np.uint8)
-    new, gradient = w_out.view(np.uint8), g.view(np.uint8)
-    sources: Addresses = np.array([pieces.locate(old, new, gradient, g.itemsize)])
-    assert sources[0] != 0 or not old.size
-    nothing: Array = np.empty(0, w_in.dtype)
-    return (old, new, sources, LONE, nothing, nothing, 0, old.size), gradient

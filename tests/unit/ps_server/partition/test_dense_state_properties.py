@@ -21,6 +21,7 @@ from shardyard_ps_server.partition.contribution import PayloadLayout
 from shardyard_ps_server.partition.dense_state import Contribution, DenseState
 from shardyard_ps_server.values import optimizers
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
+from tests.support.dense_rules import take_step
 
 Values = Mapping[int, np.ndarray]
 """By the variable's index; a variable without a gradient is not there."""
@@ -83,7 +84,7 @@ class Whole:
         state = self.state.setdefault(index, [np.full_like(old, slot.initial) for slot in rule.slots(group_settings)])
         self.counts[index] = self.counts.get(index, 0) + 1
         new = np.empty_like(old)
-        rule.step(group_settings, self.counts[index], old, gradient, new, state)
+        take_step(rule, group_settings, self.counts[index], old, gradient, new, state)
         self.values[index] = new
 
 

@@ -13,6 +13,7 @@ from shardyard.domain.tables.row_optimizers import KINDS, make_group
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.values import optimizers
+from tests.support.dense_rules import take_step
 
 ROWS, DIM, STEPS = 37, 19, 60
 IDS = np.arange(ROWS, dtype=np.int64) * 1_000_003 - 9
@@ -53,7 +54,7 @@ def test_rows_that_are_always_pushed_have_the_bits_of_a_dense_variable(kind: str
     state = [np.full_like(w, slot.initial) for slot in dense.slots(group)]
     for step, g in enumerate(gradients(), start=1):
         after = np.empty_like(w)
-        dense.step(group, step, w, g.ravel(), after, state)
+        take_step(dense, group, step, w, g.ravel(), after, state)
         w = after
         table.push(IDS, g, step)
     assert values_of(table).tobytes() == w.tobytes()

@@ -23,6 +23,7 @@ from shardyard_ps_server.jit import optimizer_warmup
 from shardyard_ps_server.jit.optimizer_warmup import DenseLoop
 from shardyard_ps_server.values import kernels, optimizers, pieces
 from shardyard_ps_server.values.optimizers import Slot
+from tests.support.dense_rules import take_step
 from tests.support.torch_optimizers import TORCH
 
 ELEMENTS = 1037  # no multiple of a vector's width
@@ -107,7 +108,7 @@ class Ours:
         check_group(self.kind, 0, settings)
         self.count += 1
         w_out = np.full_like(self.w, np.nan)
-        self.rule.step(settings, self.count, self.w, g, w_out, self.state)
+        take_step(self.rule, settings, self.count, self.w, g, w_out, self.state)
         self.w = w_out
 
 
@@ -343,7 +344,7 @@ def test_a_step_writes_the_output_and_the_state_only(kind: str, given: Mapping[s
     rule, settings = optimizers.make(kind), make_group(kind, given)
     state = [memory[3 + 2 * i] for i, _ in enumerate(rule.slots(settings))]
     before = (w.tobytes(), g.tobytes())
-    rule.step(settings, 2, w, g, memory[1], state)
+    take_step(rule, settings, 2, w, g, memory[1], state)
     assert (w.tobytes(), g.tobytes()) == before
     assert np.all(memory[::2] == 7.0)
     assert not np.any(memory[1] == 7.0)
@@ -364,9 +365,9 @@ def test_overlapping_or_unlike_arrays_are_a_defect_of_the_caller() -> None:
     ]
     for gradient, w_out in refused:
         with pytest.raises(AssertionError):
-            rule.step(settings, 1, w, gradient, w_out, [])
+            take_step(rule, settings, 1, w, gradient, w_out, [])
     with pytest.raises(AssertionError):
-        rule.step(settings, 0, w, g, out, [])
+        take_step(rule, settings, 0, w, g, out, [])
 
 
 def _task(

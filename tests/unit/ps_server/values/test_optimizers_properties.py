@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardyard.domain.optimizers import KINDS, WHOLE_VARIABLES, make_group
 from shardyard_ps_server.values import optimizers
+from tests.support.dense_rules import take_step
 
 Run = tuple[npt.NDArray[np.floating], list[npt.NDArray[np.floating]]]
 
@@ -33,7 +34,7 @@ def _updates(kind: str, group: tuple[float, ...], w: np.ndarray, gradients: np.n
     state = [np.full_like(w, slot.initial) for slot in rule.slots(group)]
     for count, g in enumerate(gradients, start=1):
         w_out = np.full_like(w, np.nan)
-        rule.step(group, count, w, g, w_out, state)
+        take_step(rule, group, count, w, g, w_out, state)
         w = w_out
     return w, state
 
