@@ -7,18 +7,13 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-
-class GeneratorStates(NamedTuple):
-    """States of the CPU's generators."""
-
-    of_torch: torch.Tensor
-    of_numpy: Any
-    of_random: Any
+GeneratorStates = tuple[torch.Tensor, Any, Any]
+"""States of the CPU's generators: torch's, numpy's, random's."""
 
 
 def seed_everything(*key: int, devices: bool = True) -> None:
@@ -53,11 +48,12 @@ def undisturbed() -> Iterator[None]:
 
 def states() -> GeneratorStates:
     """The current states of the CPU's generators."""
-    return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def restore(states: GeneratorStates) -> None:
     """Sets the CPU's generators to these states."""
-    torch.set_rng_state(states.of_torch)
-    np.random.set_state(states.of_numpy)
-    random.setstate(states.of_random)
+    of_torch, of_numpy, of_random = states
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_random)

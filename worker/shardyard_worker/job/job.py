@@ -68,7 +68,7 @@ class Job(JobMember):
         feed = self._loop.feed
         return feed is None or feed.work is None or feed.work.due
 
-    # ---- what a script is told
+    # ---- callbacks and metrics
 
     def on_step(self, callback: StepCallback) -> StepCallback:
         """Calls `callback(job)` after each step: of this worker (asynchronous), of the job (synchronous).

@@ -20,7 +20,7 @@ from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
 
 
 @dataclass(frozen=True)
-class _Standing:
+class _SchedulerState:
     """The scheduler's state after `at` steps, and what it has set in each parameter group."""
 
     at: int
@@ -48,7 +48,7 @@ class JobScheduler:
         self._optimizer = optimizer
         self._step = step
         self._at = 0
-        self._first = self._kept = self._standing()
+        self._first = self._kept = self._state()
         self.follow()
 
     def step(self) -> None:
@@ -73,10 +73,11 @@ class JobScheduler:
     def keep(self) -> None:
         """Saves the current state, to which it can go back several times: another logical rank begins here too."""
         if self._kept.at != self._at:
-            self._kept = self._standing()
+            self._kept = self._state()
 
-    def _standing(self) -> _Standing:
-        return _Standing(self._at, copy.deepcopy(self._scheduler.state_dict()), copy.deepcopy(_rates(self._optimizer)))
+    def _state(self) -> _SchedulerState:
+        rates = copy.deepcopy(_rates(self._optimizer))
+        return _SchedulerState(self._at, copy.deepcopy(self._scheduler.state_dict()), rates)
 
     def get_last_lr(self) -> list[Any]:
         return list(self._scheduler.get_last_lr())

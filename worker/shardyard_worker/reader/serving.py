@@ -348,7 +348,8 @@ class ServedModel:
         current = self._current
         if current is not None and current.is_last and not current._held.is_lost:
             return True
-        held = self._snapshots.hold(news.view, step_wait_ms=self._step_wait_ms)
+        step_wait_ms = min(STEP_WAIT_MS_MAX, self._settings.staleness_ms // STEP_WAIT_SHARE)
+        held = self._snapshots.hold(news.view, step_wait_ms=step_wait_ms)
         if current is not None and _is_same(current._held, held):
             held.release()
             with self._changed:
@@ -371,10 +372,6 @@ class ServedModel:
         if ends and current is not None:
             self._end(current)
         return True
-
-    @property
-    def _step_wait_ms(self) -> int:
-        return min(STEP_WAIT_MS_MAX, self._settings.staleness_ms // STEP_WAIT_SHARE)
 
     def _make_version(self, held: PinnedVersion, former: ServedVersion | None) -> ServedVersion:
         hot = FrequencyCache(self._settings.cached_rows) if self._settings.cached_rows else None

@@ -1,7 +1,7 @@
 """The step at which a job stops or changes its mode, as one worker knows it (docs/internals/ledger.md, rules B8 to
 B10).
 
-Owns: the stop and the halt that this worker was told of, how far it has come in a synchronous job, and how many own
+Owns: the stop and the halt that this worker knows of, how far it has come in a synchronous job, and how many own
 pushes it has begun in an asynchronous one. Invariants: from the moment at which this worker learns of a stop or halt
 until it is settled, the worker begins no step, so that what it has reported stays true. After a settled halt it begins
 no step while the halt lasts. While a halt drains, it begins no push of its own. Must not know: which process decides,
