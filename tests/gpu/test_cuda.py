@@ -221,7 +221,7 @@ def test_buffers_are_pinned(connect: Callable[..., sy.Job]) -> None:
     job = connect("cuda", SYNC | {"worker.same_host": "never"})
     train(job)
     homes = job._loop.trainer.link.buffers._homes.values()  # type: ignore[union-attr]
-    memory = [each for home in homes for each in (home.gradients, *home.landings) if each.size]
+    memory = [each for home in homes for each in (home.gradients, *home.stream_buffers) if each.size]
     assert memory
     assert all(tensor_of(each).is_pinned() for each in memory)
     job.close()
@@ -253,8 +253,8 @@ def sent(buckets: FlatBuffers) -> torch.Tensor:
 
 def test_taking_and_bringing_wait_for_nothing(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
-    np.frombuffer(buckets.values.landing(SERVER), np.float32)[:1_000_000] = 5.0
-    buckets.values.has_landed(SERVER)
+    np.frombuffer(buckets.values.stream_buffer(SERVER), np.float32)[:1_000_000] = 5.0
+    buckets.values.note_streamed(SERVER)
     buckets.values.flip()
     gradient, target = torch.zeros(1_000, 1_000, device=cuda), torch.zeros(1_000, 1_000, device=cuda)
     for cycles in (1, LONG_CYCLES):  # a kernel's first call loads it, and may wait for the device

@@ -50,7 +50,7 @@ class Gate:
         if flight is not None:
             flight.answer.result(WAIT_S)
         for line in job._loop.trainer.router._streams.values():
-            line.settle()
+            line.await_answer()
         self.opened.clear()
         self.late.clear()
 

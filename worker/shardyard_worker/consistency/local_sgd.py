@@ -145,17 +145,7 @@ class InnerOptimizer:
 
 def _copied(state: Mapping[torch.Tensor, Any]) -> State:
     """A copy of the state, for the same parameters."""
-    return defaultdict(dict, {parameter: _copy_of(kept) for parameter, kept in state.items()})
-
-
-def _copy_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copy_of(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_copy_of(each) for each in value]
-    return copy.deepcopy(value)
+    return defaultdict(dict, {parameter: copy.deepcopy(kept) for parameter, kept in state.items()})
 
 
 # ---- a round

@@ -106,7 +106,7 @@ class ServerBuffers:
     empty: tuple[PushPart, ...]
     memory: SharedMemory | None
     gradients: Bytes
-    landings: list[Bytes] = field(default_factory=list)
+    stream_buffers: list[Bytes] = field(default_factory=list)
     attached: list[AttachedMemory] = field(default_factory=list)
     shadow: Bytes | None = None
     current: list[PartValues] = field(default_factory=list)
@@ -134,8 +134,8 @@ class Where:
     piece: Piece
 
 
-def free_landing(home: ServerBuffers) -> int:
-    """The index of the landing that does not hold the current version."""
+def free_stream_buffer(home: ServerBuffers) -> int:
+    """The index of the stream buffer that does not hold the current version."""
     return 1 if home.current and home.current[0].key == (-1, 0) else 0
 
 

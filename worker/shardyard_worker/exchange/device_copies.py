@@ -5,7 +5,7 @@ all this. Invariants:
 - When `fetch` returns, the buffers hold the current gradients: an early copy (`take`) is used only if the gradient is
   still the same tensor with the same elements; otherwise it is copied again.
 - Work launched on the computing stream after `bring` reads the new values. The memory that they come from may change
-  only after `settle`.
+  only after `await_values`.
 - If memory cannot be pinned, copies are slower, but right.
 
 How a changed gradient is noticed: torch counts changes in place, but not those that `.data` or `GradScaler.unscale_`
@@ -189,7 +189,7 @@ class DeviceCopies:
     """All copies between the devices of a model and its flat buffers.
 
     `alone`: every parameter is on such a device. Used by the thread that trains, except: `take` also by autograd's
-    thread, `settle` by any thread, `beside`, between two pushes, by the thread that saves compression state.
+    thread, `await_values` by any thread, `beside`, between two pushes, by the thread that saves compression state.
     """
 
     def __init__(self, find_engine: EngineOf = engine_of, *, alone: bool = True) -> None:
@@ -347,7 +347,7 @@ class DeviceCopies:
             lane.lead(event)
             self._brought[device] = event
 
-    def settle(self) -> None:
+    def await_values(self) -> None:
         """Waits until all values have been copied."""
         for event in tuple(self._brought.values()):
             event.synchronize()
@@ -393,7 +393,7 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Waits for copies in flight, and unpins all memory."""
-        self.settle()
+        self.await_values()
         for device in self._devices.values():
             if device is not None:
                 device.out.mark().synchronize()

@@ -201,14 +201,14 @@ class FanOut:
         return results
 
     def _begin(self, make: Make, stream: ServerStream) -> PushHeader | None:
-        stream.settle()
+        stream.await_answer()
         if not stream.is_open:
             stream.open(self._requests.header(stream.server))
         made = make(stream)
         if made is None:
             return None
         stream.begin(*made)
-        return made[0]
+        return made.header
 
     def _attempt(self, make: Make, stream: ServerStream) -> ExchangeReply | None:
         """One whole exchange with one server. The answer may be that of an earlier attempt."""

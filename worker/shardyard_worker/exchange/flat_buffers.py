@@ -29,7 +29,7 @@ from shardyard_worker.exchange.pulled_values import PulledValues
 from shardyard_worker.exchange.tensor_copy import TensorCopier
 from shardyard_worker.exchange.tensor_types import check_tensor, fits_dtype
 
-Codes = Mapping[PartitionId, tuple[memoryview, ...]]
+Codes = Mapping[PartitionId, Sequence[memoryview]]
 Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 
 
@@ -125,9 +125,9 @@ class FlatBuffers:
         }
         for server, home in self._homes.items():
             if current and home.partitions:
-                self.values.landing(server)
+                self.values.stream_buffer(server)
                 for part, partition in enumerate(home.partitions):
-                    kept = home.values(part, (-1, 0), home.landings[0][home.begins[part] :])
+                    kept = home.values(part, (-1, 0), home.stream_buffers[0][home.begins[part] :])
                     for into, values in zip(kept.tensors, current[partition].tensors, strict=True):
                         into.copy_(values)
                     home.current.append(kept)
@@ -255,31 +255,27 @@ class FlatBuffers:
         home = self._homes[server]
         if not absent:
             return home.whole
-        return tuple(
-            PushPart(p, part.payload_bytes, absent_blocks(part, absent))
-            for p in home.partitions
-            for part in (self._layout.partitions[p],)
-        )
+        parts = [self._layout.partitions[partition] for partition in home.partitions]
+        return tuple([PushPart(part.partition, part.payload_bytes, absent_blocks(part, absent)) for part in parts])
 
     def encode(self, sent: Sequence[torch.Tensor | None], encode: Encode) -> Codes:
         """Encodes what a push carries: for each partition one code a block. The tensors have been checked
         (`check_tensor`) and are encoded in place."""
         flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in sent]
-        places: list[PartitionId] = []
+        codes: dict[PartitionId, list[memoryview]] = {}
+        places: list[list[memoryview]] = []
         blocks: list[tuple[Block, torch.Tensor]] = []
         for home in self._homes.values():
             for partition in home.partitions:
+                codes[partition] = []
                 for block in self._layout.partitions[partition].blocks:
                     tensor = flat[block.variable]
                     if tensor is not None:
-                        places.append(partition)
+                        places.append(codes[partition])
                         blocks.append((block, tensor[block.offset : block.offset + block.length]))
-        codes: dict[PartitionId, list[memoryview]] = {
-            partition: [] for home in self._homes.values() for partition in home.partitions
-        }
-        for partition, code in zip(places, encode(blocks), strict=True):
-            codes[partition].append(code)
-        return {partition: tuple(found) for partition, found in codes.items()}
+        for place, code in zip(places, encode(blocks), strict=True):
+            place.append(code)
+        return codes
 
     def coded_parts(
         self, server: Incarnation, absent: frozenset[int], codes: Codes

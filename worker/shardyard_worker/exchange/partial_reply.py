@@ -51,7 +51,7 @@ class PartialReply:
             if self._lost is not None and not self._scatter.has(begin, end):
                 raise self._lost.anew()
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """Waits until all bytes are there or lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._scatter.complete or self._lost is not None)

@@ -7,19 +7,27 @@ not know: servers' addresses, names of pushes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardyard.codecs.dense.decoding import apply
 from shardyard.domain.ids import Incarnation
-from shardyard.domain.layout.layouts import Block, JobLayout
+from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.variables import VariableKind
 from shardyard.transport.shared_memory import AttachedMemory, attach
-from shardyard_worker.exchange.buffer_layout import Bytes, Key, Late, ServerBuffers, Version, Where, free_landing, zeros
+from shardyard_worker.exchange.buffer_layout import (
+    Bytes,
+    Key,
+    Late,
+    ServerBuffers,
+    Version,
+    Where,
+    free_stream_buffer,
+    zeros,
+)
 from shardyard_worker.exchange.device_copies import DeviceCopies
 from shardyard_worker.exchange.partial_reply import PartialReply
 from shardyard_worker.exchange.tensor_copy import TensorCopier
@@ -43,46 +51,48 @@ class PulledValues:
         self._copies = copies
         self._copier = copier
 
-    def landing(self, server: Incarnation) -> memoryview:
+    def stream_buffer(self, server: Incarnation) -> memoryview:
         """The memory for the next version of a server's values, if it comes over a stream."""
         home = self._homes[server]
-        if not home.landings:
-            home.landings = [zeros(home.nbytes, self._copies) for _ in range(2)]
-        return home.landings[free_landing(home)].data
+        if not home.stream_buffers:
+            home.stream_buffers = [zeros(home.nbytes, self._copies) for _ in range(2)]
+        return home.stream_buffers[free_stream_buffer(home)].data
 
-    def land_codes(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
+    def decode(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
         """Decodes the next version of a server's values: one code a block; `sizes`: their bytes. `to_shadow`: a code
         may be the difference to the values before. Raises MalformedPayload, TooLarge."""
         home = self._homes[server]
-        landing = np.frombuffer(self.landing(server), np.uint8)
+        buffer = np.frombuffer(self.stream_buffer(server), np.uint8)
         if to_shadow and home.shadow is None:
             home.shadow = np.zeros(home.nbytes, np.uint8)
-        into = landing if not to_shadow or home.shadow is None else home.shadow
-        left = iter(sizes)
-        at = 0
-        for index in range(len(home.partitions)):
-            for (_, values), nbytes in zip(self._blocks(home, index, 0, into), left, strict=False):
+        into = buffer if not to_shadow or home.shadow is None else home.shadow
+        left, at = iter(sizes), 0
+        for partition, begin in zip(home.partitions, home.begins, strict=True):
+            for block in self._layout.partitions[partition].blocks:
+                dtype, nbytes = self._layout.variables[block.variable].dtype, next(left)
+                start = begin + block.position
+                values = into[start : start + block.length * dtype.item_bytes].view(dtype.value)
                 apply(codes[at : at + nbytes].data, values)
                 at += nbytes
         if to_shadow:
-            landing[:] = into
-        self.has_landed(server)
+            buffer[:] = into
+        self.note_streamed(server)
 
     def blocks(self, server: Incarnation) -> int:
         """The number of blocks in a server's payload."""
         return sum(len(self._layout.partitions[p].blocks) for p in self._homes[server].partitions)
 
-    def has_landed(self, server: Incarnation, arrival: PartialReply | None = None) -> None:
-        """`landing` is full, or will be when `arrival` is complete."""
+    def note_streamed(self, server: Incarnation, arrival: PartialReply | None = None) -> None:
+        """The stream buffer is full, or will be when `arrival` is complete."""
         home = self._homes[server]
         home.arriving = arrival
-        number = free_landing(home)
-        payload = home.landings[number]
+        number = free_stream_buffer(home)
+        payload = home.stream_buffers[number]
         home.incoming = [
             home.values(index, (-1 - number, 0), payload[begin:]) for index, begin in enumerate(home.begins)
         ]
 
-    def has_come(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
+    def note_shared(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
         """The next version of a server's values lies in these payloads in shared memory, one for each partition."""
         home = self._homes[server]
         home.arriving = None
@@ -93,7 +103,7 @@ class PulledValues:
         home = self._homes[server]
         home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
         if self._copies is not None and home.attached:
-            self._copies.settle()
+            self._copies.await_values()
             for memory in home.attached:
                 self._copies.unpin(memory.bytes)
             home.attached = []
@@ -106,10 +116,10 @@ class PulledValues:
         self._homes[server].attached.append(memory)
         return memory
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Waits until no copy to a GPU reads current values. Call it before a server's next exchange."""
         if self._copies is not None:
-            self._copies.settle()
+            self._copies.await_values()
 
     def flip(self) -> None:
         """Makes the next version, complete on all servers, the current one."""
@@ -164,13 +174,3 @@ class PulledValues:
         fits = spec.kind is VariableKind.PARAMETER and target.dtype is TORCH_DTYPES[spec.dtype]
         fits = fits and target.is_contiguous() and target.device.type == "cpu"
         return fits and not (self._copies is not None and self._copies.carries(target))
-
-    def _blocks(
-        self, home: ServerBuffers, index: int, begin: int, memory: Bytes
-    ) -> Iterator[tuple[Block, npt.NDArray[np.generic]]]:
-        """The blocks of a partition, and their elements in memory that begins with a payload for the server."""
-        begin += home.begins[index]
-        for block in self._layout.partitions[home.partitions[index]].blocks:
-            dtype = self._layout.variables[block.variable].dtype
-            start = begin + block.position
-            yield block, memory[start : start + block.length * dtype.item_bytes].view(dtype.value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardyard.domain.ids import Caller, Incarnation, PartitionId
 from shardyard.domain.layout.layouts import PartitionMap
@@ -18,11 +19,20 @@ from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart, 
 from shardyard_worker.exchange.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
-from shardyard_worker.exchange.server_stream import Piece, ServerStream
+from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 
-ServerRequest = tuple[PushHeader, Sequence[Piece], Sequence[memoryview]]
-"""A header, the payload for the stream, and the memory for the rows that come back."""
+
+class ServerRequest(NamedTuple):
+    """`pieces`: the payload for the stream, one piece after the other. `begins`: the place of each piece in the
+    payload, if it completes what was sent during backward. `rows`: the memory for rows that come back."""
+
+    header: PushHeader
+    pieces: Sequence[memoryview] = ()
+    rows: Sequence[memoryview] = ()
+    begins: Sequence[int] | None = None
+
+
 Order = Callable[[], tuple[int, ...]]
 
 
@@ -61,7 +71,7 @@ class RequestBuilder:
     ) -> ServerRequest:
         """A server's part of a push, of the pull after it, and of the rows that are looked up with the pull."""
         server = stream.server
-        parts, pieces, shared_at, rest = self._payload(push, stream)
+        parts, pieces, shared_at, begins = self._payload(push, stream)
         rows: tuple[PushedRows, ...] = ()
         behind: list[memoryview] = []
         if push.rows is not None:
@@ -73,7 +83,7 @@ class RequestBuilder:
             behind = [*behind, *ids]
         rows_at, wanted_at = stream.put_rows(behind, places) if behind else (None, None)
         if behind and rows_at is None:
-            pieces = placed([*(piece for _, piece in pieces), *behind])
+            pieces = [*pieces, *behind]
         bases = push.bases
         header = PushHeader(
             self._caller,
@@ -86,7 +96,7 @@ class RequestBuilder:
             push.groups,
             None if pull is None else self._pull_header(stream, pull, whole=bool(wanted)),
             shared_at,
-            rest=sum([len(piece) for _, piece in pieces]) if rest else None,
+            rest=None if begins is None else sum([len(piece) for piece in pieces]),
             ssp_report=None if pull is None else pull.ssp_report,
             bases=() if bases is None else tuple([bases[part.partition] for part in parts]),
             overflow=push.overflow,
@@ -96,28 +106,25 @@ class RequestBuilder:
             rows_at=rows_at,
             wanted_at=wanted_at,
         )
-        return header, pieces, places
+        return ServerRequest(header, pieces, places, begins)
 
     def _payload(
         self, push: PushRequest, stream: ServerStream
-    ) -> tuple[tuple[PushPart, ...], Sequence[Piece], int | None, bool]:
-        """The parts of a push, the pieces for the stream, where the payload begins in shared memory, and whether the
-        pieces complete what was sent during backward."""
+    ) -> tuple[tuple[PushPart, ...], Sequence[memoryview], int | None, Sequence[int] | None]:
+        """The parts of a push, the pieces for the stream, where the payload begins in shared memory, and `begins`."""
         buffers, server = self._buffers, stream.server
         if push.kind is PushKind.EMPTY:
-            return buffers.empty_parts(server), (), None, False
+            return buffers.empty_parts(server), (), None, None
         if push.codes is not None:
-            parts, codes = buffers.coded_parts(server, push.absent, push.codes)
-            return parts, placed(codes), None, False
+            return *buffers.coded_parts(server, push.absent, push.codes), None, None
         if stream.shared:
-            return buffers.shared_parts(server, push.absent), (), buffers.place(server, push.slot), False
+            return buffers.shared_parts(server, push.absent), (), buffers.place(server, push.slot), None
         rest = self._overlap.rest(server) if self._overlap is not None else None
         if rest is None:
-            parts, whole = buffers.parts(server, push.absent, push.slot)
-            return parts, placed(whole), None, False
+            return *buffers.parts(server, push.absent, push.slot), None, None
         payload = buffers.payload(server)
-        pieces = [(span.begin, payload[span.begin : span.end].data) for span in rest]
-        return buffers.shared_parts(server, push.absent), pieces, None, True
+        pieces = [payload[span.begin : span.end].data for span in rest]
+        return buffers.shared_parts(server, push.absent), pieces, None, [span.begin for span in rest]
 
     def pull(
         self, pull: PullSpec, verdict: StepVerdict | None, ahead: RowPrefetch | None, stream: ServerStream
@@ -128,10 +135,10 @@ class RequestBuilder:
         made = self._pull_header(stream, pull, whole=bool(wanted))
         header = replace(header, pull=made, ssp_report=pull.ssp_report, verdict=verdict)
         if not wanted:
-            return header, (), ()
+            return ServerRequest(header)
         rows_at, wanted_at = stream.put_rows(ids, places)
         header = replace(header, wanted=wanted, rows_at=rows_at, wanted_at=wanted_at)
-        return header, placed(ids) if rows_at is None else (), places
+        return ServerRequest(header, ids if rows_at is None else (), places)
 
     def _wanted(
         self, ahead: RowPrefetch, server: Incarnation
@@ -161,13 +168,3 @@ class RequestBuilder:
         )
         self._pulls[server] = pull, stream.shared, order, made
         return made
-
-
-def placed(pieces: Sequence[memoryview]) -> list[Piece]:
-    """Pieces one after the other."""
-    found: list[Piece] = []
-    at = 0
-    for piece in pieces:
-        found.append((at, piece))
-        at += len(piece)
-    return found

@@ -205,7 +205,8 @@ class ServerGroup:
         """Tells the servers that after that epoch this worker takes no steps for now."""
 
         def make(stream: ServerStream) -> ServerRequest:
-            return replace(self._requests.header(stream.server), ssp_report=SspReport(SspPhase.RESTS, epoch)), (), ()
+            header = self._requests.header(stream.server)
+            return ServerRequest(replace(header, ssp_report=SspReport(SspPhase.RESTS, epoch)))
 
         self._exchange(make, "word that this worker takes no steps for now")
 

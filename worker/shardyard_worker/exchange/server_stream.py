@@ -35,10 +35,6 @@ log = logging.getLogger("shardyard.worker")
 DETACH_MS = 1_000
 
 
-Piece = tuple[int, memoryview]
-"""A place in a payload, and the bytes for it."""
-
-
 class ServerStream:
     """To one server, under one partition map."""
 
@@ -94,7 +90,7 @@ class ServerStream:
         """Copies rows and ids of the next exchange into shared memory. Returns where they are, and where the server
         must put the rows for `places`. None: they travel over the stream."""
         memory = self._shm_rows
-        if memory is None or not memory.opened:
+        if memory is None:
             return None, None
         return memory.put(pieces), memory.place(places)
 
@@ -115,23 +111,28 @@ class ServerStream:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         return stream
 
-    def settle(self) -> None:
+    def await_answer(self) -> None:
         """Waits until the last answer is complete, or the stream has failed. Call it before the next exchange."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
-            arrival.settle()
+            arrival.await_end()
 
-    def begin(self, header: PushHeader, pieces: Sequence[Piece], rows: Sequence[memoryview] = ()) -> None:
-        """Sends a request; `finish` must follow, and `pieces` must not change before. `rows`: the memory for the rows
-        that the header asks for."""
+    def begin(
+        self,
+        header: PushHeader,
+        pieces: Sequence[memoryview] = (),
+        rows: Sequence[memoryview] = (),
+        begins: Sequence[int] | None = None,
+    ) -> None:
+        """Sends a request (see ServerRequest); `finish` must follow, and `pieces` must not change before."""
         stream = self._open_stream()
-        self._buffers.values.settle()
+        self._buffers.values.await_copies()
         self._rows = rows
         written = self._headers.write(header)
-        if header.rest is None:
-            stream.send(frames.cut(written, [piece for _, piece in pieces]))
+        if begins is None:
+            stream.send(frames.cut(written, pieces))
         else:
-            stream.send(frames.cut_places(written, pieces))
+            stream.send(frames.cut_places(written, zip(begins, pieces, strict=True)))
 
     def finish(self, header: PushHeader, *, deadline_ms: int | None = None) -> ExchangeReply:
         """Returns the answer. The buffers then have the pulled values; if the pull has an order, some may still be
@@ -158,7 +159,7 @@ class ServerStream:
         if self._stream is None or not self.shared:
             return
         try:
-            self.begin(header, ())
+            self.begin(header)
             self.finish(header, deadline_ms=DETACH_MS)
         except errors.ShardyardError as error:
             log.debug("server %s: not detached: %s", self.server, error.what)
@@ -181,13 +182,14 @@ class ServerStream:
             attach=None if memory is None else memory.ticket(),
             attach_rows=None if rows is None else rows.ticket(),
         )
-        self.begin(offer, ())
+        self.begin(offer)
         answer = self.finish(offer)
         if rows is not None:
-            rows.settle(opened=answer.rows_attached)
-            self._rows_shareable = rows.opened
-            self._shm_rows = rows if rows.opened else None
-            if not rows.opened:
+            rows.close()
+            self._rows_shareable = answer.rows_attached
+            if answer.rows_attached:
+                self._shm_rows = rows
+            else:
                 log.info("server %s: rows travel over streams (%s)", self.server, answer.rows_not_attached)
         if memory is None:
             return
@@ -243,18 +245,18 @@ class ServerStream:
         if pull.shared:
             places = list(self._places(result))
             self._assemble(stream, first, deadline_ms)
-            self._buffers.values.has_come(self.server, places)
+            self._buffers.values.note_shared(self.server, places)
             return result
         if pull.order:
             self._begin_arrival(stream, first, deadline_ms)
             return result
         if not pull.coding:
-            self._assemble(stream, first, deadline_ms, self._buffers.values.landing(self.server))
-            self._buffers.values.has_landed(self.server)
+            self._assemble(stream, first, deadline_ms, self._buffers.values.stream_buffer(self.server))
+            self._buffers.values.note_streamed(self.server)
             return result
         codes = np.empty(self._coded_bytes(result), np.uint8)
         self._assemble(stream, first, deadline_ms, codes.data)
-        self._buffers.values.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in pull.coding)
+        self._buffers.values.decode(self.server, codes, result.code_bytes, to_shadow="delta" in pull.coding)
         return result
 
     def _assemble(self, stream: Stream, first: Frame, deadline_ms: int, *into: memoryview) -> None:
@@ -269,14 +271,14 @@ class ServerStream:
         assembler.finish()
 
     def _begin_arrival(self, stream: Stream, first: Frame, deadline_ms: int) -> None:
-        arrival = PartialReply(self.server, self._buffers.values.landing(self.server))
+        arrival = PartialReply(self.server, self._buffers.values.stream_buffer(self.server))
         arrival.add(first)
         if arrival.complete:
-            self._buffers.values.has_landed(self.server)
+            self._buffers.values.note_streamed(self.server)
             return
         self._receive_later(partial(self._receive, stream, arrival, deadline_ms))
         self._arrival = arrival
-        self._buffers.values.has_landed(self.server, arrival)
+        self._buffers.values.note_streamed(self.server, arrival)
 
     def _receive(self, stream: Stream, arrival: PartialReply, deadline_ms: int) -> None:
         """Receives the rest of an answer, in another thread."""

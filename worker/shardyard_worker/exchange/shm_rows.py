@@ -28,15 +28,12 @@ class ShmRows:
         self._memory = SharedMemory(2 * ROWS_ROOM_BYTES, read_only=False)
         self._pushed = self._memory.bytes[:_WANTED_AT]
         self._wanted = self._memory.bytes[_WANTED_AT:].data
-        self.opened = False
-        """Whether the server has opened it."""
 
     def ticket(self) -> ShmHandle:
         return self._memory.ticket()
 
-    def settle(self, *, opened: bool) -> None:
-        """Notes that the server has opened the memory, or never will. From now on no process can."""
-        self.opened = opened
+    def close(self) -> None:
+        """From now on no other process can open the memory."""
         self._memory.close()
 
     def put(self, pieces: Sequence[memoryview]) -> int | None:

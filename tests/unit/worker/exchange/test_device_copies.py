@@ -371,8 +371,8 @@ def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: DeviceCopies) -> 
 
 
 def landed(buckets: FlatBuffers, value: int) -> None:
-    np.frombuffer(buckets.values.landing(SERVER), np.uint8)[:] = value
-    buckets.values.has_landed(SERVER)
+    np.frombuffer(buckets.values.stream_buffer(SERVER), np.uint8)[:] = value
+    buckets.values.note_streamed(SERVER)
     buckets.values.flip()
 
 
@@ -400,12 +400,12 @@ def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, 
 def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
-    memory = buckets._homes[SERVER].landings[0]
+    memory = buckets._homes[SERVER].stream_buffers[0]
     buckets.values.load(held)
-    buckets.values.settle()
+    buckets.values.await_copies()
     memory[:] = 77
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
-    buckets.values.settle()
+    buckets.values.await_copies()
 
 
 def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceCopies) -> None:
@@ -413,7 +413,7 @@ def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceC
     landed(buckets, 1)
     before = [tensor.data_ptr() for tensor in held.values()]
     buckets.values.load(held, view=True)
-    buckets.values.settle()
+    buckets.values.await_copies()
     assert [tensor.data_ptr() for tensor in held.values()] == before
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
 
@@ -426,7 +426,7 @@ def test_buffers_are_pinned_and_given_back(engine: FakeEngine, copies: DeviceCop
         buckets = made_buckets(copies, shareable=shareable)
         home = buckets._homes[SERVER]
         landed(buckets, 1)
-        pinned = {home.gradients.ctypes.data, *(landing.ctypes.data for landing in home.landings)}
+        pinned = {home.gradients.ctypes.data, *(landing.ctypes.data for landing in home.stream_buffers)}
         assert engine.pinned.keys() == pinned
         assert {read_only for _, read_only in engine.pinned.values()} == {False}
         assert all(address % 4_096 == 0 for address in pinned)

@@ -145,12 +145,12 @@ def test_values_come_back_as_they_were_sent(case: Case) -> None:
     sent = tensors_of(case, first=1)
     buckets.fill(sent)
     for server in buckets.servers:
-        buckets.values.landing(server)[:] = bytes(buckets.nbytes(server))
-        buckets.values.has_landed(server)
+        buckets.values.stream_buffer(server)[:] = bytes(buckets.nbytes(server))
+        buckets.values.note_streamed(server)
     buckets.values.flip()
     for server in buckets.servers:
-        buckets.values.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.values.has_landed(server)
+        buckets.values.stream_buffer(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.values.note_streamed(server)
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
     buckets.values.load(targets)
     assert not any(target.any() for target in targets.values()), "what lands is not current before the flip"
@@ -166,11 +166,11 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
     buckets = FlatBuffers(case.layout, case.map)
     buckets.fill(tensors_of(case, first=1))
     for server in buckets.servers:
-        buckets.values.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.values.has_landed(server)
+        buckets.values.stream_buffer(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.values.note_streamed(server)
     buckets.values.flip()
     for server in buckets.servers[:1]:
-        landing = buckets.values.landing(server)
+        landing = buckets.values.stream_buffer(server)
         landing[:] = bytes(len(landing))
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
     buckets.values.load(targets)
