@@ -1,12 +1,12 @@
-"""The best version that an evaluator has found of a job: its values in one file, and a manifest that names it.
+"""The best version of a job that an evaluator has found: a file with its values, and a manifest that names it.
 
     <URL>/<job>/best/step-000000001350-5f0c9a77d2e14b60.safetensors   variables by name, parameters and buffers
     <URL>/<job>/best/manifest.json                                    {"best":{...},"sha256":"..."}, written last
 
-Owns: that folder. Invariants: the values that the manifest names are there whole when it is written, and its digest
-covers each bit of it; so whatever moment a writer dies in, either the former best is there or the new one; the former
-one's file is deleted after that. One evaluator at a time keeps the best of a job at a URL; any may read. Must not know:
-how a version is judged, checkpoints.
+Owns: that folder. Invariant: the manifest is written after the file that it names, and a digest covers every bit of it.
+So if the writer dies, at any moment, either the former best or the new one is there. The former file is deleted last.
+Only one evaluator at a time may keep the best of a job at a URL. Any process may read it. Must not know: how a version
+is judged, checkpoints.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _NAMES: Final = ("format", "version", "job", "metric", "mode", "value", "step", 
 
 @dataclass(frozen=True, slots=True)
 class BestManifest:
-    """`job`: the run that it is of; `mode`: whether a larger or a smaller value is better, "max" or "min"; `created`:
-    ISO 8601 with a zone; `path`: of the values, from the folder."""
+    """`job`: the run that the version belongs to. `mode`: "max" if a larger value is better, "min" if a smaller one is.
+    `created`: ISO 8601 with a time zone. `path`: of the values, from the folder."""
 
     job: JobId
     metric: str
@@ -56,12 +56,12 @@ class BestManifest:
     written: Written
 
     def is_beaten_by(self, value: float) -> bool:
-        """A value that is no number beats nothing."""
+        """Whether `value` is better. NaN is not better than any value."""
         return value > self.value if self.mode == "max" else value < self.value
 
 
 class BestFolder:
-    """Of one job. All methods raise StorageUnavailable. Raises InvalidRequest for a name that no job can have."""
+    """The folder of one job. All methods raise StorageUnavailable. Raises InvalidRequest for an impossible name."""
 
     def __init__(self, storage: Storage, job: str) -> None:
         self.storage = storage
@@ -74,8 +74,8 @@ class BestFolder:
     # ---- reading
 
     def load(self) -> BestManifest | None:
-        """What is kept; None: nothing. Raises CheckpointDamaged where the manifest is not what was written, or the file
-        that it names is not there in its length."""
+        """The manifest; None: there is no best version yet. Raises CheckpointDamaged if the manifest has changed, or if
+        the file that it names does not exist or has another length."""
         path = f"{self._folder}/{NAME}"
         where = self.storage.locate(path)
         try:
@@ -98,21 +98,21 @@ class BestFolder:
         return tensors.read_contents(self.storage, f"{self._folder}/{best.path}")
 
     def read(self, best: BestManifest) -> dict[str, Array]:
-        """The values by name, read-only, every byte of the file held against its digest. Raises CheckpointDamaged,
+        """The values by name, read-only. The digest of the whole file is checked. Raises CheckpointDamaged,
         CheckpointNotFound."""
         path = f"{self._folder}/{best.path}"
         _, found = tensors.read_file(self.storage, path, best.written, lambda _: True)
         return found
 
     def check(self, best: BestManifest) -> Contents:
-        """Reads every byte of the file against its digest, a piece at a time, and returns names, dtypes and shapes.
-        Raises CheckpointDamaged, CheckpointNotFound."""
+        """Checks the digest of the whole file, piece by piece, and returns names, dtypes and shapes. Raises
+        CheckpointDamaged, CheckpointNotFound."""
         contents, _ = tensors.read_file(self.storage, f"{self._folder}/{best.path}", best.written, lambda _: False)
         return contents
 
     def sources(self, best: BestManifest, contents: Contents) -> list[TensorSource]:
-        """The values as another file takes them: each is read a piece at a time when its turn comes. `contents`: what
-        `check` returned; digests are not checked again."""
+        """The values, to be written into another file; each is read piece by piece when its turn comes. `contents`:
+        what `check` returned. The digest is not checked again."""
         path = f"{self._folder}/{best.path}"
         return [
             TensorSource(each.name, each.dtype, each.shape, stream=partial(self._pieces, path, each))
@@ -123,7 +123,7 @@ class BestFolder:
         return self.storage.read_pieces(path, tensor.begin, tensor.end)
 
     def stream(self, best: BestManifest, contents: Contents) -> Iterator[tuple[str, Array]]:
-        """The values by name, read-only, one at a time. `contents` as in `sources`."""
+        """Yields the values by name, read-only, one at a time. `contents`: as in `sources`."""
         path = f"{self._folder}/{best.path}"
         for each in contents.tensors.values():
             yield each.name, tensors.read_tensor(self.storage, path, each)
@@ -141,10 +141,10 @@ class BestFolder:
         values: Mapping[str, Array],
         more: Sequence[TensorSource] = (),
     ) -> None:
-        """From here on this version is the one that is kept. `more` values are written as they are fetched. Raises
-        InvalidRequest, TooLarge."""
+        """Writes this version as the best one, and deletes the former. `more`: values that are fetched while the file
+        is written. Raises InvalidRequest, TooLarge."""
         if not math.isfinite(value) or not _TEXT.fullmatch(metric) or not _MODE.fullmatch(mode):
-            raise InvalidRequest(f"to keep the {mode} of {metric[:100]!r}, which is {value}")
+            raise InvalidRequest(f"cannot keep the {mode} of {metric[:100]!r}, which is {value}")
         path = f"step-{step:012d}-{secrets.token_hex(8)}.safetensors"
         text = {"step": str(step), "metric": metric, "value": repr(value)}
         pieces = tensors.pieces(text, [*(tensors.source_of(name, array) for name, array in values.items()), *more])
@@ -152,7 +152,7 @@ class BestFolder:
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = BestManifest(job, metric, mode, value, step, created, path, written)
         self.storage.write(f"{self._folder}/{NAME}", [encode(kept)])
-        for name in self._others(path):  # the former best, and what was begun and never finished
+        for name in self._others(path):  # the former best, and files that were never finished
             self.storage.delete_file(f"{self._folder}/{name}")
 
     def _others(self, path: str) -> Iterator[str]:
@@ -183,7 +183,7 @@ def decode(text: bytes, where: str) -> BestManifest:
     node = unseal(text, "best", where)
     found = node.fields(_NAMES)
     if (found["format"].value, found["version"].value) != (FORMAT, FORMAT_VERSION):
-        raise CheckpointDamaged(f"{where} is of a format that this release does not know")
+        raise CheckpointDamaged(f"{where} has a format that this release does not know")
     return BestManifest(
         job=JobId(found["job"].number((1 << 64) - 1)),
         metric=found["metric"].text(_TEXT, "a metric's name"),

@@ -1,4 +1,4 @@
-"""Entries of manifests and the messages that carry them, both ways. What comes in is checked."""
+"""Converts entries of manifests between messages and dataclasses, and checks those that come in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ref_to_wire(file: FileRef) -> server.CheckpointFile:
 def file_from_wire(message: server.CheckpointFile) -> PartitionFile:
     file = _ref(message.path, message.length, message.sha256)
     if len(message.blocks) > limits.BLOCKS_MAX:
-        raise TooLarge(f"{len(message.blocks)} blocks of a file; at most {limits.BLOCKS_MAX} are taken")
+        raise TooLarge(f"a file has {len(message.blocks)} blocks; at most {limits.BLOCKS_MAX} are allowed")
     return PartitionFile(file, tuple(message.blocks))
 
 
@@ -57,7 +57,7 @@ def tables_to_wire(tables: Iterable[TableEntry]) -> list[server.TableFiles]:
 
 def tables_from_wire(messages: Sequence[server.TableFiles]) -> tuple[TableEntry, ...]:
     if len(messages) > limits.TABLES_MAX:
-        raise TooLarge(f"the files of {len(messages)} tables; at most {limits.TABLES_MAX} are taken")
+        raise TooLarge(f"a message has the files of {len(messages)} tables; at most {limits.TABLES_MAX} are allowed")
     return tuple(
         TableEntry(
             message.updates,
@@ -73,11 +73,13 @@ def tables_from_wire(messages: Sequence[server.TableFiles]) -> tuple[TableEntry,
 
 def _rows_refs(messages: Sequence[server.CheckpointFile]) -> tuple[FileRef, ...]:
     if len(messages) > limits.ROWS_FILES_MAX:
-        raise TooLarge(f"{len(messages)} files with rows of a table; at most {limits.ROWS_FILES_MAX} are taken")
+        raise TooLarge(f"a table has {len(messages)} files with rows; at most {limits.ROWS_FILES_MAX} are allowed")
     found = tuple(_ref(each.path, each.length, each.sha256) for each in messages)
     for each in found:
         if each.written.nbytes > limits.ROWS_FILE_BYTES_MAX:
-            raise TooLarge(f"{each.path} of {each.written.nbytes} bytes; at most {limits.ROWS_FILE_BYTES_MAX}")
+            raise TooLarge(
+                f"{each.path} has {each.written.nbytes} bytes; at most {limits.ROWS_FILE_BYTES_MAX} are allowed"
+            )
     return found
 
 
@@ -88,9 +90,9 @@ def handed_from_wire(message: coordinator.HandOver) -> ResidualFile:
 
 def written_from_wire(length: int, sha256: bytes, what: str) -> Written:
     if len(sha256) != DIGEST_BYTES:
-        raise MalformedPayload(f"{what} with a digest of {len(sha256)} bytes; not {DIGEST_BYTES}")
+        raise MalformedPayload(f"{what} has a digest of {len(sha256)} bytes; expected {DIGEST_BYTES}")
     if length > limits.JOB_BYTES_MAX:
-        raise TooLarge(f"{what} of {length} bytes; at most {limits.JOB_BYTES_MAX} are taken")
+        raise TooLarge(f"{what} has {length} bytes; at most {limits.JOB_BYTES_MAX} are allowed")
     return Written(length, sha256.hex())
 
 
@@ -100,7 +102,7 @@ def _ref(path: str, length: int, sha256: bytes) -> FileRef:
 
 
 def entry_to_wire(entry: PartitionEntry, logs: Iterable[Incarnation] = ()) -> server.RestoredPartition:
-    """`logs`: the servers whose logs say what came after the checkpoint."""
+    """`logs`: the servers whose logs have what came after the checkpoint."""
     return server.RestoredPartition(
         partition=entry.partition,
         version=common_messages.version_to_wire(entry.version),
@@ -112,7 +114,7 @@ def entry_to_wire(entry: PartitionEntry, logs: Iterable[Incarnation] = ()) -> se
 
 def entry_from_wire(message: server.RestoredPartition) -> PartitionEntry:
     if not 1 <= len(message.files) <= FILES_PER_PARTITION_MAX:
-        raise MalformedPayload(f"partition {message.partition} to be restored from {len(message.files)} files")
+        raise MalformedPayload(f"partition {message.partition} is to be restored from {len(message.files)} files")
     return PartitionEntry(
         PartitionId(message.partition),
         common_messages.version_from_wire(message.version),

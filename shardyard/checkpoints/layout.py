@@ -1,7 +1,7 @@
 """A job's layout as JSON, in manifests and in the coordinator's journal.
 
-Owns: both ways. Invariants: what comes back equals what went in, and is whole (shardyard.domain.layout.checks). Must
-not know: files, manifests.
+Invariants: what is read equals what was written, and is complete (shardyard.domain.layout.checks). Must not know:
+files, manifests.
 """
 
 from __future__ import annotations

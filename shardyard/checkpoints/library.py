@@ -1,14 +1,14 @@
-"""All checkpoints below one URL: listed, read, checked, committed, pruned.
+"""All checkpoints below one URL: lists, reads, checks, commits and prunes them.
 
     <URL>/<job>/<number, 12 digits>/manifest.json             written last
     <URL>/<job>/<number, 12 digits>/partition-0003-<server>.safetensors
     <URL>/<job>/<number, 12 digits>/rows-0003-0000-<server>-<cut>-000000.safetensors
     <URL>/<job>/<number, 12 digits>/worker-<name>.safetensors
 
-Owns: which folder is a checkpoint: the one that has a manifest. Invariants: a manifest is written when all that it
-names is there, and never again; what a kept manifest names is not deleted; nothing is given out whose digest was not
-checked. One process at a time commits and prunes a job's checkpoints (the coordinator's journal sees to that); any may
-read. Must not know: who takes checkpoints, and when.
+A folder with a manifest is a checkpoint. Invariants: a manifest is written once, after all files that it names; a file
+that a kept manifest names is not deleted; no value is returned before its digest was checked. Only one process at a
+time commits and prunes the checkpoints of a job (the coordinator's journal ensures it). Any process may read. Must not
+know: who takes checkpoints, and when.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardyard.storage.storage import TEMPORARY_SUFFIX, Storage
 from shardyard.storage.tensors import Array, Contents
 
 KEPT_MIN: Final = 2
-"""Rule A8."""
+"""How many checkpoints are kept at least (rule A8)."""
 
 _NUMBER: Final = re.compile(r"[0-9]{12}")
 _TEMPORARY: Final = re.compile(rf"\.[^/]+{re.escape(TEMPORARY_SUFFIX)}")
@@ -53,7 +53,7 @@ _TEMPORARY: Final = re.compile(rf"\.[^/]+{re.escape(TEMPORARY_SUFFIX)}")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A committed checkpoint; one whose manifest cannot be read has `damage` instead of a manifest."""
+    """A committed checkpoint. If its manifest cannot be read, it has `damage` instead."""
 
     number: int
     manifest: Manifest | None
@@ -62,7 +62,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with a checkpoint: the file, from the job's folder, and what is wrong with it."""
+    """What is wrong with a file of a checkpoint. `path`: from the folder of the job."""
 
     number: int
     path: str
@@ -72,35 +72,35 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Pruned:
     checkpoints: tuple[int, ...]
-    """Those that are no more."""
+    """The numbers of the checkpoints that were deleted."""
     files: int
     nbytes: int
 
 
 class CheckpointLibrary:
-    """Safe for several threads, as far as its storage is. All methods raise StorageUnavailable, and InvalidRequest for
-    a name that no job can have."""
+    """As safe for several threads as its storage. All methods raise StorageUnavailable, and InvalidRequest for a name
+    that no job can have."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
-    # ---- looking
+    # ---- listing
 
     def jobs(self) -> tuple[str, ...]:
-        """Names of the jobs that have checkpoints, or had begun one."""
+        """Names of the jobs that have a checkpoint, or began one."""
         return tuple(name for name in self.storage.list_folders("") if manifests.JOB_NAME.fullmatch(name))
 
     def numbers(self, job: str) -> tuple[int, ...]:
-        """Of the committed checkpoints, ascending."""
+        """The numbers of the committed checkpoints, ascending."""
         return tuple(number for number, files in self._folders(job) if manifests.NAME in files)
 
     def next_number(self, job: str) -> int:
-        """The number for the next checkpoint: never one whose folder is there, even without a manifest."""
+        """The number for the next checkpoint. It is never one whose folder exists, even without a manifest."""
         taken = [int(name) for name in self._folder_names(job)]
         return max(taken, default=0) + 1
 
     def list_checkpoints(self, job: str) -> tuple[Listed, ...]:
-        """The committed ones, the oldest first."""
+        """The committed checkpoints, the oldest first."""
         found = []
         for number in self.numbers(job):
             try:
@@ -110,8 +110,8 @@ class CheckpointLibrary:
         return tuple(found)
 
     def load(self, job: str, number: int | None = None) -> Manifest:
-        """The manifest of a checkpoint; None: of the newest. A damaged newest one is not passed over in silence, since
-        to go further back concerns the whole job (rule A8).
+        """The manifest of a checkpoint; None: of the newest. If the newest one is damaged, this raises: to use an older
+        one instead would set back the whole job (rule A8).
 
         Raises CheckpointNotFound, CheckpointDamaged.
         """
@@ -130,31 +130,31 @@ class CheckpointLibrary:
     # ---- writing
 
     def write_feedback(self, job: str, number: int, worker: str, state: State) -> ResidualFile:
-        """Writes what a worker's error feedback remembers, as `Feedback.state_dict` gives it, for the checkpoint that
-        is being taken. Raises TooLarge."""
+        """Writes what a worker has not sent yet (its error feedback's `state_dict`) for the checkpoint that is being
+        taken. Raises TooLarge."""
         path = feedback_path(number, worker)
         written = self.storage.write(f"{check_job_name(job)}/{path}", residual_file.pieces(worker, state))
         return ResidualFile(worker, FileRef(path, written))
 
     def has_file(self, job: str, file: FileRef) -> bool:
-        """Whether a file that somebody says to have written is there, in its length."""
+        """Whether a file exists and has the length that its writer reported."""
         try:
             return self.storage.size(f"{check_job_name(job)}/{file.path}") == file.written.nbytes
         except CheckpointNotFound:
             return False
 
     def commit(self, manifest: Manifest) -> None:
-        """From here on the checkpoint is there. It is the newest: its number is above those that are.
+        """Writes the manifest, and with it completes the checkpoint. Its number must be above all others.
 
-        Raises InvalidRequest for a manifest that could not be restored from, CheckpointNotFound and CheckpointDamaged
-        where a file that it names is not there in its length, TooLarge.
+        Raises InvalidRequest for a manifest that could not be restored from, CheckpointNotFound or CheckpointDamaged if
+        a file that it names does not exist or has another length, TooLarge.
         """
         job = manifest.job_name
         newest = max(self.numbers(job), default=0)
         if manifest.number <= newest:
             raise InvalidRequest(
-                f"checkpoint {manifest.number} of job {job!r}, whose newest is {newest}",
-                why="a checkpoint that was committed is never changed",
+                f"cannot commit checkpoint {manifest.number} of job {job!r}, whose newest is {newest}",
+                why="a committed checkpoint is never changed",
                 todo="take the next number",
             )
         text = manifests.encode(manifest)
@@ -166,16 +166,17 @@ class CheckpointLibrary:
         self.storage.write(f"{_folder(job, manifest.number)}/{manifests.NAME}", [text])
 
     def prune(self, job: str, keep: int, also: Iterable[int] = ()) -> Pruned:
-        """Deletes what the newest `keep` checkpoints, and those of the numbers `also`, do not need: manifests first,
-        then files of ours that no kept manifest names, up to the newest committed checkpoint. What is newer is being
-        written, and left alone.
+        """Deletes what the newest `keep` checkpoints, and those with the numbers `also`, do not need: first manifests,
+        then our files that no kept manifest names. Files that are newer than the newest committed checkpoint stay,
+        since they are being written.
 
-        Raises InvalidRequest for fewer than KEPT_MIN; CheckpointDamaged, having deleted nothing, where a manifest that
-        is to be kept cannot be read, since nobody knows what it needs.
+        Raises InvalidRequest for fewer than KEPT_MIN. Raises CheckpointDamaged, and deletes nothing, if a manifest that
+        is to be kept cannot be read, because it is then unknown which files it needs.
         """
         if keep < KEPT_MIN:
             raise InvalidRequest(
-                f"to keep {keep} checkpoints", why=f"{KEPT_MIN} are kept at least, should the newest be damaged"
+                f"cannot prune to {keep} checkpoints",
+                why=f"at least {KEPT_MIN} are kept, in case the newest is damaged",
             )
         folders = self._folders(job)
         committed = [number for number, files in folders if manifests.NAME in files]
@@ -205,7 +206,7 @@ class CheckpointLibrary:
     # ---- reading
 
     def tables(self, manifest: Manifest, table: int) -> tuple[TableState, ...]:
-        """The parts of a table that its partitions have. Nothing is read yet."""
+        """A table's part in each partition. Nothing is read yet."""
         folder = check_job_name(manifest.job_name)
         return tuple(
             TableState(self.storage, folder, manifest.layout, entry.partition, table, entry.tables[table])
@@ -213,7 +214,7 @@ class CheckpointLibrary:
         )
 
     def load_feedback(self, job: str, file: ResidualFile, layout: JobLayout) -> State:
-        """What a worker's error feedback remembered, every byte of it checked. `layout`: of the job's checkpoint.
+        """What a worker had not sent yet, with every byte checked. `layout`: that of the checkpoint.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
@@ -221,8 +222,8 @@ class CheckpointLibrary:
         return residual_file.read(self.storage, path, file.file.written, layout, file.worker)
 
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
-        """Each variable whole, parameters and buffers, in the order in which they were registered; then tables, as
-        `export_table` has them.
+        """Yields each variable as a whole, parameters and buffers, in the order of registration; then tables, as
+        `export_table` returns them.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
@@ -256,8 +257,8 @@ class CheckpointLibrary:
     # ---- checking
 
     def verify(self, job: str, number: int | None = None) -> tuple[Finding, ...]:
-        """Everything that is wrong with one checkpoint, or (None) with any; each byte of each file is read. Empty: all
-        can be restored. Raises CheckpointNotFound for a number that is not there."""
+        """Reads every byte of one checkpoint, or of all (None), and returns what is wrong. Empty: everything can be
+        restored. Raises CheckpointNotFound for a number that does not exist."""
         if number is not None and number not in self.numbers(job):
             raise CheckpointNotFound(f"no checkpoint {number} of job {job!r} in {self.storage.url}")
         damage: dict[Hashable, str | None] = {}
@@ -333,9 +334,9 @@ def _damage_found_by(check: Callable[[], object]) -> str | None:
 
 
 def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *, folder: str = "") -> PartitionState:
-    """A partition's state, put together from its files, each of which is checked whole: the ledger is the first one's,
-    and so is the version, whose number must be the entry's. Rows of tables are read, and checked, when they are asked
-    for. `folder`: that of the job, from where the storage begins.
+    """Reads a partition's state from its files, and checks each of them as a whole. Ledger and version are those of the
+    first file, and the number of the version must be that of the entry. Rows of tables are read and checked later, when
+    they are needed. `folder`: that of the job, below the storage's URL.
 
     Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable.
     """
@@ -351,8 +352,8 @@ def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *
     if missing or head.version.number != entry.version.number:
         without = ", ".join(map(str, sorted(missing)[:8])) or "none"
         raise CheckpointDamaged(
-            f"{storage.locate(entry.files[0].file.path)} and its like hold version {head.version.number} of partition "
-            f"{entry.partition}, without blocks {without}; expected version {entry.version.number}, whole"
+            f"{storage.locate(entry.files[0].file.path)} and the other files have version {head.version.number} of "
+            f"partition {entry.partition}, without blocks {without}; expected version {entry.version.number}, whole"
         )
     ordered = tuple(blocks[index] for index in sorted(blocks))
     tables = states_of(storage, folder, layout, entry.partition, entry.tables)
@@ -360,15 +361,15 @@ def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *
 
 
 class Variables:
-    """The variables of a checkpoint, one at a time. A file's every byte is checked before any of it is given out, once;
-    after that only what is wanted of it is read."""
+    """The variables of a checkpoint, read one at a time. Each file is checked as a whole once, before any of it is
+    returned; after that, only the needed parts are read."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
         self._manifest = manifest
         self._contents: dict[str, Contents] = {}
         self._places: list[list[tuple[int, PartitionId, int, FileRef]]] = [[] for _ in manifest.layout.variables]
-        """Of each variable: first element, partition, block and file of its blocks."""
+        """For each variable, its blocks: first element, partition, index and file."""
         for part, entry in zip(manifest.layout.partitions, manifest.partitions, strict=True):
             for each in entry.files:
                 for index in each.blocks:
@@ -380,7 +381,7 @@ class Variables:
         return self._manifest.layout.variables
 
     def read(self, variable: int) -> Array:
-        """A variable's values, in its shape. Raises CheckpointDamaged, CheckpointNotFound."""
+        """The values of a variable, in its shape. Raises CheckpointDamaged, CheckpointNotFound."""
         spec = self.specs[variable]
         values: Array = np.empty(spec.elements, spec.dtype.value)
         for offset, partition, index, file in self._places[variable]:

@@ -1,14 +1,14 @@
-"""A checkpoint's manifest: what was trained, how far it is, and in which files each partition lies.
+"""A checkpoint's manifest: the job, its step, and the files of each partition.
 
     {"manifest":{...},"sha256":"..."}           one line; the digest is that of the inner object's bytes
 
-A partition lies in one file, or, where a checkpoint is incremental, in several: the first has its ledger, version and
-the blocks that changed last; the others are of earlier checkpoints, and `blocks` says what is taken of each. Of each
-table it has a chain of files with rows: a base, and what has changed after it.
+A partition lies in one file. In an incremental checkpoint it lies in several: the first has the ledger, the version and
+the blocks that changed last; the others belong to earlier checkpoints, and `blocks` says which blocks are taken from
+each. Each table of a partition has a chain of files with rows: a base, and files with what changed after it.
 
-Owns: the manifest's text, both ways. Invariants: any bit that changed is found before anything is believed; each block
-of each partition is taken from exactly one file; files are of this job, and of this checkpoint or earlier ones. Must
-not know: storage, what the files hold, what the data ledger says.
+Owns: the text of a manifest, in both directions. Invariants: a changed bit is found before any value is used; each
+block is taken from exactly one file; all files belong to this job, and to this checkpoint or an earlier one. Must not
+know: storage, what the files contain, what the data ledger means.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
 
 NOBODY: Final = Incarnation(0)
-"""Wrote what no server wrote."""
+"""Stands for the server in the names of files that no server wrote."""
 
 
 def check_job_name(name: str) -> str:
@@ -62,14 +62,14 @@ def folder_name(number: int) -> str:
 
 
 def partition_path(number: int, partition: PartitionId, server: Incarnation = NOBODY) -> str:
-    """Of a partition's file in checkpoint `number`, from the job's folder. It names the server that wrote it, so that
-    one that wakes up late cannot write over another one's."""
+    """The path of a partition's file in checkpoint `number`, from the job's folder. It names the server that writes it,
+    so that a server that resumes late cannot overwrite the file of another."""
     return f"{folder_name(number)}/partition-{partition:04d}-{int(server):x}.safetensors"
 
 
 def rows_path(number: int, partition: PartitionId, table: int, server: Incarnation, cut: int, part: int) -> str:
-    """Of a file with rows in checkpoint `number`, from the job's folder: file `part` of what server `server` wrote as
-    its `cut`, so that what is written again is written beside it."""
+    """The path of a file with rows in checkpoint `number`, from the job's folder: file `part` of cut `cut` of a server.
+    A second attempt is another cut, so it does not overwrite the first."""
     return f"{folder_name(number)}/rows-{partition:04d}-{table:04d}-{int(server):x}-{cut:x}-{part:06d}.safetensors"
 
 
@@ -78,13 +78,13 @@ def worker_name(worker: Incarnation) -> str:
 
 
 def feedback_path(number: int, worker: str) -> str:
-    """Of a worker's file in checkpoint `number`, from the job's folder; `worker`: as `worker_name` has it."""
+    """The path of a worker's file in checkpoint `number`, from the job's folder. `worker`: from `worker_name`."""
     return f"{folder_name(number)}/worker-{worker}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file that a manifest names; `path` from the job's folder."""
+    """A file that a manifest names. `path`: from the job's folder."""
 
     path: str
     written: Written
@@ -97,7 +97,7 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFile:
-    """A file, and the blocks that are taken from it, ascending."""
+    """A file, and the blocks that are taken from it, in ascending order."""
 
     file: FileRef
     blocks: tuple[int, ...]
@@ -105,9 +105,9 @@ class PartitionFile:
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """Where the rows of a table in one partition lie: files that have all of it, and those that say what has changed
-    after them, in their order. `updates`: the number of the table's last update; `rows` and `ids`: how many there are,
-    ids without a row among the latter; `now_ms`: the table's clock, where its ages are told in time."""
+    """The files with the rows of a table in one partition. `base`: files that together have all of it. `increments`:
+    files with the changes after that, in their order. `updates`: the number of the table's last update. `rows`, `ids`:
+    how many there are; some ids have no row. `now_ms`: the table's clock, if its rows expire by time."""
 
     updates: int
     rows: int
@@ -127,8 +127,8 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class PartitionEntry:
-    """Where a partition's state lies. The first file has its ledger, and is of `version`. `tables`: in the order of the
-    layout's."""
+    """The files of a partition. The first has the ledger, and is of `version`. `tables`: in the order of the
+    layout."""
 
     partition: PartitionId
     version: Version
@@ -138,8 +138,8 @@ class PartitionEntry:
     def incremental(
         self, version: Version, file: FileRef, changed: tuple[int, ...], tables: tuple[TableEntry, ...] = ()
     ) -> PartitionEntry:
-        """The entry of the next checkpoint, where `file` has the ledger and the changed blocks, and the rest is taken
-        from where it lies. A file of which nothing is taken any more is left out."""
+        """The entry of the next checkpoint: `file` has the ledger and the changed blocks, and the other blocks stay
+        where they are. A file from which no block is taken any more is left out."""
         gone = frozenset(changed)
         earlier = (
             PartitionFile(each.file, tuple(index for index in each.blocks if index not in gone)) for each in self.files
@@ -150,7 +150,7 @@ class PartitionEntry:
 
 @dataclass(frozen=True, slots=True)
 class ResidualFile:
-    """What a worker's error feedback remembers."""
+    """The file with what a worker had not sent yet (its error feedback)."""
 
     worker: str
     file: FileRef
@@ -158,7 +158,7 @@ class ResidualFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`created`: ISO 8601 with a zone. `settings` and `data_ledger`: JSON objects, returned as they were given."""
+    """`created`: ISO 8601 with a time zone. `settings`, `data_ledger`: JSON objects, returned as they were given."""
 
     number: int
     job_name: str
@@ -175,7 +175,7 @@ class Manifest:
     feedback: tuple[ResidualFile, ...] = ()
 
     def files(self) -> Iterator[FileRef]:
-        """Each file once, those of partitions first."""
+        """Yields each file once, those of partitions first."""
         seen: set[str] = set()
         every = [each.file for entry in self.partitions for each in entry.files]
         rows = [file for entry in self.partitions for table in entry.tables for file in table.files]
@@ -189,10 +189,10 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's bytes. Raises InvalidRequest for a manifest that would not be taken back, TooLarge."""
+    """The bytes of a manifest. Raises InvalidRequest for one that `decode` would refuse, TooLarge."""
     text = seal("manifest", _to_document(manifest))
     if len(text) > MANIFEST_BYTES_MAX:
-        raise TooLarge(f"a manifest of {len(text)} bytes; at most {MANIFEST_BYTES_MAX}")
+        raise TooLarge(f"a manifest has {len(text)} bytes; at most {MANIFEST_BYTES_MAX} are allowed")
     try:
         decode(text, f"the manifest of checkpoint {manifest.number}")
     except CheckpointDamaged as error:
@@ -248,7 +248,7 @@ def _file_document(file: FileRef) -> dict[str, object]:
 
 
 def decode(text: bytes, where: str) -> Manifest:
-    """`where` is the file's name, for messages. Raises CheckpointDamaged."""
+    """Reads a manifest. `where`: the name of the file, for messages. Raises CheckpointDamaged."""
     node = unseal(text, "manifest", where)
     said = node.mapping()
     if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):

@@ -1,15 +1,15 @@
-"""A partition in a safetensors file: blocks with optimizer state, and the ledger that goes with them.
+"""A partition in a safetensors file: blocks with optimizer state, and the ledger of the same version.
 
     counts           int64 (blocks,)      updates of each block of the file, by ascending index
     ledger           int64 (sources, 7)   kind, three numbers of the source, lane, token, next; ascending
     values/INDEX     (length,)            a block's values, in its variable's dtype
     SLOT/INDEX       (length,)            the same block's optimizer state, for each slot of it
 
-A file has all blocks of its partition, or those that changed since an earlier one; the ledger is always whole. A
-source's kind and numbers: 0, a data shard's feed, epoch, index; 1, a logical rank; 2, a worker's incarnation.
+A file has all blocks of its partition, or only those that changed since an earlier file. The ledger is always whole.
+The kinds of sources: 0 is a data shard (numbers: feed, epoch, index), 1 a logical rank, 2 a worker's incarnation.
 
-Owns: names, shapes and metadata of such a file. Invariants: what is read is held against the partition's layout; state
-and ledger are of one version. Must not know: manifests, URLs.
+Owns: names, shapes and metadata of such a file. Invariants: what is read fits the layout of the partition; state and
+ledger are of one version. Must not know: manifests, URLs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _BLOCK_TENSOR: Final = re.compile(r"([a-z][a-z0-9_]{0,63})/(0|[1-9][0-9]{0,8})")
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 
 Marks = npt.NDArray[np.int64]
-"""A ledger as the file has it, shape (sources, 7)."""
+"""A ledger as in the file, shape (sources, 7)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockState:
-    """Block `index` of a partition. `values` and each slot: shape (length,), the variable's dtype. `count`: updates."""
+    """Block `index` of a partition. `values` and each slot have shape (length,) and the variable's dtype. `count`: the
+    number of its updates."""
 
     index: int
     values: Array
@@ -61,8 +62,8 @@ class BlockState:
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """A partition, or what of it changed: blocks by ascending index, the whole ledger, and the floor below which tokens
-    are refused (rule A7). `tables`: in the order of the layout's; their rows lie in files of their own."""
+    """A partition, or its changed blocks: blocks by ascending index, the whole ledger, and the floor below which tokens
+    are refused (rule A7). `tables`: in the order of the layout; their rows lie in other files."""
 
     partition: PartitionId
     version: Version
@@ -74,7 +75,7 @@ class PartitionState:
 
 @dataclass(frozen=True, slots=True)
 class BlockSource:
-    """A block that shall be written; its arrays' bytes are asked for when their turn comes."""
+    """A block to be written. The bytes of its arrays are fetched when their turn comes."""
 
     index: int
     dtype: DType
@@ -86,7 +87,7 @@ class BlockSource:
 
 @dataclass(frozen=True, slots=True)
 class PartitionHead:
-    """What a partition's file says beside its blocks."""
+    """The content of a partition's file, without its blocks."""
 
     partition: PartitionId
     version: Version
@@ -98,7 +99,7 @@ class PartitionHead:
 
 
 def pieces(head: PartitionHead, blocks: Sequence[BlockSource]) -> Iterator[Buffer]:
-    """The file of these blocks, for Storage.write. Raises TooLarge."""
+    """The bytes of a file with these blocks, for Storage.write. Raises TooLarge."""
     assert all(a.index < b.index for a, b in itertools.pairwise(blocks)), "blocks must ascend"
     ledger = _rows(head.marks)
     counts = np.array([block.count for block in blocks], np.int64)
@@ -142,9 +143,9 @@ def read(
     partition: PartitionId,
     blocks: Collection[int] | None = None,
 ) -> PartitionState:
-    """The state that a file has, `blocks` of it (None: all that it has). Every byte of the file is checked first.
+    """Reads the state in a file, or only `blocks` of it. Every byte of the file is checked first.
 
-    Raises CheckpointDamaged naming the file, CheckpointNotFound, StorageUnavailable.
+    Raises CheckpointDamaged, which names the file, CheckpointNotFound, StorageUnavailable.
     """
     wanted = None if blocks is None else frozenset(blocks)
 
@@ -173,7 +174,7 @@ def check(
     partition: PartitionId,
     blocks: Collection[int],
 ) -> PartitionHead:
-    """All that `read` checks, without blocks in memory. Raises the same."""
+    """Checks what `read` checks, without keeping blocks in memory. Raises the same errors."""
     contents, arrays = tensors.read_file(storage, path, expected, lambda name: name in (COUNTS, LEDGER))
     return _check(storage.locate(path), contents, arrays, layout, partition, blocks)[0]
 
@@ -186,7 +187,7 @@ def _check(
     partition: PartitionId,
     needed: Collection[int],
 ) -> tuple[PartitionHead, list[int]]:
-    """What a file says beside its blocks, and which blocks it has."""
+    """Checks a file. Returns its content without the blocks, and which blocks it has."""
     said = contents.metadata
     if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(
@@ -255,9 +256,7 @@ def _check_marks(where: str, rows: Array | None) -> tuple[SourceMark, ...]:
             or (kind == _RANK and row[1] >= LOGICAL_RANKS_MAX)
             or row[:5] <= before
         ):
-            raise CheckpointDamaged(
-                f"{where} has a ledger whose row {at} is {row}; no source is written so, or not here"
-            )
+            raise CheckpointDamaged(f"{where} has the ledger row {at} {row}, which is not a source, or not in order")
         before = row[:5]
         marks.append(SourceMark(SourceKey(_source(kind, numbers), row[4]), Token(row[5]), row[6]))
     return tuple(marks)

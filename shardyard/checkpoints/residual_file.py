@@ -1,11 +1,11 @@
-"""A worker's file in a checkpoint: what its error feedback remembers, under the names of `Feedback.state_dict`.
+"""A worker's file in a checkpoint: what its error feedback has not sent yet, by the names in its `state_dict`.
 
     pushes                              int64, ()
     residual.NAME, momentum.NAME        the variable's dtype, (elements,)
     factor.NAME@OFFSET                  float32, (rank, columns), of the block at that element
 
-Owns: both ways, and what a layout allows to be there. Invariants: what comes back equals what went in; memory is asked
-for only when every array has been found to be one of the layout's. Must not know: manifests, what the arrays mean.
+Owns: reading and writing, and which arrays a layout allows. Invariants: what is read equals what was written; memory is
+allocated only after every array was found to fit the layout. Must not know: manifests, what the arrays mean.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ State = Mapping[str, npt.NDArray[Any]]
 
 
 def pieces(worker: str, state: State) -> Iterator[Buffer]:
-    """The file's bytes. Raises TooLarge."""
+    """The bytes of a file. Raises TooLarge."""
     said = {"format": FORMAT, "version": FORMAT_VERSION, "worker": worker}
     return tensors.pieces(said, [tensors.source_of(name, array) for name, array in state.items()])
 
 
 def read(storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str) -> dict[str, npt.NDArray[Any]]:
-    """Raises CheckpointDamaged where the file is not as expected, or has what the layout's variables cannot have;
+    """Raises CheckpointDamaged if the file is not as expected, or has an array that does not fit the layout;
     CheckpointNotFound, StorageUnavailable."""
     return _read(storage, path, expected, layout, worker, whole=True)
 
 
 def check(storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str) -> None:
-    """All that `read` checks, without the arrays in memory. Raises the same."""
+    """Checks what `read` checks, without keeping arrays in memory. Raises the same errors."""
     _read(storage, path, expected, layout, worker, whole=False)
 
 

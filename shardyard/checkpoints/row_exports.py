@@ -1,10 +1,10 @@
-"""Ids and rows of a table as a file for others, written as they come.
+"""Writes ids and rows of a table to a file for other programs, piece by piece.
 
     .safetensors   ids (n,) int64, rows (n, dim) float32
     .parquet       columns id: int64, row: fixed_size_list<float>[dim]
 
-Owns: both forms, outwards. Invariants: no more than a few chunks are in memory; pyarrow is imported when it is needed.
-Must not know: where rows come from.
+Invariants: only a few chunks are in memory at a time; pyarrow is imported only when it is needed. Must not know: where
+rows come from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IDS, ROWS = "ids", "rows"
 ROW_GROUP_ROWS: Final = 65_536
 
 Chunks = Callable[[], Iterator[tuple[Ids, Floats]]]
-"""Ids, int64 (n,), and their rows, float32 (n, dim): the same, in the same order, each time."""
+"""Yields ids, int64 (n,), and their rows, float32 (n, dim). Each call yields the same, in the same order."""
 
 
 def chunks_of(states: tuple[TableState, ...]) -> Chunks:
@@ -41,12 +41,12 @@ def chunks_of(states: tuple[TableState, ...]) -> Chunks:
 
 
 def safetensors_pieces(rows: int, dim: int, chunks: Chunks) -> Iterator[Buffer]:
-    """The file. `rows`: how many there are. The chunks are gone through twice, since all ids come first."""
+    """The bytes of a file. `rows`: how many there are. Reads the chunks twice, because all ids come first."""
     return pieces({"format": "pt"}, row_sources("", rows, dim, chunks))
 
 
 def row_sources(prefix: str, rows: int, dim: int, chunks: Chunks) -> list[TensorSource]:
-    """Ids and rows, for a file that may have more than them."""
+    """Ids and rows, for a file that may have other arrays too."""
     return [
         TensorSource(prefix + IDS, DType.INT64, (rows,), stream=lambda: (bytes_of(ids) for ids, _ in chunks())),
         TensorSource(
@@ -56,7 +56,7 @@ def row_sources(prefix: str, rows: int, dim: int, chunks: Chunks) -> list[Tensor
 
 
 def parquet_pieces(dim: int, chunks: Chunks) -> Iterator[bytes]:
-    """The file. Raises ConfigurationError where pyarrow is not installed."""
+    """The bytes of a file. Raises ConfigurationError if pyarrow is not installed."""
     arrow, parquet = pyarrow(), pyarrow(".parquet")
     sink = _Sink()
     schema = arrow.schema([("id", arrow.int64()), ("row", arrow.list_(arrow.float32(), dim))])
@@ -72,7 +72,7 @@ def parquet_pieces(dim: int, chunks: Chunks) -> Iterator[bytes]:
 
 
 class _Sink(io.RawIOBase):
-    """What a writer is given, so that what it has written can be taken piece by piece."""
+    """A file for a writer. What was written is taken from it piece by piece."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -95,7 +95,7 @@ class _Sink(io.RawIOBase):
 
 
 def pyarrow(part: str = "") -> Any:
-    """Raises ConfigurationError where it is not installed."""
+    """Imports pyarrow, or a part of it. Raises ConfigurationError if it is not installed."""
     try:
         return import_module(f"pyarrow{part}")
     except ImportError as error:

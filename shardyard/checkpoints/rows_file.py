@@ -1,6 +1,6 @@
-"""Some rows of a table in one partition, in a safetensors file of bounded size. A table lies in as many as it needs.
+"""Rows of a table in one partition, in a safetensors file of bounded size. A table has as many files as it needs.
 
-A file is of one kind. `entries`:
+Each file is of one of three kinds. `entries`:
 
     ids           int64 (n,)         of this partition, each once
     values        float32 (m, dim)   of the first m ids; the others are counted, and have no row yet
@@ -8,15 +8,15 @@ A file is of one kind. `entries`:
     frequencies   int32 (n,)         how often each was pushed, 1 to 65,535
     steps         int64 (n,)         the number of the update that pushed each last
 
-`removed`: `ids`, which are to be taken out. `cells`: `cells`, uint8 (n,), of the filter of ids that have no row yet;
-the text `begin` says from which cell on.
+`removed`: `ids` that are removed. `cells`: `cells`, uint8 (n,), of the filter of ids that have no row yet; the text
+`begin` is the number of the first of these cells.
 
-A table at one moment is a base, which has all of it, and files that follow, each of which says what has changed after
-the ones before: put in one after the other, they give the table. So nothing has to be known of a table's size before
-its first file is written, nor has more than one file to be in memory.
+A table at one moment is a base, which has all of it, and the files that follow, each with what changed after the ones
+before. Applied in their order, they give the table. So the size of a table need not be known before its first file is
+written, and only one file is in memory at a time.
 
-Owns: names, shapes and texts of such a file. Invariants: what is read is of that table and partition, and fits its
-settings; memory is asked for after shapes were held against those. Must not know: manifests, URLs, how rows are kept.
+Owns: names, shapes and texts of such a file. Invariants: what is read belongs to that table and partition, and fits its
+settings; memory is allocated after the shapes were checked. Must not know: manifests, URLs, how servers keep rows.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """`ids`, int64 (n,); `values`, float32 (m, dim), and `state`, float32 (m, width of all slots), of the first m of
-    them; `frequencies` and `steps`, int64 (n,)."""
+    """`ids`: int64 (n,). `values`: float32 (m, dim), and `state`: float32 (m, width of all slots), of the first m ids.
+    `frequencies`, `steps`: int64 (n,)."""
 
     ids: Ids
     values: Floats
@@ -75,7 +75,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """uint8 (n,), from cell `begin` on."""
+    """`cells`: uint8 (n,), from cell number `begin` on."""
 
     begin: int
     cells: npt.NDArray[np.uint8]
@@ -86,7 +86,7 @@ Part = Entries | Removed | Cells
 
 @dataclass(frozen=True, slots=True)
 class RowsFileKey:
-    """Which table of which partition a file is of. `base`: it is of the files that have all of the table."""
+    """The table and partition that a file belongs to. `base`: whether it is one of the files that have all rows."""
 
     layout: JobLayout
     partition: PartitionId
@@ -103,7 +103,7 @@ class RowsFileKey:
 
     @property
     def entry_bytes(self) -> int:
-        """Of an id with a row."""
+        """The bytes of an id with its row and state."""
         dim = self.settings.dim
         return 8 + 4 + 8 + 4 * (dim + sum(slot.width(dim) for slot in self.slots))
 
@@ -122,7 +122,7 @@ class RowsFileKey:
 
 
 def pieces(place: RowsFileKey, part: Part) -> Iterator[Buffer]:
-    """The file, for Storage.write."""
+    """The bytes of a file, for Storage.write."""
     if isinstance(part, Removed):
         return tensors.pieces({**place.texts, "kind": _REMOVED}, [source_of(IDS, part.ids)])
     if isinstance(part, Cells):
@@ -142,12 +142,12 @@ def pieces(place: RowsFileKey, part: Part) -> Iterator[Buffer]:
 
 
 def read(storage: Storage, path: str, expected: Written, place: RowsFileKey) -> Part:
-    """What a file has, every byte of it checked. Raises CheckpointDamaged naming the file, CheckpointNotFound,
+    """Reads a file, and checks every byte of it. Raises CheckpointDamaged, which names the file, CheckpointNotFound,
     StorageUnavailable."""
     where = storage.locate(path)
     if expected.nbytes > ROWS_FILE_BYTES_MAX:
         raise CheckpointDamaged(
-            f"{where} of {expected.nbytes} bytes; rows lie in files of at most {ROWS_FILE_BYTES_MAX}"
+            f"{where} has {expected.nbytes} bytes; a file with rows has at most {ROWS_FILE_BYTES_MAX}"
         )
     contents, arrays = tensors.read_file(storage, path, expected, lambda _: True, partial(_check, where, place))
     kind = contents.metadata["kind"]
@@ -169,7 +169,7 @@ def read(storage: Storage, path: str, expected: Written, place: RowsFileKey) -> 
 
 
 def _check(where: str, place: RowsFileKey, contents: Contents) -> None:
-    """Texts and shapes, before memory is asked for."""
+    """Checks texts and shapes, before memory is allocated."""
 
     def damaged(what: str) -> NoReturn:
         raise CheckpointDamaged(f"{where} {what}")
@@ -177,7 +177,7 @@ def _check(where: str, place: RowsFileKey, contents: Contents) -> None:
     said = contents.metadata
     for name, text in place.texts.items():
         if said.get(name) != text:
-            damaged(f"says of its {name} {said.get(name, '')[:100]!r}; expected {text!r}")
+            damaged(f"has the {name} {said.get(name, '')[:100]!r}; expected {text!r}")
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in contents.tensors.items()}
     n, m = _rows(found, IDS), _rows(found, VALUES)
     kind = said.get("kind")
@@ -198,7 +198,7 @@ def _check(where: str, place: RowsFileKey, contents: Contents) -> None:
         admission, length, begin = place.settings.admission, _rows(found, CELLS), said.get("begin", "")
         size = admission.cells if admission.kind is Admission.ESTIMATE else 0
         if not _NUMBER.fullmatch(begin) or int(begin) + length > size:
-            damaged(f"has {length} cells from {begin[:100]!r} on, of a filter of {size}")
+            damaged(f"has {length} cells from cell {begin[:100]!r} on; the filter has {size}")
         expected = {CELLS: (DType.UINT8, (length,))}
     else:
         damaged(f"is of the kind {str(kind)[:100]!r}; expected {_ENTRIES}, {_REMOVED} or {_CELLS}")

@@ -1,8 +1,8 @@
-"""A table of one partition as a checkpoint has it, read one file at a time.
+"""A table of one partition in a checkpoint, read one file at a time.
 
-Owns: the order in which a table's files are put together. Invariants: nothing is given out of a file whose digest was
-not checked; no more than one file is in memory; of rows that are given out each id is there once, as the newest file
-that names it has it. Must not know: how servers keep rows.
+Owns: the order in which the files of a table are combined. Invariants: no row is returned before the digest of its file
+was checked; only one file is in memory at a time; each id is returned once, with the row of the newest file that has
+it. Must not know: how servers keep rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardyard.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """`folder`: that of the job, from where the storage begins."""
+    """`folder`: that of the job, below the storage's URL."""
 
     storage: Storage
     folder: str
@@ -38,7 +38,7 @@ class TableState:
         return self.layout.tables[self.table]
 
     def parts(self) -> Iterator[Part]:
-        """To be put in one after the other. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
+        """The parts, to be applied in this order. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
         cells = 0
         for file in self.entry.files:
             part = self.read(file)
@@ -53,8 +53,8 @@ class TableState:
             raise CheckpointDamaged(f"{self._called} has a filter of {cells} cells; expected {expected}")
 
     def rows(self) -> Iterator[tuple[Ids, Floats]]:
-        """Ids and values, float32 (m, dim), of all rows, in no order that means anything. Beside a file, the ids that
-        increments have are in memory. Raises as `parts`."""
+        """Yields ids and values, float32 (m, dim), of all rows, in any order. One file and the ids of the increments
+        are in memory. Raises what `parts` raises."""
         later: Ids = np.empty(0, np.int64)
         base = frozenset(self.entry.base)
         count = 0
@@ -93,10 +93,10 @@ class TableState:
 def states_of(
     storage: Storage, folder: str, layout: JobLayout, partition: PartitionId, entries: tuple[TableEntry, ...]
 ) -> tuple[TableState, ...]:
-    """Of all tables in one partition. Raises CheckpointDamaged where it has not all."""
+    """All tables of one partition. Raises CheckpointDamaged if some are missing."""
     if len(entries) != len(layout.tables):
         raise CheckpointDamaged(
-            f"partition {partition} in {storage.locate(folder)} with {len(entries)} tables; the job has"
+            f"partition {partition} in {storage.locate(folder)} has {len(entries)} tables; the job has"
             f" {len(layout.tables)}"
         )
     return tuple(TableState(storage, folder, layout, partition, index, entry) for index, entry in enumerate(entries))

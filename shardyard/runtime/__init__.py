@@ -1,4 +1,4 @@
-"""What every process needs before it does its work: logging, a clock, and waits that explain themselves.
+"""What every process needs: logging, a clock, and waits that say what they wait for.
 
 In: log records, and reasons to wait. Out: log lines, each with role, id, job and step; a warning when a wait is long.
 Imports the domain alone. No torch, no gRPC.

@@ -1,9 +1,9 @@
-"""Structured logging on the standard library's: each line knows role, id, job, step and request by itself.
+"""Structured logging on top of the standard library's: each line has the role, id, job, step and request by itself.
 
-Owns: the two formats and the fields that every line carries. Fields come from three places, the later wins: the process
-(`bind_process`, seen by all threads, also later ones), the context (`bind`, `context`: this thread or task), the call's
-own `extra`. Invariants: a JSON line is one line of valid JSON, whatever is logged; setting up twice leaves one handler.
-Must not know: the settings' models, files, gRPC.
+Owns: the two formats, and the fields of each line. Fields come from three places, and a later one wins: the process
+(`bind_process`, for all threads), the context (`bind` and `context`, for this thread or task), and `extra` of the call.
+Invariants: a JSON line is one line of valid JSON, whatever is logged; a second setup leaves one handler. Must not know:
+the models of settings, files, gRPC.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Final, TextIO
 FORMATS: Final = ("auto", "human", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 CHATTY_LOGGERS: Final = ("numba", "asyncio", "grpc", "concurrent.futures")
-"""Libraries whose debug lines would drown ours."""
+"""Libraries with so many debug lines that ours would be lost among them."""
 DEPTH_MAX: Final = 4
-"""How deeply a logged value may be nested in JSON."""
+"""The deepest nesting of a logged value in JSON."""
 
 Fields = Mapping[str, object]
 
@@ -36,7 +36,8 @@ _context_fields: ContextVar[Fields] = ContextVar("shardyard_log_fields", default
 
 
 class ProcessFields:
-    """The fields of all lines of a process. Read without a lock: the mapping is replaced, never changed."""
+    """The fields of all lines of a process. They are read without a lock, since the mapping is replaced, never
+    changed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,14 +57,14 @@ class ProcessFields:
 
 
 PROCESS: Final = ProcessFields()
-"""Beside the standard library's own loggers, which also belong to the process."""
+"""Module state, like the loggers of the standard library."""
 
 
 def setup(format: str, level: str, stream: TextIO | None = None) -> logging.Handler:  # noqa: A002
     """Sends the process's log to `stream` (default: standard error) and returns the handler.
 
-    `format` is one of FORMATS (auto means human), `level` one of LEVELS. Replaces the handler of an earlier call and
-    leaves the handlers of others alone.
+    `format`: one of FORMATS (auto means human). `level`: one of LEVELS. Replaces the handler of an earlier call, and
+    does not touch the handlers of others.
     """
     if format not in FORMATS:
         raise ValueError(f"expected a log format of {', '.join(FORMATS)}, got {format!r}")
@@ -83,18 +84,18 @@ def setup(format: str, level: str, stream: TextIO | None = None) -> logging.Hand
 
 
 def bind_process(**fields: object) -> None:
-    """Adds fields to every line of the process; None takes a field away."""
+    """Adds fields to every line of the process. None removes a field."""
     PROCESS.bind(fields)
 
 
 def bind(**fields: object) -> None:
-    """Adds fields to the lines of this thread or task, from now on; None takes a field away."""
+    """Adds fields to the lines of this thread or task, from now on. None removes a field."""
     _context_fields.set(_merged(_context_fields.get(), fields))
 
 
 @contextlib.contextmanager
 def context(**fields: object) -> Iterator[None]:
-    """Adds fields to the lines of this thread or task within the block; None takes a field away."""
+    """Adds fields to the lines of this thread or task within the block. None removes a field."""
     token = _context_fields.set(_merged(_context_fields.get(), fields))
     try:
         yield
@@ -103,7 +104,7 @@ def context(**fields: object) -> Iterator[None]:
 
 
 def current_fields() -> dict[str, object]:
-    """The fields that a line logged here and now would carry."""
+    """The fields of a line that is logged here and now."""
     fields = {**PROCESS.fields, **_context_fields.get()}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -133,7 +134,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:03:04.123 INFO    worker#2 message step=17`: local time, level, who, what, then the other fields."""
+    """`12:03:04.123 INFO    worker#2 message step=17`: local time, level, process, message, then the other fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
@@ -166,12 +167,12 @@ def _quoted(value: object) -> str:
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """The value as JSON can carry it: what JSON does not know, or what is nested too deeply, becomes text."""
+    """The value as JSON. What JSON does not have, or what is nested too deeply, becomes text."""
     match value:
         case None | bool() | str():
             return value
         case int():
-            # numbers with a notation of their own, such as an incarnation, are written as people read them
+            # numbers with their own notation, such as an incarnation, are written in it
             return value if type(value) is int else str(value)
         case float() if math.isfinite(value):
             return value

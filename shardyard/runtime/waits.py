@@ -1,8 +1,8 @@
-"""A wait that says what it waits for (promise 7: never a mystery hang).
+"""Waits that say what they wait for (promise 7: never a mystery hang).
 
-Owns: when a wait is explained, and in which words. Invariants: a wait shorter than limits.EXPLAIN_WAIT_MS logs nothing;
-a longer one logs a warning every so many milliseconds, and a line when it is over.
-Must not know: how one waits. The caller waits in slices and calls `tick` between them.
+A wait that is shorter than limits.EXPLAIN_WAIT_MS logs nothing. A longer one logs a warning each time that these
+milliseconds have passed, and a line when it is over. `ExplainedWait` is for callers that wait in slices and call `tick`
+between them. `WaitRegistry` is for callers that block. docs/reference/waits.md lists all waits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _logger = logging.getLogger(__name__)
 
 
 class ExplainedWait:
-    """Explains a wait while it lasts.
+    """Explains a wait of a caller that waits in slices.
 
     with ExplainedWait(lambda: f"server 3 to apply step {step}") as wait:
         while not condition.wait(min(slice_ms, wait.tick()) / 1000):
             ...
 
-    `describe` says what is missing (role, id, step, sequence, partition); it is asked anew for each line and must not
-    block. One thread ticks; any thread may read `description` and `waited_ms`.
+    `describe` says what is missing (role, id, step, sequence, partition). It is called again for each line, and must
+    not block. Only one thread calls `tick`; any thread may read `description` and `waited_ms`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ExplainedWait:
         return self
 
     def tick(self) -> int:
-        """Logs a warning if one is due. Returns the milliseconds, at least 1, until the next is."""
+        """Logs a warning if one is due. Returns the milliseconds until the next one is due, at least 1."""
         assert self._begin_ms is not None, "tick belongs inside the with block"
         now_ms = self._clock_ms()
         if now_ms >= self._due_ms:
@@ -65,7 +65,7 @@ class ExplainedWait:
 
     @property
     def description(self) -> str | None:
-        """What is waited for now; None before and after."""
+        """What the wait is for; None outside of the `with` block."""
         return None if self._begin_ms is None else self._describe()
 
     @property
@@ -84,14 +84,13 @@ class ExplainedWait:
 
 
 class WaitRegistry:
-    """Explains waits of threads that block and so cannot tick themselves, any number of them at a time, and tells what
-    is waited for now.
+    """Explains waits of threads that block, and reports what they wait for. Any number of threads may wait at a time.
 
     with wait_registry.over(lambda: f"server 3 to apply push {name}"):
         peer.call(...)
 
-    A thread of its own looks after them, while there are any and for a moment longer. Beginning and ending a wait costs
-    next to nothing. Safe for several threads. `describe` as for ExplainedWait, but asked by that thread.
+    A background thread logs the warnings; it runs while there are waits, and a moment longer. To begin and end a wait
+    costs almost nothing. Safe for several threads. The background thread calls `describe`, as for ExplainedWait.
     """
 
     def __init__(self, *, logger: logging.Logger = _logger) -> None:
@@ -109,7 +108,7 @@ class WaitRegistry:
 
     @property
     def waiting_for(self) -> str:
-        """What has been waited for longer than limits.SHOW_WAIT_MS, the longest wait first; empty where nothing is. At
+        """The waits that have lasted longer than limits.SHOW_WAIT_MS, the longest first; empty if there are none. At
         most limits.WAITS_CHARACTERS_MAX characters."""
         now_ms = _CLOCK.now_ms()
         found = [
@@ -120,7 +119,7 @@ class WaitRegistry:
         return "; ".join(found)[: limits.WAITS_CHARACTERS_MAX]
 
     def close(self) -> None:
-        """Ends the thread. Safe from any other thread, and to repeat; waits that begin later are not explained."""
+        """Ends the background thread. Later waits are not explained. Any other thread may call this, also again."""
         self._closed.set()
         with self._starting:
             thread = self._thread
@@ -154,21 +153,21 @@ class WaitRegistry:
                 since_ms = wait.begin_ms if wait.explained_ms is None else wait.explained_ms
                 if now_ms - since_ms >= limits.EXPLAIN_WAIT_MS:
                     text = wait.describe()
-                    if wait in self._waits:  # else it ended meanwhile
+                    if wait in self._waits:  # it has not ended meanwhile
                         wait.explained_ms, wait.said = now_ms, text
                         self._logger.warning("waiting for %s, for %s so far", text, _seconds(now_ms - wait.begin_ms))
 
     def _is_done(self) -> bool:
-        """Whether the thread may end: a wait that begins from now on starts another."""
+        """Whether the thread may end. A wait that begins after this starts another thread."""
         with self._starting:
             self._runs = False
-            # one that began meanwhile may still have seen that it runs
+            # a wait that began meanwhile may have seen this thread, and started none
             self._runs = bool(self._waits)
             return not self._runs
 
 
 class _Waiting:
-    """One wait under a wait_registry; for a `with` block."""
+    """One wait in a WaitRegistry, for a `with` block."""
 
     __slots__ = ("_wait_registry", "begin_ms", "describe", "explained_ms", "said")
 

@@ -1,8 +1,8 @@
-"""Bytes at a URL: files that are there whole or not at all, on this machine or an object store.
+"""Files below a URL, on this machine or in an object store. A file is there whole, or not at all.
 
-In: a URL and bytes, or named arrays. Out: what was written, with every number checked when it is read. What the files
-mean is decided by shardyard.checkpoints.
+In: a URL and bytes, or named arrays. Out: what was written; every number is checked when it is read.
+shardyard.checkpoints decides what the files mean.
 
-Read `storage` first: write, read, list and delete. `tensors` is the form of a safetensors file. `json_reader` takes
-JSON apart and names the place of whatever is wrong in it.
+Read `storage` first: write, read, list and delete. `tensors` is the form of a safetensors file. `json_reader`
+reads and writes JSON, and names the place of whatever is wrong in it.
 """

@@ -1,10 +1,13 @@
-"""Bytes at a URL: a folder of this machine, or anything that fsspec knows (`s3://bucket/path`, `gs://`, `memory://`).
+"""Files below a URL: a folder of this machine, or anything that fsspec knows (`s3://bucket/path`, `gs://`, `memory://`).
 
-Owns: how a file gets there whole or not at all. Invariants: a reader sees no half of a file (on this machine: a
-temporary name, fsync, rename, fsync of the folder and of those that were made for it; elsewhere the object store's own
-put); what `write` has returned survives a crash; a failed write leaves nothing behind; every error is one of ours and
-names the file. Paths are relative, their parts parted by "/", and cannot lead out of the URL. Must not know: what the
-bytes are.
+Invariants:
+- A reader never sees half a file. On this machine, `write` writes to a temporary name, calls fsync, renames, and calls
+  fsync for the folder and for each folder that it made. In an object store, a put is whole by itself.
+- A file survives a crash once `write` has returned. A write that failed leaves nothing behind.
+- Every error is a ShardyardError that names the file.
+- Paths are relative, with "/" between their parts, and cannot lead out of the URL.
+
+Must not know: what the bytes are.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ from shardyard.domain.errors import (
 from shardyard.domain.failpoints import failpoint
 
 Buffer = bytes | bytearray | memoryview
-"""What is written: contiguous bytes."""
+"""Contiguous bytes, to be written."""
 
 PIECE_BYTES: Final = 4 * 1024 * 1024
-"""How much of a file is read at a time where it need not be in memory whole."""
+"""How much is read at a time from a file that need not be in memory as a whole."""
 TEMPORARY_SUFFIX: Final = ".tmp"
 
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -46,51 +49,51 @@ _LOCAL_SCHEMES: Final = ("file", "local")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file is known by. `sha256`: 64 hexadecimal digits."""
+    """Length and digest of a file. `sha256`: 64 hexadecimal digits."""
 
     nbytes: int
     sha256: str
 
 
 class Storage(ABC):
-    """Files below one URL. Safe for several threads, and processes, that write different files."""
+    """Files below one URL. Several threads and processes may write different files at a time."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
 
     def locate(self, path: str) -> str:
-        """The whole name of a file, for messages."""
+        """The full name of a file, for messages."""
         return f"{self.url}/{path}" if path else self.url
 
     @abstractmethod
     def write(self, path: str, pieces: Iterable[Buffer]) -> Written:
-        """Writes a file, whole or not at all, in place of one of that name. Raises StorageUnavailable, and what
+        """Writes a file, whole or not at all, and replaces one of the same name. Raises StorageUnavailable, and what
         `pieces` raises."""
 
     @abstractmethod
     def read(self, path: str, begin: int, nbytes: int) -> bytes:
-        """Exactly these bytes. Raises CheckpointNotFound, CheckpointDamaged where the file ends before them,
-        StorageUnavailable. The caller has checked that so many may be asked for."""
+        """Returns exactly these bytes. Raises CheckpointNotFound, CheckpointDamaged if the file ends before them,
+        StorageUnavailable. The caller has checked that it may ask for so many bytes."""
 
     @abstractmethod
     def size(self, path: str) -> int:
-        """Raises CheckpointNotFound, StorageUnavailable."""
+        """The length of a file in bytes. Raises CheckpointNotFound, StorageUnavailable."""
 
     @abstractmethod
     def list_folders(self, path: str) -> tuple[str, ...]:
-        """Names of the folders in a folder, sorted; none where it does not exist. Raises StorageUnavailable."""
+        """Names of the folders in a folder, sorted; none if it does not exist. Raises StorageUnavailable."""
 
     @abstractmethod
     def list_files(self, path: str) -> dict[str, int]:
-        """Names and sizes of the files in a folder, sorted; none where it does not exist. Raises StorageUnavailable."""
+        """Names and sizes of the files in a folder, sorted; none if it does not exist. Raises StorageUnavailable."""
 
     @abstractmethod
     def delete_file(self, path: str) -> None:
-        """A file that is not there is no error. Raises StorageUnavailable."""
+        """Deletes a file, if there is one. Raises StorageUnavailable."""
 
     @abstractmethod
     def delete_folder(self, path: str) -> None:
-        """With all that is in it; one that is not there is no error. Raises StorageUnavailable."""
+        """Deletes a folder with all that is in it, if there is one. Raises StorageUnavailable."""
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file. Raises StorageUnavailable."""
@@ -101,7 +104,7 @@ class Storage(ABC):
         return True
 
     def read_whole(self, path: str, nbytes_max: int) -> bytes:
-        """All of a file. Raises as `read`, and CheckpointDamaged for one of more than `nbytes_max` bytes."""
+        """Reads a whole file. Raises what `read` raises, and CheckpointDamaged for more than `nbytes_max` bytes."""
         nbytes = self.size(path)
         if nbytes > nbytes_max:
             raise CheckpointDamaged(f"{self.locate(path)} has {nbytes} bytes; expected at most {nbytes_max}")
@@ -125,16 +128,16 @@ class Storage(ABC):
 
 
 def open_storage(url: str) -> Storage:
-    """`url`: a path of this machine, file://PATH, or a URL that fsspec knows. Nothing is made or looked at yet.
+    """Opens a path of this machine, file://PATH, or a URL that fsspec knows. Nothing is created or read yet.
 
-    Raises ConfigurationError for a URL that nothing here can open.
+    Raises ConfigurationError for a URL that cannot be opened here.
     """
     if not url:
         raise ConfigurationError(
-            "an empty URL for checkpoints", todo="give a folder, or a URL such as s3://bucket/path"
+            "the URL for checkpoints is empty", todo="give a folder, or a URL such as s3://bucket/path"
         )
     if not unquote(url).isprintable():
-        raise ConfigurationError(f"{url[:200]!r} is no URL for checkpoints: it has characters that cannot be shown")
+        raise ConfigurationError(f"{url[:200]!r} is not a URL for checkpoints: it has characters that cannot be shown")
     if "://" not in url:
         return LocalStorage(Path(url))
     split = urlsplit(url)
@@ -142,7 +145,9 @@ def open_storage(url: str) -> Storage:
         return RemoteStorage(url)
     if split.netloc not in ("", "localhost"):
         raise ConfigurationError(
-            f"{url!r} names the host {split.netloc!r}", why="file: is this machine", todo="write file:///PATH"
+            f"{url!r} names the host {split.netloc!r}",
+            why="a file: URL is a path of this machine",
+            todo="write file:///PATH",
         )
     return LocalStorage(Path(unquote(split.path)))
 
@@ -155,7 +160,7 @@ def check_path(path: str) -> str:
 
 
 class Tally:
-    """Counts and digests pieces as they go by."""
+    """Counts bytes, and computes their digest, piece by piece."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -176,7 +181,7 @@ def _unavailable(where: object, doing: str, error: Exception) -> StorageUnavaila
 
 
 class LocalStorage(Storage):
-    """A folder of this machine, or of a file system that it has mounted."""
+    """A folder of this machine, also of a mounted file system."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
@@ -209,7 +214,7 @@ class LocalStorage(Storage):
     def list_files(self, path: str) -> dict[str, int]:
         found = {}
         for entry in self._entries(path):
-            # another process may take a file away meanwhile
+            # another process may delete a file meanwhile
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False):
                     found[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -219,7 +224,7 @@ class LocalStorage(Storage):
         self._delete(path, lambda target: target.unlink(missing_ok=True))
 
     def delete_folder(self, path: str) -> None:
-        assert path, "all of a URL's checkpoints at once"
+        assert path, "this would delete all checkpoints of the URL"
         self._delete(path, lambda target: shutil.rmtree(target) if target.exists() else None)
 
     def _delete(self, path: str, delete: Callable[[Path], object]) -> None:
@@ -261,8 +266,8 @@ class LocalStorage(Storage):
 
 
 def write_file(target: Path, pieces: Iterable[Buffer]) -> Written:
-    """Writes a file of this machine, whole or not at all, durable when this returns; folders are made for it. Raises
-    StorageUnavailable, and what `pieces` raises."""
+    """Writes a file of this machine, whole or not at all, and makes its folders. When this returns, the file survives a
+    crash. Raises StorageUnavailable, and what `pieces` raises."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         _make_folder(target.parent)
@@ -282,7 +287,7 @@ def write_file(target: Path, pieces: Iterable[Buffer]) -> Written:
 
 
 def _make_folder(folder: Path) -> None:
-    """With its parents; what was made is durable."""
+    """Makes a folder and its parents, so that they survive a crash."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -292,7 +297,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_through(path: Path, pieces: Iterable[Buffer]) -> Written:
-    """A new file, on the disk when this returns."""
+    """Writes a new file. It is on the disk when this returns."""
     tally = Tally()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -318,7 +323,7 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
         failpoint("storage.after_fsync_folder")
     except OSError as error:
-        # some network file systems know no such thing, and have renames durable by themselves
+        # some network file systems cannot do this, and make renames durable by themselves
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -326,12 +331,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 class RemoteStorage(Storage):
-    """Anything that fsspec knows. A put of an object store is whole or not at all; where a file system's is not (sftp),
-    a torn file is found by its size and digest, since the manifest that names it comes last."""
+    """Anything that fsspec knows. In an object store a file appears whole or not at all. In a file system where that is
+    not so (sftp), a torn file is found by its size and digest, because the manifest that names it is written last."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        # takes longer than all the rest of this package, and a folder of this machine needs none of it
+        # this import takes longer than all others of this package, and local folders do not need it
         import fsspec
 
         try:
@@ -339,7 +344,7 @@ class RemoteStorage(Storage):
         except ImportError as error:
             raise ConfigurationError(
                 f"cannot open {url!r}: {error}",
-                why="each kind of storage has a package of its own",
+                why="each kind of storage needs a Python package",
                 todo="install it (for s3: pip install s3fs)",
             ) from error
         except ValueError as error:
@@ -353,7 +358,7 @@ class RemoteStorage(Storage):
             try:
                 file = self._files.open(target, "wb")
             except FileNotFoundError:
-                # an object store has no folders to be made
+                # only file systems have folders; object stores need none
                 self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
                 file = self._files.open(target, "wb")
         try:
@@ -380,7 +385,7 @@ class RemoteStorage(Storage):
         with self._calling(path, "read"):
             got = bytes(self._files.cat_file(at, start=begin, end=begin + nbytes))
         if len(got) != nbytes:
-            # beyond its end some stores answer with an error, some with less
+            # beyond the end of a file, some stores raise an error and some return fewer bytes
             raise self._short(path, begin, nbytes, len(got))
         return got
 
@@ -407,7 +412,7 @@ class RemoteStorage(Storage):
             failpoint("storage.after_delete")
 
     def delete_folder(self, path: str) -> None:
-        assert path, "all of a URL's checkpoints at once"
+        assert path, "this would delete all checkpoints of the URL"
         at = self._at(path)
         with contextlib.suppress(CheckpointNotFound), self._calling(path, "delete"):
             failpoint("storage.before_delete")
@@ -427,7 +432,7 @@ class RemoteStorage(Storage):
         except CheckpointNotFound:
             return []
         entries = ((str(each["name"]).rstrip("/"), each) for each in found)
-        # an object store may list the folder itself
+        # an object store may list the folder among its own entries
         return [(name.rpartition("/")[2], each) for name, each in entries if name.strip("/") != at.strip("/")]
 
     @contextlib.contextmanager
@@ -439,12 +444,12 @@ class RemoteStorage(Storage):
                 raise self._refused(path, doing, error) from error
             raise self._missing(path) from error
         except Exception as error:
-            # each kind of storage raises what the library under it raises
+            # each kind of storage raises the errors of its own library
             raise self._refused(path, doing, error) from error
 
 
 def _abandon(file: Any) -> None:
-    """Ends a file that must not appear: closing it would commit what was written so far."""
+    """Gives up a file. To close it would publish what was written so far."""
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(AttributeError):

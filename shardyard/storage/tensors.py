@@ -1,12 +1,12 @@
-"""safetensors files: named arrays behind a JSON header, written as a stream, read with every number checked.
+"""safetensors files: a JSON header, then named arrays. Written as a stream, and checked when read.
 
-    8 bytes, little-endian: length of the header | the header, filled up with spaces to a multiple of 8 | the arrays
+    8 bytes, little-endian: length of the header | the header, padded with spaces to a multiple of 8 | the arrays
 
 (https://huggingface.co/docs/safetensors, format 1.0, which the `safetensors` library reads and writes.)
 
-Owns: the header both ways. Invariants: sizes are known before the first array is asked for, so no file is in memory
-whole; nothing is believed of a header that does not fit the file's size exactly; arrays of large items lie first, so
-that each is aligned to its items. Must not know: what the arrays mean.
+Invariants: all sizes are known before the first array is fetched, so that a file is never in memory as a whole; a
+header must fit the size of the file exactly; arrays with larger items come first, so that each array is aligned. Must
+not know: what the arrays mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardyard.domain.variables import DType
 from shardyard.storage.storage import Buffer, Storage, Tally, Written
 
 HEADER_BYTES_MAX: Final = 100_000_000
-"""What the safetensors library takes."""
+"""The largest header that the safetensors library reads."""
 TENSORS_MAX: Final = 8 * BLOCKS_MAX
 _LENGTH_BYTES: Final = 8
 _METADATA: Final = "__metadata__"
@@ -46,8 +46,8 @@ _DTYPES: Final = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """An array that shall be written. `fetch` gives its bytes (little-endian, in C order) when its turn comes, or
-    `stream` does, a piece at a time."""
+    """An array to be written. When its turn comes, `fetch` returns its bytes (little-endian, in C order), or `stream`
+    yields them piece by piece."""
 
     name: str
     dtype: DType
@@ -67,13 +67,13 @@ class TensorSource:
 
 
 def source_of(name: str, array: Array) -> TensorSource:
-    """An array in memory, to be written."""
+    """An array in memory, to be written under a name."""
     return TensorSource(name, DType(array.dtype.name), array.shape, lambda: bytes_of(array))
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array that lies in a file: bytes [begin, end) of it."""
+    """An array in a file: its bytes [begin, end)."""
 
     name: str
     dtype: DType
@@ -86,25 +86,25 @@ class Tensor:
         return self.end - self.begin
 
     def of(self, data: bytes) -> Array:
-        """The array, read-only, over these bytes."""
+        """A read-only array over these bytes."""
         return np.frombuffer(data, numpy_dtype(self.dtype)).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A file's header: what was said of it, and its arrays in the order in which they lie."""
+    """The header of a file: its metadata, and its arrays in the order in which they lie."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, Tensor]
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Little-endian, as in files, on any machine."""
+    """The dtype as files have it: little-endian on any machine."""
     return np.dtype(dtype.value).newbyteorder("<")
 
 
 def bytes_of(array: Array) -> Buffer:
-    """The bytes of an array as files have them; copied only where its own are not so."""
+    """The bytes of an array as files have them. Copies only if the array is not contiguous and little-endian."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return little.reshape(-1).view(np.uint8).data
 
@@ -113,9 +113,9 @@ def bytes_of(array: Array) -> Buffer:
 
 
 def pieces(metadata: Mapping[str, str], sources: Sequence[TensorSource]) -> Iterator[Buffer]:
-    """The file, header first, then one array after the other, each fetched when the one before has been taken.
+    """The bytes of a file: the header, then the arrays. Each array is fetched after the one before was written.
 
-    Raises TooLarge for a header beyond HEADER_BYTES_MAX.
+    Raises TooLarge for a header of more than HEADER_BYTES_MAX bytes.
     """
     ordered = sorted(sources, key=lambda source: -source.dtype.item_bytes)
     yield _header(metadata, ordered)
@@ -143,7 +143,9 @@ def _header(metadata: Mapping[str, str], sources: Sequence[TensorSource]) -> byt
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     if len(text) > HEADER_BYTES_MAX:
-        raise TooLarge(f"a header of {len(text)} bytes for {len(sources)} arrays; at most {HEADER_BYTES_MAX}")
+        raise TooLarge(
+            f"the header for {len(sources)} arrays has {len(text)} bytes; expected at most {HEADER_BYTES_MAX}"
+        )
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -151,12 +153,12 @@ def _header(metadata: Mapping[str, str], sources: Sequence[TensorSource]) -> byt
 
 
 def read_contents(storage: Storage, path: str) -> Contents:
-    """A file's header. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
+    """Reads the header of a file. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
     return _read_contents(storage, path, storage.size(path), Tally())
 
 
 def read_tensor(storage: Storage, path: str, tensor: Tensor) -> Array:
-    """One array, read-only. Its digest is not checked: that is a whole file's (`read_file`)."""
+    """Reads one array, read-only. The digest is not checked, since it is that of the whole file (`read_file`)."""
     return tensor.of(storage.read(path, tensor.begin, tensor.nbytes))
 
 
@@ -167,12 +169,11 @@ def read_file(
     wanted: Callable[[str], bool],
     check: Callable[[Contents], None] = lambda _: None,
 ) -> tuple[Contents, dict[str, Array]]:
-    """The header and the wanted arrays, in one pass over the file, whose every byte is held against its digest. Memory
-    is asked for the wanted arrays alone, and only when the file's length and header have been found right, also by
-    `check`.
+    """Reads the header and the wanted arrays in one pass over the file, and checks the digest over every byte. Memory
+    is allocated only for the wanted arrays, after length and header were checked, also by `check`.
 
-    Raises what `check` raises, CheckpointDamaged for a length, digest or header that is not as expected,
-    CheckpointNotFound, StorageUnavailable.
+    Raises what `check` raises, CheckpointDamaged if length, digest or header are not as expected, CheckpointNotFound,
+    StorageUnavailable.
     """
     size = storage.size(path)
     if size != expected.nbytes:
@@ -181,7 +182,7 @@ def read_file(
     try:
         contents = _read_contents(storage, path, size, tally)
     except CheckpointDamaged as error:
-        raise CheckpointDamaged(f"{error.what}, and no file that was committed has such a header") from error
+        raise CheckpointDamaged(f"{error.what}; no complete file has such a header") from error
     check(contents)
     found: dict[str, Array] = {}
     for tensor in contents.tensors.values():
@@ -217,17 +218,17 @@ def _read_contents(storage: Storage, path: str, size: int, tally: Tally) -> Cont
     try:
         entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        damaged(f"the header (at byte {_LENGTH_BYTES}) is no JSON: {str(error)[:200]}")
+        damaged(f"the header (at byte {_LENGTH_BYTES}) is not JSON: {str(error)[:200]}")
     if not isinstance(entries, dict) or len(entries) > TENSORS_MAX:
-        damaged(f"the header (at byte {_LENGTH_BYTES}) is no object of at most {TENSORS_MAX} entries")
+        damaged(f"the header (at byte {_LENGTH_BYTES}) is not an object of at most {TENSORS_MAX} entries")
     metadata = entries.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        damaged(f"{_METADATA} of the header is no object of texts")
+        damaged(f"{_METADATA} of the header is not an object of texts")
     tensors = []
     for name, entry in entries.items():
         tensor = _tensor(name, entry, begin)
         if tensor is None:
-            damaged(f"the header's entry {name[:100]!r} is {str(entry)[:200]}; no array of a known dtype is written so")
+            damaged(f"the header's entry {name[:100]!r} is {str(entry)[:200]}, which does not describe an array")
         tensors.append(tensor)
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     end = begin
@@ -262,7 +263,7 @@ def _are_counts(found: object, length_max: int) -> bool:
 
 
 def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON. Raises ValueError for a name that comes twice."""
+    """A JSON object as a dictionary. Raises ValueError if a name comes twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name comes twice in one object")

@@ -1,4 +1,4 @@
-"""How processes call each other: over gRPC, in process, and through shared memory on one machine.
+"""Calls between processes: over gRPC, in process, and through shared memory on one machine.
 
 In: a typed method of shardyard.wire.methods and a request. Out: its reply, or the error that the other side raised.
 

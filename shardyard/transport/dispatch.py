@@ -1,8 +1,8 @@
-"""Serves one call: bytes to a handler and back, the same over gRPC and in process.
+"""Serves one call: from bytes to a handler and back. It is the same over gRPC and in process.
 
-Invariants: a handler runs in a context of its own, so that the id of one request never shows in another; a handler's
-ShardyardError reaches the caller as it is; anything else is logged with its traceback and reaches the caller as
-Internal; bytes that are no message are MalformedPayload. Serving has no `except Exception` elsewhere.
+Invariants: each handler runs in its own context, so that logs never show the id of another request; a ShardyardError of
+a handler reaches the caller as it is; any other error is logged with its traceback and reaches the caller as Internal;
+bytes that are not a message raise MalformedPayload. No other code that serves calls has an `except Exception`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger("shardyard.serving")
 
 _END = object()
 REPLY = "reply"
-"""Each method has a failpoint, for example `reply.push`: the work is done, and the reply is not sent."""
+"""Each method has a failpoint, for example `reply.push`: the work is done, and the reply is not sent yet."""
 
 
 def serve(
     method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
 ) -> Iterator[bytes]:
-    """Runs one call. Yields the answers, one or many, as bytes. Raises only ShardyardError."""
+    """Runs one call. Yields its answers as bytes. Raises only ShardyardError."""
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
     scope.run(bind, request=id_)
@@ -65,8 +65,8 @@ def serve(
 
 
 def serve_at_once(method: Method[Any, Any], at_once: AtOnce, message: bytes) -> bytes | None:
-    """The answer of what a handler has offered (Context.offer), as bytes. Raises nothing: on None the request is
-    served in the ordinary way, where its error reaches the caller."""
+    """Asks the function that a handler has offered (Context.offer), and returns its answer as bytes. Raises nothing.
+    None: the request must be served in the ordinary way, in which errors reach the caller."""
     try:
         answer = at_once(method.request.decode(message))
         return None if answer is None else method.response.encode(answer)

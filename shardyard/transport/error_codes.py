@@ -1,6 +1,6 @@
-"""The one table between our errors and gRPC's statuses, both ways.
+"""Converts our errors to gRPC's statuses and back, by one table.
 
-Invariant: an error that a peer raised comes out as an error of the same class with the same texts and facts.
+Invariant: an error that a peer raised becomes an error of the same class, with the same texts and facts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardyard.wire.v1 import common_pb2 as wire
 
 DETAIL_KEY = "shardyard-error-bin"
 
-# Peers drop a call whose trailers are larger than 8 KiB, so an error's texts are cut, in bytes.
+# gRPC drops a call whose trailers are larger than 8 KiB, so the texts of an error are cut. In bytes:
 STATUS_BYTES_MAX = 256
 WHAT_BYTES_MAX = 2_048
 HINT_BYTES_MAX = 512
@@ -23,7 +23,7 @@ FACTS_MAX = 8
 FACT_KEY_BYTES_MAX = 64
 FACT_BYTES_MAX = 128
 
-# From the leaves up: the first class that an error is an instance of decides.
+# The first class that an error is an instance of decides, so subclasses stand first.
 TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.LaunchRefused, grpc.StatusCode.PERMISSION_DENIED),
@@ -50,7 +50,7 @@ def status_of(error: errors.ShardyardError) -> grpc.StatusCode:
 
 
 def to_detail(error: errors.ShardyardError) -> wire.ErrorDetail:
-    """The error as a message, its texts cut so that it fits into a trailer."""
+    """The error as a message. Its texts are cut, so that it fits into a trailer."""
     return wire.ErrorDetail(
         code=error.code,
         what=_cut(error.what, WHAT_BYTES_MAX),
@@ -64,7 +64,7 @@ def to_detail(error: errors.ShardyardError) -> wire.ErrorDetail:
 
 
 def status_text(error: errors.ShardyardError) -> str:
-    """What stands beside the status, for clients that do not read ErrorDetail."""
+    """The text beside the status, for clients that do not read ErrorDetail."""
     return _cut(error.what, STATUS_BYTES_MAX)
 
 
@@ -75,8 +75,8 @@ def from_detail(detail: wire.ErrorDetail) -> errors.ShardyardError:
 def from_rpc_error(
     error: grpc.RpcError, *, peer: str, path: str, unavailable: type[errors.Unavailable]
 ) -> errors.ShardyardError:
-    """What a failed call means. `peer` says who was called and `path` with which method, for the message;
-    `unavailable` is the class to raise where nobody answered."""
+    """The error that a failed call means. `peer`: the process that was called, and `path`: the method, for the message.
+    `unavailable`: the class for a peer that did not answer."""
     call: Any = error if hasattr(error, "code") else None  # an error of a call; others have only a text
     for key, value in (call.trailing_metadata() or ()) if call is not None else ():
         if key == DETAIL_KEY and isinstance(value, bytes):
@@ -98,5 +98,5 @@ def from_rpc_error(
 
 
 def _cut(text: str, bytes_max: int) -> str:
-    # a file's name may hold surrogates, which have no UTF-8
+    # the name of a file may have surrogates, which UTF-8 cannot encode
     return text.encode(errors="replace")[:bytes_max].decode(errors="ignore")

@@ -1,7 +1,7 @@
-"""Calling others over gRPC.
+"""Calls over gRPC, from the side of the caller.
 
-Invariants: every call has a deadline; the channel never retries anything (it once applied a push twice), retries are
-the caller's, who knows the names of the work.
+Invariants: every call has a deadline; the channel never retries a call (a retry once applied a push twice). Only the
+caller retries, because it knows the name of its push.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
-    # a frozen peer is noticed after keepalive_time + ping_timeout; without the latter after a minute
+    # a frozen peer is noticed after keepalive_time + ping_timeout; without ping_timeout only after a minute
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -42,14 +42,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 KNOCK_MS = 250
-"""How long a call waits for a peer to be there again that did not answer the one before."""
+"""How long a call waits for a peer to come back that did not answer the call before."""
 KNOCK_SLICE_MS = 50
 DEADLINES_MS = 250
-"""How often streams are looked at: an answer is called overdue by so much too late."""
+"""How often the deadlines of streams are checked. A late answer is noticed this much later at most."""
 
 
 class GrpcPeer:
-    """A peer at HOST:PORT, on a channel of its own. Safe for several threads."""
+    """A peer at HOST:PORT with its own channel. Safe for several threads."""
 
     def __init__(self, address: str, *, name: str, unavailable: type[errors.Unavailable], deadlines: Deadlines) -> None:
         self._address = address
@@ -115,7 +115,7 @@ class GrpcPeer:
         try:
             self._knock()
             return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
-        except ValueError as error:  # gRPC's word for a channel that was closed
+        except ValueError as error:  # gRPC raises this for a closed channel
             raise self._closed(str(error)) from None
 
     def _closed(self, why: str) -> errors.ShardyardError:
@@ -127,16 +127,16 @@ class GrpcPeer:
         return found
 
     def _knock(self) -> None:
-        """Polls for a moment where the last call found nobody. Where grpc polls in the threads that wait, a connection
-        is made only while one does, and a call on a channel that is not connected fails at once: without this, a peer
-        that was started again might never be found. Raises ValueError for a channel that was closed."""
+        """Polls for a moment if the last call got no answer. gRPC polls in the threads that wait, so it connects only
+        while a thread waits, and a call on a channel that is not connected fails at once. Without this, a peer that was
+        restarted might never be found. Raises ValueError for a closed channel."""
         if not (TRIED and self._is_cut):
             return
         core: Any = self._channel._channel  # type: ignore[attr-defined]
         until = time.monotonic() + KNOCK_MS / 1000
         state = core.check_connectivity_state(True)
         while state != cygrpc.ConnectivityState.ready and time.monotonic() < until:
-            # gRPC wants the time of day, which may jump: a little of it at a time
+            # gRPC takes the time of day, which may jump, so this waits in short slices
             core.watch_connectivity_state(state, time.time() + KNOCK_SLICE_MS / 1000)
             state = core.check_connectivity_state(True)
         self._is_cut = state != cygrpc.ConnectivityState.ready
@@ -150,14 +150,14 @@ class GrpcPeer:
             )[method.streams_in][method.streams_out]
             stub = self._stubs[method.path] = getattr(self._channel, kind)(
                 method.path,
-                # answers are decoded by the caller, whose error would be lost in here
+                # the caller decodes answers: gRPC would hide an error that is raised in here
                 request_serializer=method.request.encode,
             )
         return stub
 
 
 class ThreadedCall:
-    """As PrivateCall, on gRPC's public interface, which reads the requests in a thread of its own."""
+    """Like PrivateCall, with the public interface of gRPC, which reads the requests in another thread."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._waiting: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
@@ -212,11 +212,11 @@ class GrpcStream:
         try:
             self._call.send(self._paced(requests), answered=answered)
         except Ended as ended:
-            if ended.status.code() is not grpc.StatusCode.OK:  # else there will be no answer
+            if ended.status.code() is not grpc.StatusCode.OK:  # if it is OK, there will be no answer
                 raise self._error(ended) from None
 
     def _paced(self, requests: Iterable[Any]) -> Iterator[bytes]:
-        """Each of them on its way in time; all together may take longer."""
+        """Encodes requests. Each of them must be sent in time; all together may take longer."""
         try:
             for request in requests:
                 self._send_due = time.monotonic() + self._timeout_ms / 1000
@@ -247,7 +247,7 @@ class GrpcStream:
         return (due is not None and due < now) or (send_due is not None and send_due < now)
 
     def expire(self) -> None:
-        """Ends a stream whose answer is overdue."""
+        """Ends the stream, because its answer is overdue."""
         self._overdue = True
         self._call.cancel()
 
@@ -257,10 +257,8 @@ class GrpcStream:
 
 
 class Deadlines:
-    """Ends streams whose answers are overdue, since gRPC's own deadline is for a stream as a whole.
-
-    One thread, while there are streams.
-    """
+    """Ends streams whose answers are overdue. gRPC's own deadline is for a stream as a whole. Runs one thread while
+    there are streams."""
 
     def __init__(self) -> None:
         self._streams: set[GrpcStream] = set()
@@ -293,7 +291,7 @@ class Deadlines:
 
 
 class GrpcNetwork:
-    """Reaches peers by their addresses. See shardyard.transport.interfaces.Network."""
+    """Connects to peers by their addresses. See shardyard.transport.interfaces.Network."""
 
     def __init__(self) -> None:
         self._deadlines = Deadlines()

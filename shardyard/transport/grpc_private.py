@@ -1,12 +1,13 @@
-"""Streams with fewer threads between the network and who waits for it, on both ends.
+"""Streams with fewer changes of threads, for the caller and for the server.
 
-gRPC's Python API hands each message from thread to thread; for small ones that is most of what they cost. Here the
-caller takes the events of its call itself, and a served stream needs one change of threads for each message. That
-stands on gRPC's private layer, so it is used with the versions that it was tried with
-(shardyard.transport.TRIED_VERSIONS); with all others the public interface does the same.
+gRPC's Python API passes each message from thread to thread, which is most of the cost of a small message. Here the
+caller takes the events of its call itself, and a served stream needs one change of threads for each message. This uses
+gRPC's private layer, so it is used only with the versions with which it was tried
+(shardyard.transport.TRIED_VERSIONS). With all others, the public interface does the same.
 
-Owns: the operations of one call. Invariants: every operation that was begun is waited for before a call is given up,
-since the core writes to its memory until then; one thread at a time takes events. Must not know: what messages mean.
+Owns: the operations of one call. Invariants: each operation that was begun is waited for before a call is given up,
+because gRPC's core writes to its memory until then; only one thread at a time takes events. Must not know: what
+messages mean.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpc import _common
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 _NO_FLAGS: Final = 0
-_LOOK_AROUND_S: Final = 0.5
+_CHECK_S: Final = 0.5
 _SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", "status", "metadata"
 
 
@@ -52,7 +53,7 @@ class PrivateStatus(grpc.RpcError):
 
 
 class PrivateCall:
-    """A call of a method with streams both ways. Raises ValueError where the channel is closed."""
+    """A call of a method with streams in both directions. Raises ValueError if the channel is closed."""
 
     def __init__(self, channel: grpc.Channel, path: str, metadata: tuple[tuple[str, str], ...]) -> None:
         operations = (
@@ -71,8 +72,8 @@ class PrivateCall:
         )
 
     def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
-        """Sends messages in order, and waits for them to be on their way; for the last one only if it is not
-        `answered`. Raises Ended."""
+        """Sends messages in order, and waits until each is sent. If `answered`, does not wait for the last one. Raises
+        Ended."""
         with self._taking:
             held: bytes | None = None
             for message in messages:
@@ -90,7 +91,7 @@ class PrivateCall:
                 self._begun = True
 
     def receive(self) -> bytes:
-        """The next answer. Raises Ended."""
+        """Returns the next answer. Raises Ended."""
         with self._taking:
             if self._begun:
                 self._begun = False
@@ -105,7 +106,7 @@ class PrivateCall:
             return answer
 
     def cancel(self) -> None:
-        """Ends the call. Any thread may; one that waits for an answer is woken."""
+        """Ends the call. Any thread may call this; a thread that waits for an answer is woken."""
         self._call.cancel(_common.STATUS_CODE_TO_CYGRPC_STATUS_CODE[grpc.StatusCode.CANCELLED], "cancelled here")
         if self._taking.acquire(blocking=False):
             try:
@@ -113,7 +114,7 @@ class PrivateCall:
             finally:
                 self._taking.release()
 
-    # ---- inside, by the thread that holds `_taking`
+    # ---- for the thread that holds `_taking`
 
     def _do(self, operations: tuple[Any, ...], tag: str) -> None:
         if self._status is not None or not self._call.operate(operations, tag):
@@ -121,7 +122,7 @@ class PrivateCall:
         self._due += 1
 
     def _until(self, tag: str) -> None:
-        """Takes events until that one has come. Raises Ended where it failed."""
+        """Takes events until the one with this tag has come. Raises Ended if it failed."""
         while True:
             event = self._take()
             if event.tag == tag:
@@ -143,18 +144,20 @@ class PrivateCall:
             self._take()
 
     def _end(self) -> None:
-        """Waits for the rest of the call, which has ended or is about to, and raises Ended."""
+        """Waits for the end of the call, which has ended or soon will, and raises Ended."""
         self._drain()
         assert self._status is not None
         raise Ended(self._status)
 
 
 class ServedCall:
-    """A call of a method with streams both ways, from the side that serves it, in the thread that gRPC gave it.
+    """A call of a method with streams in both directions, on the side that serves it. It uses the thread that gRPC gave
+    to the call.
 
-    Requests and answers alternate as the handler likes. An answer is held until it is known whether another follows,
-    so that the last one is sent, and the next request asked for, in one operation. Where the handler waits for a
-    request, `at_once` may answer it in the thread that takes the server's events, without waking the handler.
+    The handler decides how requests and answers alternate. An answer is held back until the next one, or the next
+    request, is asked for: then the answer is sent and the request is asked for in one operation. While the handler
+    waits for a request, `at_once` may answer it in the thread that takes the server's events, without waking the
+    handler.
     """
 
     def __init__(self, context: Any) -> None:
@@ -166,7 +169,7 @@ class ServedCall:
         self.at_once: Callable[[bytes], bytes | None] | None = None
 
     def requests(self) -> Iterator[bytes]:
-        """Ends when the caller has ended the stream, in good order or not."""
+        """Yields requests until the caller has ended the stream, with or without an error."""
         while True:
             held, self._held = self._held, None
             receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
@@ -182,26 +185,26 @@ class ServedCall:
         self._held = message
 
     def flush(self) -> None:
-        """Sends what is held."""
+        """Sends the answer that is held back."""
         held, self._held = self._held, None
         if held is not None:
             self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),), self._done)
 
     def _run(self, operations: tuple[Any, ...], then: Callable[[Any], Any]) -> Any:
-        """The event of these operations; None where there will be none: once a call has ended, the server may have
-        ended too, and with it the thread that takes its events."""
+        """The event of these operations; None if none will come. After the end of a call the server may have ended too,
+        and with it the thread that takes its events."""
         if not self._context.is_active():
             return None
         self._call.start_server_batch(operations, then)
         while True:
             try:
-                return self._events.get(timeout=_LOOK_AROUND_S)
+                return self._events.get(timeout=_CHECK_S)
             except queue.Empty:
                 if not self._context.is_active():
                     return None
 
     def _came(self, event: Any) -> tuple[None, tuple[()]]:
-        """A request has come, or none will. Called by the thread that takes the server's events."""
+        """Handles the next request, or the end. Called by the thread that takes the server's events."""
         message = event.batch_operations[-1].message() if event.success and self.at_once is not None else None
         answer = self.at_once(message) if message is not None and self.at_once is not None else None
         if answer is None:

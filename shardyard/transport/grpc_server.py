@@ -1,6 +1,6 @@
-"""Being called over gRPC: a threaded server with health and reflection.
+"""Serves calls over gRPC: a threaded server with health and reflection.
 
-Invariants: two servers never share a port in silence; messages beyond the limit are refused before they are read.
+Invariants: two servers never share a port without an error; messages beyond the limit are refused before they are read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT in its parts. Raises ConfigurationError."""
+    """Splits HOST:PORT. Raises ConfigurationError."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise errors.ConfigurationError(f"{address!r} is no address; expected HOST:PORT, for example 127.0.0.1:7070")
+        raise errors.ConfigurationError(
+            f"{address!r} is not an address; expected HOST:PORT, for example 127.0.0.1:7070"
+        )
     return host, int(port)
 
 
 class GrpcServer:
     """Serves services at an address until it is stopped.
 
-    `threads` bounds the calls served at a time; it must exceed the number of streams that may be open at once by two.
-    Raises AddressInUse where the port is taken, ConfigurationError where the address cannot be this machine's.
+    `threads`: the most calls that are served at a time; at least two more than the streams that may be open at a time.
+    Raises AddressInUse if the port is taken, ConfigurationError if this machine does not have the address.
     """
 
     def __init__(self, bind: str, services: Sequence[Service], *, threads: int = 64) -> None:
@@ -78,7 +80,7 @@ class GrpcServer:
         self.address = f"{host}:{self.port}"
 
     def start(self) -> None:
-        """Begins to serve. Health says NOT_SERVING until `set_ready`."""
+        """Starts to serve. Health says NOT_SERVING until `set_ready`."""
         self.set_ready(ready=False)
         self._begin()
 
@@ -88,10 +90,10 @@ class GrpcServer:
             self._health.set(name, kind)
 
     def stop(self, grace_ms: int = 500) -> None:
-        """Takes no new calls, gives those under way the grace time, and waits for all threads."""
+        """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
         self._health.enter_graceful_shutdown()
         if not self._started:
-            self._begin()  # gRPC gives back the port of a server that was started, no other's
+            self._begin()  # gRPC frees the port only of a server that was started
         wait_registry = WaitRegistry()
         try:
             with wait_registry.over(lambda: f"the calls that {self.address} still serves to end"):
@@ -106,7 +108,7 @@ class GrpcServer:
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:
-    """Why the port cannot be had, if it cannot. gRPC does not say, so a plain socket is asked first."""
+    """The error if the port cannot be used. gRPC does not say why, so this tries a plain socket first."""
     what = f"cannot listen on {host}:{port}"
     try:
         family, kind, number, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

@@ -1,9 +1,11 @@
-"""Files mapped such that the kernel can use huge pages for them.
+"""Maps files so that the kernel can use huge pages for them.
 
-Large buffers are read and written from end to end with every step; with pages of 4 KiB a part of that time goes into
-finding them. A huge page needs an address as far into one as the file's offset, which mmap does not give by itself.
+Large buffers are read and written from end to end in every step. With pages of 4 KiB, a part of that time is spent on
+looking up pages. A huge page needs an address that is aligned like the offset in the file, which mmap alone does not
+ensure.
 
-Owns: one mapping's address range, unmapped when the last array on it is gone. Must not know: what the file is.
+Owns: the address range of one mapping. It is unmapped when the last array on it is gone. Must not know: what the file
+is.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ _C: Final = _library()
 
 
 class HugePageMapping:
-    """`nbytes` bytes of a file from its beginning; `bytes` has dtype uint8. Raises OSError."""
+    """Maps the first `nbytes` bytes of a file. `bytes` has dtype uint8. Raises OSError."""
 
     def __init__(self, fd: int, nbytes: int, *, flags: int, protection: int) -> None:
-        # a range in which an address fits is taken first, and the file put into it
+        # first reserve a range that has an aligned address, then map the file into it
         room = _mmap(None, nbytes + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
         begin, stop = room, room + nbytes + HUGE_BYTES
         self.address = room + -room % HUGE_BYTES
@@ -69,8 +71,8 @@ class HugePageMapping:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def collapse(self, begin: int, nbytes: int) -> bool:
-        """Makes huge pages of those that lie within a range wholly, whatever the machine's setting for shared memory
-        is, and says whether that was possible. It is where Linux is at least 6.1 and has contiguous memory left."""
+        """Makes huge pages of the pages in a range, whatever the machine's setting for shared memory is. Returns
+        whether that was possible: it needs Linux 6.1 or newer, and contiguous free memory."""
         first, last = begin + -begin % HUGE_BYTES, (begin + nbytes) // HUGE_BYTES * HUGE_BYTES
         if first >= last:
             return False

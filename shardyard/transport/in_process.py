@@ -1,7 +1,7 @@
-"""The in-process network: the same bytes through the same handlers, without a socket.
+"""The network within one process: the same bytes and the same handlers, without a socket.
 
-Invariant: requests and answers are encoded and decoded as over gRPC, and errors travel as ErrorDetail, so that a job
-in process takes the way that a job over the network takes.
+Invariant: requests and answers are encoded and decoded as over gRPC, and errors travel as ErrorDetail, so that a job in
+one process runs the same code as a job over the network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Response = TypeVar("Response")
 
 
 class InProcessNetwork:
-    """Peers by address, all in this process. See shardyard.transport.interfaces.Network."""
+    """Connects peers of this process by address. See shardyard.transport.interfaces.Network."""
 
     def __init__(self) -> None:
         self._services: dict[str, dict[str, tuple[Method[Any, Any], Any]]] = {}
@@ -37,7 +37,7 @@ class InProcessNetwork:
         }
 
     def leave(self, address: str) -> None:
-        """From now on, calls to the address fail."""
+        """Stops serving the address. Later calls to it fail."""
         self._services.pop(address, None)
 
     def connect(
@@ -95,7 +95,7 @@ class InProcessPeer:
     def run(self, method: Method[Any, Response], sent: bytes | Iterable[bytes]) -> Generator[Response, None, None]:
         services = None if self._closed else self._network.handlers_at(self._address)
         if services is None:
-            raise self.unavailable(f"{self.name} does not answer (nobody is there)")
+            raise self.unavailable(f"{self.name} does not answer (no process listens there)")
         if method.path not in services:
             raise errors.ProtocolMismatch(f"{self.name} does not know this method ({method.path})")
         known, handler = services[method.path]
@@ -109,8 +109,8 @@ class InProcessPeer:
 
 
 class InProcessStream:
-    """The handler runs in the thread that waits for its answer, and stands still while nobody does; so all requests of
-    an exchange must be sent before its answer is asked for."""
+    """A stream whose handler runs in the thread that waits for its answer, and only then. So all requests of an
+    exchange must be sent before its answer is asked for."""
 
     def __init__(self, peer: InProcessPeer, method: Method[Any, Any]) -> None:
         self._encode = method.request.encode
@@ -139,5 +139,5 @@ class InProcessStream:
 
     def cancel(self) -> None:
         self._cancelled = True
-        with contextlib.suppress(ValueError):  # another thread waits for an answer, which it will get
+        with contextlib.suppress(ValueError):  # another thread waits for an answer, and will get it
             self._answers.close()

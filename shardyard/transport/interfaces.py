@@ -1,7 +1,7 @@
-"""How one role calls another, and how it is called, over any network.
+"""The interfaces for calls between processes, over any network.
 
-Owns: `Peer` and `Network` (the caller's side), `Service` and `Context` (the other side). Two implementations, grpc
-(shardyard.transport.grpc_client, .grpc_server) and in process (.in_process), pass the same contract tests.
+The caller uses `Peer` and `Network`; the other side uses `Service` and `Context`. There are two implementations, gRPC
+(shardyard.transport.grpc_client, .grpc_server) and in process (.in_process). They pass the same contract tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Response = TypeVar("Response")
 
 REQUEST_ID_KEY = "shardyard-request-id"
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("shardyard_request_id", default="")
-"""Id of the request being served, passed on to the calls made for it; logs show it."""
+"""The id of the request that is served. Calls that are made for it carry the same id, and logs show it."""
 
 _numbers = itertools.count(1)
 
@@ -32,44 +32,44 @@ def next_request_id() -> str:
 
 
 AtOnce = Callable[[Any], Any]
-"""The one answer to a request that comes while the handler waits for the next; None where it takes more than a moment,
-and where it fails: then the request is served as any other. Called by the thread that receives for everybody."""
+"""Answers a request that comes while the handler waits for the next one. Returns None if the answer would take more
+than a moment, or fails; the handler then serves the request. It is called by the thread that receives for all calls."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a handler may know of the call it serves."""
+    """What a handler may know about the call that it serves."""
 
     peer: str
-    """The caller's address, for logs; "in-process" where there is none."""
+    """The address of the caller, for logs; "in-process" if it has none."""
     is_active: Callable[[], bool]
-    """False once the caller has gone or its deadline has passed."""
+    """Returns False once the caller has gone or its deadline has passed."""
     offer: Callable[[AtOnce], None] = lambda _: None
-    """A handler of streams both ways may offer a second way to an answer, which the network may use or not."""
+    """A handler with streams in both directions may offer an AtOnce. The network may use it."""
 
 
 class Stream(Protocol):
-    """A method with a stream of requests and one of answers, kept open: requests go out and answers come in for as long
-    as both sides want. For one thread; `cancel` for any."""
+    """An open call of a method with a stream of requests and a stream of answers. Only one thread may use it; any
+    thread may call `cancel`."""
 
     def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
-        """Sends requests in order. `answered`: the next answer belongs to the last of them. Requests may be encoded
-        while they are sent, so their arrays must not change before the answer."""
+        """Sends requests in order. `answered`: the next answer belongs to the last of them. Their arrays must not
+        change before the answer comes, since requests may be encoded while they are sent."""
         ...
 
     def receive(self, *, timeout_ms: int) -> Any:
-        """The next answer; None if the other side has ended the stream in good order. Raises the error that the
-        peer raised, DeadlineExceeded, or a subclass of Unavailable; after an error the stream is of no use."""
+        """Returns the next answer; None if the other side ended the stream without an error. Raises the error that the
+        peer raised, DeadlineExceeded, or a subclass of Unavailable; after that the stream cannot be used."""
         ...
 
     def cancel(self) -> None:
-        """Ends the stream; a `receive` under way raises Unavailable."""
+        """Ends the stream. A `receive` that is waiting raises Unavailable."""
         ...
 
 
 class Peer(Protocol):
-    """A process that can be called. Every call has a deadline. A failed call raises the error that the peer raised, or
-    a subclass of Unavailable if there was no answer."""
+    """A process that can be called. Every call has a deadline. A call that fails raises the error that the peer raised,
+    or a subclass of Unavailable if there was no answer."""
 
     @property
     def name(self) -> str: ...
@@ -87,7 +87,7 @@ class Peer(Protocol):
     ) -> Iterator[Response]: ...
 
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> Stream:
-        """`timeout_ms`: how long one request may take to be on its way."""
+        """Opens a stream. `timeout_ms`: how long it may take to send one request."""
         ...
 
     def close(self) -> None: ...
@@ -97,7 +97,7 @@ class Network(Protocol):
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> Peer:
-        """A peer at HOST:PORT. Connects at the first call. `name`: the peer's name in errors."""
+        """A peer at HOST:PORT. It connects at the first call. `name`: the name of the peer in errors."""
         ...
 
 
@@ -106,8 +106,8 @@ Handler = Callable[[Any, Context], Any]
 
 @dataclass
 class Service:
-    """Handlers by method. A handler takes the request (or an iterator of requests) and a Context, and gives the answer
-    (or an iterator of answers); it raises ShardyardError for what it refuses."""
+    """Handlers by method. A handler takes the request (or an iterator of requests) and a Context, and returns the
+    answer (or an iterator of answers). It raises a ShardyardError for what it refuses."""
 
     name: str
     handlers: dict[Method[Any, Any], Handler] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""malloc, tuned at the start of every process that moves payloads.
+"""Tunes malloc at the start of every process that moves payloads.
 
-Messages of a megabyte come and go all the time; with glibc's defaults each one is mapped and unmapped anew, and fresh
-pages are a large part of what it costs to move them.
+Messages of a megabyte are allocated and freed all the time. With glibc's defaults, each one is mapped and unmapped
+again, and fresh pages are a large part of the cost of moving it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def tune_malloc() -> bool:
-    """Keeps freed message buffers mapped. Returns False where the C library has no mallopt (musl, macOS)."""
+    """Keeps freed message buffers mapped. Returns False if the C library has no mallopt (musl, macOS)."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

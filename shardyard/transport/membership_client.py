@@ -1,9 +1,9 @@
-"""Being a member of a yard: register, then heartbeats from a thread of its own, until leaving or being lost.
+"""Membership in a yard: registers a process, sends heartbeats from a thread, and leaves.
 
-Owns: the incarnation, the heartbeat thread, the decision that the coordinator is lost. Invariants: `on_reply` is called
-one at a time, from the heartbeat thread or whoever calls `beat`, never after `leave`; `on_lost` at most once; a
-coordinator that is started again from its journal, in a higher term, finds its members as they were. Must not know:
-what a role does with it.
+Owns: the incarnation, the heartbeat thread, and the decision that the coordinator is lost. Invariants: `on_reply` is
+called from one thread at a time (the heartbeat thread, or the caller of `beat`), and never after `leave`; `on_lost` is
+called at most once. A coordinator that restarts from its journal has a higher term and still knows its members. Must
+not know: what a role does with the replies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LEAVE_MS = 1_000
 
 @dataclass(frozen=True)
 class Membership:
-    """What a member says of itself when it registers. `logs`: names a server's folder of logs, "" where it has none."""
+    """What a process says about itself when it registers. `logs`: the name of a server's log folder, "" if it has
+    none."""
 
     role: MemberRole
     address: str = ""
@@ -44,11 +45,11 @@ class Membership:
 
 
 class MembershipClient:
-    """A member's standing with the coordinator.
+    """A process as a member of a yard.
 
-    `report` fills a heartbeat with what the role measured; `on_reply` takes the coordinator's answer; `on_lost` is told
-    when the member was fenced (StaleIncarnation) or the coordinator is gone for `grace_ms` (CoordinatorLost). Until
-    then the member goes on, and the log says what it waits for: at once, and again like every wait.
+    `report` fills a heartbeat with what the role measured. `on_reply` gets the coordinator's answer. `on_lost` is
+    called when the member was fenced (StaleIncarnation), or when the coordinator has not answered for `grace_ms`
+    (CoordinatorLost). Until then the member continues, and the log says at once, and again later, what it waits for.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class MembershipClient:
         return Caller(self.job, self.incarnation, self.term)
 
     def register(self, *, patience_ms: int, stop: threading.Event | None = None) -> None:
-        """Registers, trying for `patience_ms` while the coordinator does not answer or is not ready. Raises what it
-        answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is called."""
+        """Registers. Tries again for `patience_ms` while the coordinator does not answer or is not ready. Raises what
+        it answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is
+        called."""
         member = self._membership
         request = wire.RegisterRequest(
             role=common_messages.ROLES.to_wire(member.role),
@@ -113,18 +115,18 @@ class MembershipClient:
         self._heartbeat_ms = reply.heartbeat_ms
 
     def start(self) -> None:
-        """Begins to send heartbeats."""
+        """Starts to send heartbeats."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self) -> None:
-        """One heartbeat, now, from the caller's thread. Raises what the coordinator answers."""
+        """Sends one heartbeat now, in the caller's thread. Raises what the coordinator answers."""
         with self._beat:
             self._beat_now(self._deadline_ms)
 
     def beat_last(self) -> None:
-        """A heartbeat before `leave`, unless one is under way: a goodbye must not wait for longer than the lease lasts.
-        Raises what the coordinator answers."""
+        """Sends a heartbeat before `leave`, unless another one is being sent: `leave` must not come after the end of
+        the lease. Raises what the coordinator answers."""
         if self._beat.acquire(blocking=False):
             try:
                 self._beat_now(LEAVE_MS)
@@ -141,17 +143,17 @@ class MembershipClient:
             self._on_reply(reply)
 
     def stop(self) -> None:
-        """Sends no more heartbeats; says nothing to the coordinator."""
+        """Sends no more heartbeats. Tells the coordinator nothing."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
     def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> None:
-        """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
-        `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death. `pushed`: a
-        worker's acknowledged pushes without leased data; `residual_lost`: the 2-norm of the residual that is lost."""
-        # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
+        """Stops, and tells the coordinator. If it does not answer within a second, tries again for `patience_ms`: it
+        may be restarting, and a member that leaves without being heard looks dead. `pushed`: a worker's acknowledged
+        pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost."""
+        # a heartbeat may take longer than the lease lasts, so this does not wait for it
         self._stop.set()
         try:
             said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
@@ -170,7 +172,7 @@ class MembershipClient:
                 except errors.ShardyardError as refused:
                     silent = isinstance(refused, errors.Unavailable | errors.NotReady)
                     if not silent or time.monotonic() >= give_up:
-                        log.debug("left without a word: %s", refused)
+                        log.debug("the coordinator did not take the leave: %s", refused)
                         return
                 wait.tick()
                 time.sleep(RETRY_MS / 1000)
@@ -190,19 +192,22 @@ class MembershipClient:
         except errors.ShardyardError as error:
             self._lose(error)
         except Exception as error:
-            # a defect in what the role reports or does with the answer must not look like a dead coordinator
+            # a defect in `report` or `on_reply` must not look like a dead coordinator
             log.exception("a heartbeat failed")
             self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
 
     def _pause(self) -> bool:
-        """Until the next heartbeat is due. True when there shall be none."""
+        """Waits until the next heartbeat is due. Returns True if there will be none."""
         return self._stop.wait(self._heartbeat_ms / 1000)
 
     def _outlast(self, begun: float, error: errors.ShardyardError) -> None:
-        """Heartbeats until the coordinator answers again. Raises what it answers, or CoordinatorLost."""
+        """Sends heartbeats until the coordinator answers again. Raises what it answers, or CoordinatorLost."""
         me, said = self._me, error.what
         log.warning(
-            "%s waits for the coordinator (%s), and goes on without it for up to %g s", me, said, self._grace_ms / 1000
+            "%s waits for the coordinator (%s), and continues without it for up to %g s",
+            me,
+            said,
+            self._grace_ms / 1000,
         )
         with ExplainedWait(lambda: f"{self._peer.name} to answer {me} ({said})", logger=log) as wait:
             while not self._pause():

@@ -1,10 +1,10 @@
-"""Memory shared by two processes of one user on one machine, without a name that could be left behind.
+"""Memory that two processes of one user share on one machine. It has no name, so nothing can be left behind.
 
-Owns: `SharedMemory`, memory that this process exports (a memfd), and `attach`, which opens another's by way of
-/proc/PID/fd. Invariants: exported memory is sealed against shrinking, so that a mapping never loses pages under its
-reader's feet; what is opened is checked before it is mapped (a memfd, of this user, sealed, large enough) and proven by
-its nonce before it is used, since in another PID namespace the same numbers mean something else; the kernel frees all
-when the last process has gone, however it went. Must not know: what the bytes mean.
+`SharedMemory` is memory that this process exports (a memfd). `attach` opens the memory of another process through
+/proc/PID/fd. Invariants: exported memory is sealed against shrinking, so that a mapping never loses pages while it is
+read. Before memory is mapped, it is checked: a memfd, of this user, sealed, large enough. Before it is used, its nonce
+is compared, since the same numbers mean another process in another PID namespace. The kernel frees the memory when the
+last process has ended, in whatever way. Must not know: what the bytes mean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardyard.transport.huge_pages import HugePageMapping
 Bytes = npt.NDArray[np.uint8]
 
 HEAD_BYTES: Final = mmap.PAGESIZE
-"""What lies before the payload: the nonce, and nothing else."""
+"""The bytes before the payload, which hold only the nonce."""
 _NAME: Final = "shardyard"
 # linux/memfd.h, linux/fcntl.h, linux/mman.h; Python 3.11 does not have them all
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -38,23 +38,24 @@ _MAP_NORESERVE = 0x4000
 
 
 def available() -> bool:
-    """Whether this system has what `SharedMemory` needs."""
+    """Whether this system supports `SharedMemory`."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class SharedMemory:
-    """Memory of this process that another may open: `bytes` has shape (nbytes,), dtype uint8, and begins at a page.
+    """Memory of this process that another process may open. `bytes` has shape (nbytes,), dtype uint8, and begins at a
+    page.
 
-    Pages cost nothing before they are touched. `read_only`: nobody else can ever map it for writing. Raises
-    NotShareable where the system has no such memory, TooLarge where it is refused.
+    Pages take no memory before they are touched. `read_only`: no other process can ever map it for writing. Raises
+    NotShareable if the system has no such memory, TooLarge if there is not enough.
     """
 
     def __init__(self, nbytes: int, *, read_only: bool) -> None:
         self._fd = -1
         if not available():
-            raise NotShareable(f"shared memory on {sys.platform}", todo="streams are used instead")
+            raise NotShareable(f"{sys.platform} has no shared memory without a name")
         if nbytes > SHARED_BYTES_MAX:
-            raise TooLarge(f"shared memory of {nbytes} bytes; at most {SHARED_BYTES_MAX}")
+            raise TooLarge(f"shared memory of {nbytes} bytes is too large; at most {SHARED_BYTES_MAX} are allowed")
         self.nbytes = nbytes
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         try:
@@ -68,20 +69,21 @@ class SharedMemory:
             fcntl.fcntl(self._fd, _F_ADD_SEALS, seals)
         except (OSError, ValueError) as error:
             self.close()
-            raise NotShareable(f"{nbytes} bytes of shared memory: {error}") from error
+            raise NotShareable(f"cannot share {nbytes} bytes of memory: {error}") from error
         self.bytes: Bytes = self._map.bytes[HEAD_BYTES:]
 
     def ticket(self, region: int = 0) -> ShmHandle:
         return ShmHandle(os.getpid(), self._fd, self.nbytes, self._nonce, region)
 
     def populate(self, at: int, nbytes: int) -> None:
-        """Asks for the pages of a range now, all at once, huge ones where it can have them. Raises TooLarge where there
-        is no memory for them."""
+        """Allocates all pages of a range now, and makes huge pages of them where possible. Raises TooLarge if there is
+        not enough memory."""
         populate(self._map, HEAD_BYTES + at, nbytes)
         self._map.collapse(HEAD_BYTES + at, nbytes)
 
     def close(self) -> None:
-        """Nobody can attach from now on. The memory itself lives as long as arrays refer to it. Safe to repeat."""
+        """Ends sharing: no process can attach any more. The memory lives as long as arrays refer to it. May be
+        repeated."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -91,7 +93,7 @@ class SharedMemory:
 
 
 def populate(mapped: HugePageMapping, start: int, nbytes: int) -> None:
-    """Maps the pages of a range, as far as this kernel can; the rest comes at the first touch. Raises TooLarge."""
+    """Allocates the pages of a range, if the kernel can; otherwise they come at the first touch. Raises TooLarge."""
     begin = start - start % mmap.PAGESIZE
     try:
         mapped.madvise(_MADV_POPULATE_WRITE, begin, start + nbytes - begin)
@@ -103,11 +105,10 @@ def populate(mapped: HugePageMapping, start: int, nbytes: int) -> None:
 
 
 class AttachedMemory:
-    """Memory that another process exported.
+    """Memory that another process exported. `bytes` has shape (nbytes,), dtype uint8.
 
-    `bytes` has shape (nbytes,), dtype uint8. Read-only, unless it was attached to be written, or is `private`: then a
-    write makes a copy of its page for this process alone, which does not follow the exporter any more until `refresh`
-    is called.
+    It is read-only, unless it was attached as writable or is `private`. A write to private memory copies the page for
+    this process; the copy does not show later changes of the exporter until `refresh` is called.
     """
 
     def __init__(self, mapped: HugePageMapping, nbytes: int, *, private: bool) -> None:
@@ -117,7 +118,7 @@ class AttachedMemory:
         self.bytes: Bytes = mapped.bytes[HEAD_BYTES:]
 
     def refresh(self, at: int, nbytes: int) -> bool:
-        """Drops this process's own copies of pages in a range, made by writing to it; whether there were any."""
+        """Drops the copies of pages that this process made by writing to a range. Returns whether there were any."""
         assert self.private
         begin = (HEAD_BYTES + at) // mmap.PAGESIZE
         end = -(-(HEAD_BYTES + at + nbytes) // mmap.PAGESIZE)
@@ -128,8 +129,8 @@ class AttachedMemory:
 
 
 def _has_copies(base: int, begin: int, end: int) -> bool:
-    """Whether any of the pages [begin, end) after `base` is anonymous, in a private mapping of a file: bit 61 of its
-    entry in pagemap is then 0 while bit 63 (present) is 1, or bit 62 (swapped) is 1. Where nobody may know: True."""
+    """Whether this process has its own copy of any of the pages [begin, end) after `base`. In pagemap, bit 61 of such a
+    page is 0 while bit 63 (present) is 1, or bit 62 (swapped) is 1. True if pagemap cannot be read."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             raw = os.pread(pagemap.fileno(), 8 * (end - begin), 8 * (base // mmap.PAGESIZE + begin))
@@ -142,17 +143,17 @@ def _has_copies(base: int, begin: int, end: int) -> bool:
 
 
 def attach(ticket: ShmHandle, *, private: bool = False, writable: bool = False) -> AttachedMemory:
-    """Opens what another process exported; `writable`: such that it sees what is written here. Raises NotShareable
-    where that is impossible or not safe."""
+    """Opens memory that another process exported. `writable`: the other process sees what is written here. Raises
+    NotShareable if that is impossible or not safe."""
     assert not (private and writable)
     if not available():
-        raise NotShareable(f"shared memory on {sys.platform}")
+        raise NotShareable(f"{sys.platform} has no shared memory without a name")
     what = f"the memory of process {ticket.pid}"
     path = f"/proc/{ticket.pid}/fd/{ticket.fd}"
     try:
-        # looked at before it is opened, since opening another kind of file may have effects
+        # checked before it is opened, since opening another kind of file may have effects
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise NotShareable(f"{what}: there is no such memory; is it in another container?")
+            raise NotShareable(f"{what} is not there; is it in another container?")
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NotShareable(f"{what} cannot be opened: {error.strerror}") from error
@@ -170,7 +171,7 @@ def _checked(fd: int, ticket: ShmHandle, what: str, *, private: bool, writable: 
             raise NotShareable(f"{what} belongs to user {found.st_uid}; this process is user {os.geteuid()}")
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
         if not seals & _SEAL_SHRINK:
-            raise NotShareable(f"{what} is not sealed against shrinking", why="it could vanish while it is read")
+            raise NotShareable(f"{what} is not sealed against shrinking", why="pages could vanish while they are read")
         if found.st_size < size:
             raise NotShareable(f"{what} has {found.st_size} bytes; announced {size}")
         flags, protection = mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -180,5 +181,5 @@ def _checked(fd: int, ticket: ShmHandle, what: str, *, private: bool, writable: 
     except (OSError, ValueError) as error:
         raise NotShareable(f"{what} cannot be mapped: {error}") from error
     if not secrets.compare_digest(mapped.bytes[:NONCE_BYTES].tobytes(), ticket.nonce):
-        raise NotShareable(f"{what} is not the memory that was meant; is it in another container?")
+        raise NotShareable(f"{what} is other memory than was announced; is it in another container?")
     return AttachedMemory(mapped, ticket.nbytes, private=private)

@@ -1,10 +1,10 @@
-"""Copies of large memory past the processor's cache.
+"""Copies large memory without filling the processor's cache.
 
-An ordinary store reads the line that it writes to first; where a whole buffer larger than the cache is written that is
-a third of what moves. A non-temporal store does not.
+An ordinary store first reads the cache line that it writes to. For a buffer that is larger than the cache, this is a
+third of the memory traffic. A non-temporal store does not read it.
 
-Owns: the loop. Invariant: what was copied is visible to whoever is told of it afterwards (a fence stands at its end).
-Must not know: what the bytes mean.
+Invariant: after the copy, other threads and processes see the bytes (a fence stands at its end). Must not know: what
+the bytes mean.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _fence: Any = numba.extending.intrinsic(_make_fence)
 
 @compiled
 def copy_past_cache(into: Bytes, values: Bytes) -> None:
-    """Copies `values` into `into`, both of shape (n,), uint8, contiguous, apart from each other."""
+    """Copies `values` into `into`. Both have shape (n,), uint8, are contiguous, and do not overlap."""
     n = values.size
     head = min(n, -into.ctypes.data % LINE_BYTES)
     tail = n - (n - head) % LINE_BYTES

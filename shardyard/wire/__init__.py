@@ -1,9 +1,11 @@
-"""What travels: messages, payload frames, and their conversion to domain values.
+"""Messages between processes, payload frames, and their conversion to domain values.
 
-In: a peer's bytes, never trusted. Out: well-formed domain values, or MalformedPayload, TooLarge or InvalidRequest.
-`v1` is generated from protos/ (docs/reference/protocol.md).
+In: bytes from another process, which are never trusted. Out: domain values, or MalformedPayload, TooLarge or
+InvalidRequest. A value that leaves this folder is well-formed: enums are known, counts and sizes are bounded, ids are
+in range, numbers are finite. Sizes are checked before memory is allocated for them. `v1` is generated from protos/
+(docs/reference/protocol.md).
 
-Read `methods` first: every RPC as a typed value. Conversions, each both ways: `common_messages` (ids, names, modes),
-`layout_messages`, `push_messages`, `pull_messages`, `lease_messages`, `table_messages`. `frames` are payloads without
-a copy. `headers` is the short form of headers that repeat on one stream.
+Read `methods` first: every RPC as a typed value. Each of these converts in both directions: `common_messages` (ids,
+names, modes), `layout_messages`, `push_messages`, `pull_messages`, `lease_messages`, `table_messages`. `frames` carry
+payloads without copying them. `headers` writes headers that repeat on one stream in a short form.
 """

@@ -95,7 +95,7 @@ def source_from_wire(message: common.Source) -> Source:
         case "worker":
             return WorkerSource(Incarnation(message.worker))
         case _:
-            raise MalformedPayload("a push's name without a source")
+            raise MalformedPayload("the name of a push has no source")
 
 
 def name_to_wire(name: PushName) -> common.PushName:
@@ -106,9 +106,11 @@ def name_to_wire(name: PushName) -> common.PushName:
 
 def name_from_wire(message: common.PushName) -> PushName:
     if message.last < message.first:
-        raise MalformedPayload(f"a push of the sequences {message.first} to {message.last}")
+        raise MalformedPayload(
+            f"a push has the sequences {message.first} to {message.last}; the last must not be before the first"
+        )
     if message.last > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a push of sequence {message.last}; the last one is {limits.SEQUENCE_MAX}")
+        raise TooLarge(f"a push has the sequence {message.last}; the largest is {limits.SEQUENCE_MAX}")
     key = SourceKey(source_from_wire(message.source), message.lane)
     return PushName(key, Token(message.token), message.first, message.last)
 
@@ -156,4 +158,4 @@ def random_name(value: bytes) -> bytes:
 
 def check_unique(partitions: Sequence[int], what: str) -> None:
     if len(set(partitions)) != len(partitions):
-        raise MalformedPayload(f"{what} that names a partition twice")
+        raise MalformedPayload(f"{what} names a partition twice")

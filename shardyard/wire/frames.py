@@ -1,11 +1,11 @@
-"""Payload frames in protobuf's wire bytes, without protobuf objects for the payload.
+"""Payload frames: protobuf's bytes, written and read without protobuf objects, so that payloads are not copied.
 
-`PushFrame` and `PullFrame` have one shape: `header = 1` (a message, kept as bytes here), `offset = 2` (fixed64) and
-`data = 15` (bytes, last). A frame is encoded with one copy of its payload and decoded to a view without any; every
-generated client reads and writes the same bytes (tests/unit/library/wire/test_frames.py compares the two).
+`PushFrame` and `PullFrame` have the same fields: `header = 1` (a message, here kept as bytes), `offset = 2` (fixed64)
+and `data = 15` (bytes, last). Encoding copies the payload once. Decoding returns a view of it. Generated clients read
+and write the same bytes (tests/unit/library/wire/test_frames.py compares the two).
 
-Invariant: whatever bytes come in, `decode` gives a Frame within the limits or raises MalformedPayload or TooLarge.
-Must not know: what a header says.
+Invariant: for any bytes, `decode` returns a Frame within the limits, or raises MalformedPayload or TooLarge.
+Must not know: what a header means.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Frame(NamedTuple):
-    """`header`: a serialized PushHeader or PullHeader, in the first frame of a stream, else empty. `offset`: the place
-    of `data` in the stream's payload, in bytes."""
+    """`header`: a serialized PushHeader or PullHeader in the first frame of a stream; empty in the others. `offset`:
+    where `data` begins in the payload of the stream, in bytes."""
 
     header: bytes
     offset: int
@@ -51,23 +51,23 @@ def encode(frame: Frame) -> bytes:
 def decode(message: bytes) -> Frame:
     """Reads a frame in any field order, unknown fields skipped. `data` is a view of `message`.
 
-    Raises MalformedPayload where the bytes are no such message, TooLarge where they are beyond the limits.
+    Raises MalformedPayload if the bytes are not a frame, TooLarge if they are beyond a limit.
     """
     if len(message) > MESSAGE_BYTES_MAX:
-        raise TooLarge(f"a frame of {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are taken")
+        raise TooLarge(f"a frame has {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are allowed")
     view = memoryview(message)
     end = len(view)
-    headers: list[memoryview] = []  # a message that comes in pieces is the pieces joined
+    headers: list[memoryview] = []  # protobuf allows a message in several pieces
     offset, data, at = 0, view[:0], 0
     while at < end:
         tag, at = _read_varint(view, at)
         kind = tag & 7
         if tag >> 3 == 0:
-            raise MalformedPayload(f"field number 0 at byte {at} of a frame")
+            raise MalformedPayload(f"a frame has the field number 0 at byte {at}")
         if kind == 2:
             length, at = _read_varint(view, at)
             if length > end - at:
-                raise MalformedPayload(f"a field of {length} bytes at byte {at} of a frame that has {end} bytes")
+                raise MalformedPayload(f"a frame of {end} bytes has a field of {length} bytes at byte {at}")
             field, at = view[at : at + length], at + length
             if tag == _TAG_HEADER:
                 headers.append(field)
@@ -76,24 +76,24 @@ def decode(message: bytes) -> Frame:
         elif kind in (1, 5):
             width = 8 if kind == 1 else 4
             if width > end - at:
-                raise MalformedPayload(f"a number cut off at byte {at} of a frame")
+                raise MalformedPayload(f"a frame ends within the number at byte {at}")
             if tag == _TAG_OFFSET:
                 offset = _FIXED64.unpack_from(view, at)[0]
             at += width
         elif kind == 0:
             _, at = _read_varint(view, at)
         else:
-            raise MalformedPayload(f"wire type {kind} at byte {at} of a frame")
+            raise MalformedPayload(f"a frame has the unknown wire type {kind} at byte {at}")
     if len(data) > FRAME_BYTES_MAX:
-        raise TooLarge(f"a frame with {len(data)} bytes of payload; at most {FRAME_BYTES_MAX} are taken")
+        raise TooLarge(f"a frame has {len(data)} bytes of payload; at most {FRAME_BYTES_MAX} are allowed")
     return Frame(b"".join(headers), offset, data)
 
 
 def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:
-    """Frames for a payload given in pieces: the header with the first bytes, then pieces of at most `frame_bytes`.
+    """Frames for a payload that is given in pieces. The first frame has the header.
 
-    A payload of at most `frame_bytes` becomes one frame; frames never hold parts of two pieces beyond that, so that
-    large pieces are copied once.
+    A payload of at most `frame_bytes` becomes one frame. A larger one is cut at the ends of its pieces and at each
+    `frame_bytes`, so that large pieces are copied only once.
     """
     pieces = [memoryview(piece).cast("B") for piece in payload if len(piece)]
     total = sum(len(piece) for piece in pieces)
@@ -109,8 +109,8 @@ def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES
 
 
 def cut_places(header: bytes, places: Iterable[tuple[int, Buffer]], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:
-    """Frames for pieces of a payload, each at its offset; the first of them with the header, if there is one. Without
-    pieces one frame with the header alone."""
+    """Frames for pieces of a payload, each at its offset. The first frame has the header, if there is one. Without
+    pieces: one frame with only the header."""
     for offset, piece in places:
         whole = memoryview(piece).cast("B")
         for start in range(0, len(whole), frame_bytes):
@@ -121,7 +121,7 @@ def cut_places(header: bytes, places: Iterable[tuple[int, Buffer]], frame_bytes:
 
 
 class Scatter:
-    """Takes frames at any place of a payload into memory that the caller gave: each byte again and again, or `once`.
+    """Puts frames, in any order, into memory that the caller gave. With `once`, each byte may come only once.
 
     Invariant: never writes beyond `into`; `complete` only when every byte has come.
     """
@@ -137,15 +137,19 @@ class Scatter:
         return self._covered == [(0, len(self._into))] or len(self._into) == 0
 
     def add(self, frame: Frame) -> int:
-        """The number of bytes taken. Raises MalformedPayload for a frame beyond the end, or, where they may come only
-        once, with bytes that have come; then nothing was written."""
+        """Returns the number of bytes written. Raises MalformedPayload, without writing, for a frame beyond the end,
+        and with `once` for a frame with bytes that have come before."""
         begin, end = frame.offset, frame.offset + len(frame.data)
         if end > len(self._into):
-            raise MalformedPayload(f"a frame of {len(frame.data)} bytes at offset {begin} of {len(self._into)} bytes")
+            raise MalformedPayload(
+                f"a frame has {len(frame.data)} bytes at offset {begin} of a payload of {len(self._into)} bytes"
+            )
         if begin == end:
             return 0
         if self._once and self._touches(begin, end):
-            raise MalformedPayload(f"a frame of {len(frame.data)} bytes at offset {begin}, where some have come before")
+            raise MalformedPayload(
+                f"a frame has {len(frame.data)} bytes at offset {begin}, and some of them have come before"
+            )
         self._into[begin:end] = frame.data
         self._cover(begin, end)
         return end - begin
@@ -160,7 +164,7 @@ class Scatter:
         return at < len(self._covered) and self._covered[at][0] < end
 
     def _cover(self, begin: int, end: int) -> None:
-        """Spans stay sorted, and apart from each other."""
+        """Spans stay sorted, and do not touch each other."""
         spans = self._covered
         first = bisect.bisect_left(spans, begin, key=lambda span: span[1])
         last = bisect.bisect_right(spans, end, key=lambda span: span[0])
@@ -168,14 +172,14 @@ class Scatter:
             begin, end = min(begin, spans[first][0]), max(end, spans[last - 1][1])
         spans[first:last] = [(begin, end)]
         if len(spans) > self._spans_max:
-            raise TooLarge(f"a payload in more than {self._spans_max} pieces apart from each other")
+            raise TooLarge(f"a payload comes in more than {self._spans_max} pieces that do not touch")
 
 
 class Assembler:
-    """Puts the payload of a stream of frames together, into memory that the caller gave, checking every length.
+    """Puts the frames of a stream, in order, into memory that the caller gave, and checks every length.
 
-    Invariant: never writes beyond `into`, pieces of memory one after the other; `complete` only when every byte has
-    come, in order.
+    `into`: pieces of memory that are filled one after the other. Invariant: never writes beyond them; `complete` only
+    when every byte has come.
     """
 
     def __init__(self, *into: memoryview) -> None:
@@ -184,7 +188,7 @@ class Assembler:
         self._filled = 0
         self._piece = 0
         self._begin = 0
-        """Where in the payload that piece begins."""
+        """Where in the payload the current piece begins."""
 
     @property
     def complete(self) -> bool:
@@ -196,10 +200,12 @@ class Assembler:
         if length == 0:
             return
         if frame.offset != self._filled:
-            raise MalformedPayload(f"a frame at offset {frame.offset}; expected {self._filled}, the bytes sent so far")
+            raise MalformedPayload(
+                f"a frame has the offset {frame.offset}; expected {self._filled}, the bytes that came so far"
+            )
         if length > self._total - self._filled:
             raise MalformedPayload(
-                f"a frame of {length} bytes at offset {frame.offset}; the header announced {self._total} in all"
+                f"a frame has {length} bytes at offset {frame.offset}; the header announced {self._total} in all"
             )
         taken = 0
         while taken < length:
@@ -229,11 +235,11 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if at >= len(view):
-            raise MalformedPayload("a frame that ends within a number")
+            raise MalformedPayload("a frame ends within a number")
         byte = view[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
         shift += 7
-    raise MalformedPayload(f"a number of more than 10 bytes before byte {at} of a frame")
+    raise MalformedPayload(f"a frame has a number of more than 10 bytes before byte {at}")

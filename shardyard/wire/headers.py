@@ -1,12 +1,12 @@
-"""Headers of exchanges on one stream, written and read whole only where more than the name has changed.
+"""Headers of exchanges on one stream. The part that repeats from step to step is written and read only once.
 
-From step to step a worker's header differs in the name of the push alone, in what its gradient was computed on where
-that is said, and in how many rows of tables it has, and wants, where there are some; building and checking all of it
-costs more than the rest of a small exchange. So a header begins with its name, then has its bases and what it says of
-rows if there are some, and what follows is kept: equal bytes mean the same. Any client may write its fields in any
+From one step to the next, a worker's header changes only in three places: the name of the push, the versions that its
+gradient was computed on, and the numbers of rows that it pushes and requests. To build and check the whole header costs
+more than the rest of a small exchange. So a header begins with these three, in this order, and the bytes after them are
+kept: if they are equal to those of the header before, they mean the same. A client may write the fields in another
 order; then each header is read in full.
 
-Owns: what the exchange before on the stream said. Invariant: `read` gives what push_messages.push_from_header gives.
+Owns: the header before on the stream. Invariant: `read` returns what push_messages.push_from_header returns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 _TAG_NAME = 4 << 3 | 2
 _TAG_BASES = bytes((19 << 3 & 0x7F | 2 | 0x80, 19 >> 4))
 _TAGS_ROWS = (bytes((100 << 3 & 0x7F | 2 | 0x80, 100 >> 4)), bytes((170 << 3 & 0x7F | 2 | 0x80, 170 >> 4)))
-"""Of `rows`, and of `wanted`."""
+"""The tags of `rows` and of `wanted`."""
 _ONE_BYTE_MAX = 0x7F
 _LENGTH_BYTES_MAX = 4
 
 
 class HeaderWriter:
-    """For one stream, from its first exchange on."""
+    """Writes the headers of one stream, from its first exchange on."""
 
     def __init__(self) -> None:
         self._before: PushHeader | None = None
@@ -44,7 +44,7 @@ class HeaderWriter:
         before = self._before
         alike = before is not None and _alike(order, before)
         if not (alike and self._settled):
-            # once more for the second of two that are alike: it can leave out more than the first
+            # the second of two equal headers is written once more: it can leave out more than the first
             self._rest = push_messages.push_to_wire(order, before, named=False).SerializeToString()
             self._settled = alike
         self._before = order
@@ -54,15 +54,15 @@ class HeaderWriter:
 
 
 class HeaderReader:
-    """For one stream, from its first exchange on. `read` raises what push_messages.push_from_header raises."""
+    """Reads the headers of one stream, from its first exchange on. `read` raises what push_from_header raises."""
 
     def __init__(self) -> None:
         self.before: PushHeader | None = None
         self._rest = b""
 
     def read_alike(self, header: bytes) -> PushHeader | None:
-        """What `read` gives, where the header differs from the one before in its name, its bases and the numbers of its
-        rows alone; else None."""
+        """Reads a header that differs from the one before only in its name, its bases and its numbers of rows. Returns
+        None for any other header."""
         end = _name_end(header)
         before = self.before
         if not end or before is None or not self._rest:
@@ -81,7 +81,7 @@ class HeaderReader:
             pushed, wanted = _read_rows(header[rows:rest])
             if (bool(pushed), bool(wanted)) != (bool(before.rows), bool(before.wanted)):
                 return None
-            if any(each.now_ms for each in pushed):  # no worker says so: refused where all of it is read
+            if any(each.now_ms for each in pushed):  # workers may not send this: `push_from_header` refuses it
                 return None
             order = before.renamed(name, bases, pushed, wanted)
             push_messages.check_rows(order)
@@ -95,7 +95,7 @@ class HeaderReader:
             end = _name_end(header)
             rows = _bases_end(header, end)
             rest = _rows_end(header, rows)
-            # kept only where all of them stand at the beginning
+            # the rest is kept only if name, bases and rows stand at the beginning
             stand = end and header[end:rows] == _bases(order) and header[rows:rest] == _rows(order)
             self._rest = header[rest:] if stand else b""
             self.before = order
@@ -124,7 +124,7 @@ def _rows(order: PushHeader) -> bytes:
 
 
 def _rows_end(header: bytes, at: int) -> int:
-    """As `_bases_end`, of all that is said of rows there."""
+    """Where the fields about rows end that begin at byte `at`; `at` if there are none."""
     while header[at : at + 2] in _TAGS_ROWS:
         end = _field_end(header, at)
         if end == at:
@@ -137,17 +137,17 @@ def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[RequestedRows
     try:
         said = server.PushHeader.FromString(data)
     except DecodeError as error:
-        raise MalformedPayload(f"the rows of a push: {error}") from error
+        raise MalformedPayload(f"the header of a push has rows that cannot be read: {error}") from error
     return table_messages.pushed_from_wire(said.rows), table_messages.wanted_from_wire(said.wanted)
 
 
 def _bases_end(header: bytes, at: int) -> int:
-    """Where the bases end that stand at byte `at`; `at` where something else stands there."""
+    """Where the bases end that begin at byte `at`; `at` if something else begins there."""
     return _field_end(header, at) if header[at : at + 2] == _TAG_BASES else at
 
 
 def _field_end(header: bytes, at: int) -> int:
-    """Where a field ends, with a tag of two bytes at byte `at`; `at` where it does not."""
+    """Where the field ends that begins at byte `at` with a tag of two bytes; `at` if it is not whole."""
     length = 0
     for place, byte in enumerate(header[at + 2 : at + 2 + _LENGTH_BYTES_MAX]):
         length |= (byte & _ONE_BYTE_MAX) << 7 * place
@@ -158,7 +158,7 @@ def _field_end(header: bytes, at: int) -> int:
 
 
 def _name_end(header: bytes) -> int:
-    """Where the name ends that the header begins with; 0 where it begins with something else."""
+    """Where the name ends, if the header begins with a name; otherwise 0."""
     return 2 + header[1] if len(header) > 2 and header[0] == _TAG_NAME and header[1] <= _ONE_BYTE_MAX else 0
 
 
@@ -166,18 +166,18 @@ def _read_name(data: bytes) -> PushName:
     try:
         return common_messages.name_from_wire(common.PushName.FromString(data))
     except DecodeError as error:
-        raise MalformedPayload(f"the name of a push: {error}") from error
+        raise MalformedPayload(f"the header of a push has a name that cannot be read: {error}") from error
 
 
 def _read_bases(data: bytes, count: int) -> tuple[Version, ...]:
     try:
         return push_messages.bases_from_wire(server.PushHeader.FromString(data).bases, count)
     except DecodeError as error:
-        raise MalformedPayload(f"what a push was computed on: {error}") from error
+        raise MalformedPayload(f"the header of a push has base versions that cannot be read: {error}") from error
 
 
 def _alike(order: PushHeader, before: PushHeader) -> bool:
-    """Whether they differ in the name, the bases and the numbers of rows alone."""
+    """Whether the two differ only in the name, the bases and the numbers of rows."""
     return (
         _KEPT(order) == _KEPT(before)
         and bool(order.rows) is bool(before.rows)

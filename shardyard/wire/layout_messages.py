@@ -64,7 +64,7 @@ def optimizer_from_wire(message: common.OptimizerSpec) -> OptimizerSpec:
     optimizers.check_spec(spec)
     if tuple(message.settings) != optimizers.setting_names(spec.kind):
         raise InvalidRequest(
-            f"optimizer {spec.kind!r} with the settings {', '.join(message.settings)}; expected "
+            f"optimizer {spec.kind!r} has the settings {', '.join(message.settings)}; expected "
             + ", ".join(optimizers.setting_names(spec.kind))
         )
     return spec
@@ -97,7 +97,7 @@ def layout_from_wire(message: common.JobLayout) -> JobLayout:
     bounded([block for part in message.partitions for block in part.blocks], limits.BLOCKS_MAX, "blocks")
     for index, part in enumerate(bounded(message.partitions, limits.PARTITIONS_MAX, "partitions")):
         if part.partition != index:
-            raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
+            raise MalformedPayload(f"partition {part.partition} stands at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
         partitions.append(PartitionLayout(PartitionId(index), part.payload_bytes, blocks))
     layout = JobLayout(variables, optimizer, tuple(partitions), table_messages.tables_from_wire(message.tables))
@@ -118,5 +118,5 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
         for o in bounded(message.owners, limits.PARTITIONS_MAX, "partitions")
     )
     if any(owner.partition != index for index, owner in enumerate(owners)):
-        raise MalformedPayload("a partition map out of order")
+        raise MalformedPayload("the partitions of a partition map are not in order")
     return PartitionMap(Generation(message.generation), owners)

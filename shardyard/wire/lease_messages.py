@@ -47,7 +47,7 @@ def done_to_wire(done: Iterable[DoneDataShards]) -> list[server.DoneDataShards]:
 def done_from_wire(messages: Sequence[server.DoneDataShards]) -> tuple[DoneDataShards, ...]:
     bounded(messages, limits.FEEDS_MAX, "feeds")
     if sum(len(message.open) for message in messages) > limits.SOURCES_PER_REQUEST_MAX:
-        raise TooLarge(f"more than {limits.SOURCES_PER_REQUEST_MAX} data shards that are open")
+        raise TooLarge(f"a request names more than {limits.SOURCES_PER_REQUEST_MAX} open data shards")
     return tuple(DoneDataShards(m.feed, m.per_epoch, m.begun, frozenset(m.open)) for m in messages)
 
 
@@ -96,9 +96,11 @@ def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
     mode = CONSISTENCY_MODES.from_wire(message.mode)
     bound = message.staleness if message.HasField("staleness") else None
     if (bound is None) is (mode is ConsistencyMode.BOUNDED):
-        raise InvalidRequest(f"mode {mode.value} with {'no' if bound is None else 'a'} bound on staleness")
+        raise InvalidRequest(
+            f"mode {mode.value} has {'no' if bound is None else 'a'} bound on staleness; only mode bounded has one"
+        )
     if bound is not None and bound > limits.STALENESS_MAX:
-        raise TooLarge(f"a staleness of {bound}; at most {limits.STALENESS_MAX} is taken")
+        raise TooLarge(f"a staleness of {bound} is too large; at most {limits.STALENESS_MAX} is allowed")
     return Consistency(message.number, mode, bound)
 
 
@@ -109,7 +111,7 @@ def stop_to_wire(stop: Stop) -> coordinator.Stop:
 def stop_from_wire(message: coordinator.Stop) -> Stop:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a stop at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+        raise TooLarge(f"a stop at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
     reason = text(message.reason, "the reason of a stop")
     return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
 
@@ -121,7 +123,7 @@ def halt_to_wire(halt: SwitchPoint) -> coordinator.Halt:
 def halt_from_wire(message: coordinator.Halt) -> SwitchPoint:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a halt at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+        raise TooLarge(f"a halt at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
     return SwitchPoint(message.number, message.settled, message.step, message.drains)
 
 

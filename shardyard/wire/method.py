@@ -1,6 +1,6 @@
-"""What a method of a service is: how its requests and answers become bytes and back.
+"""A method of a service, and how its requests and answers become bytes and back.
 
-`shardyard.wire.methods`, which `make protos` generates, has all of them. Must not know: channels, servers.
+`make protos` generates shardyard.wire.methods, which lists all methods. Must not know: channels, servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Wire(Generic[Request]):
 
 @dataclass(frozen=True)
 class Method(Generic[Request, Response]):
-    """A method of a service. `streams_in`, `streams_out`: whether the request, the answer is a stream."""
+    """A method of a service. `streams_in`: the request is a stream. `streams_out`: the answer is a stream."""
 
     service: str
     name: str
@@ -56,7 +56,7 @@ def message(kind: type[Generated]) -> Wire[Generated]:
         try:
             return kind.FromString(data)
         except DecodeError as error:
-            raise MalformedPayload(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}: {error}") from error
+            raise MalformedPayload(f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}: {error}") from error
 
     def encode(sent: Generated) -> bytes:
         return sent.SerializeToString()
@@ -65,4 +65,4 @@ def message(kind: type[Generated]) -> Wire[Generated]:
 
 
 FRAME: Final[Wire[frames.Frame]] = Wire(frames.encode, frames.decode)
-"""A message with a payload, which is not copied into a protobuf message."""
+"""A header and a payload. The payload is not copied into a protobuf message."""

@@ -1,4 +1,4 @@
-"""Converts requests that read, and their parts of replies."""
+"""Converts pulls, pins and their replies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def pulled_partitions(order: PushHeader) -> tuple[PartitionId, ...]:
 
 
 def pull_of_push_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> server.PullRequest:
-    """Without caller, server and generation, which stand in the header."""
+    """The pull of an exchange. Its caller, server and generation stand in the header of the push. `before`: the
+    partitions that the exchange before pulled; if they are the same, they are left out."""
     return server.PullRequest(
         partitions=None if wish.partitions == before else wish.partitions,
         number=wish.number,
@@ -62,7 +63,7 @@ def pull_of_push_from_wire(
     """The pull of an exchange. `caller`, `to` and `generation` are those of its push. `before`: the partitions that the
     exchange before pulled, which a message without partitions means again."""
     if message.pin:
-        raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
+        raise InvalidRequest("an exchange asks for the values of a pin", todo="use Pull")
     return _pull(message, caller, to, generation, before)
 
 
@@ -79,13 +80,16 @@ def _pull(
         check_unique(named, "a pull")
         partitions = tuple(map(PartitionId, named))
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
-        raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+        raise InvalidRequest(f"a pull waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
     coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""
     order = _order_from_wire(message) if message.order else ()
     if message.pin:
         random_name(message.pin)
         if message.number or message.exactly or message.wait_ms or message.coding or message.shared:
-            raise InvalidRequest("a pinned pull that is coded, shared, or asks for a version", todo="ask for the pin")
+            raise InvalidRequest(
+                "a pull of a pin is also coded, shared, or for a version",
+                todo="leave these out; the pin has one version",
+            )
     return PullHeader(
         caller,
         to,
@@ -116,11 +120,11 @@ def pin_to_wire(wish: PinRequest) -> server.PinRequest:
 
 def pin_from_wire(message: server.PinRequest) -> PinRequest:
     if not 1 <= message.lease_ms <= limits.PIN_LEASE_MS_MAX:
-        raise InvalidRequest(f"a pin for {message.lease_ms} ms; expected 1 to {limits.PIN_LEASE_MS_MAX}")
+        raise InvalidRequest(f"a pin lasts {message.lease_ms} ms; expected 1 to {limits.PIN_LEASE_MS_MAX}")
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
-        raise InvalidRequest(f"a pin that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+        raise InvalidRequest(f"a pin waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
     if message.number > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a pin of version {message.number}; the last one is {limits.SEQUENCE_MAX}")
+        raise TooLarge(f"a pin asks for version {message.number}; the largest is {limits.SEQUENCE_MAX}")
     return PinRequest(
         caller_from_wire(message.caller),
         Incarnation(message.server),
@@ -145,21 +149,23 @@ def pinned_to_wire(parts: Iterable[PulledPart], missing: Iterable[NotReadyPart])
 def pinned_from_wire(
     message: server.PinReply, expected: Sequence[PartitionId]
 ) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
-    """`expected`: the server's partitions, ascending. Raises MalformedPayload where others are answered."""
+    """`expected`: the server's partitions, ascending. Raises MalformedPayload if the reply has other ones."""
     parts = tuple(PulledPart(PartitionId(part.partition), version_from_wire(part.version)) for part in message.parts)
     missing = tuple(missing_from_wire(each) for each in message.not_yet.missing)
     if not missing and [part.partition for part in parts] != list(expected):
-        raise MalformedPayload(f"a pin of {len(parts)} partitions; expected {len(expected)} others")
+        raise MalformedPayload(
+            f"the reply to a pin has {len(parts)} partitions; expected the {len(expected)} of the server"
+        )
     return parts, missing
 
 
 def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
     order = tuple(bounded(message.order, limits.VARIABLES_MAX, "variables in the order of a pull"))
     if len(set(order)) != len(order):
-        raise MalformedPayload("the order of a pull that names a variable twice")
+        raise MalformedPayload("the order of a pull names a variable twice")
     if message.coding or message.shared:
         raise InvalidRequest(
-            f"a pull in an order that is {'coded' if message.coding else 'shared'}", todo="ask for the one or the other"
+            f"a pull in an order is also {'coded' if message.coding else 'shared'}", todo="ask for one of the two"
         )
     return order
 
@@ -172,9 +178,11 @@ def ticket_to_wire(ticket: ShmHandle) -> server.SharedMemory:
 
 def ticket_from_wire(message: server.SharedMemory) -> ShmHandle:
     if len(message.nonce) != limits.NONCE_BYTES:
-        raise MalformedPayload(f"shared memory with a nonce of {len(message.nonce)} bytes; not {limits.NONCE_BYTES}")
+        raise MalformedPayload(
+            f"shared memory has a nonce of {len(message.nonce)} bytes; expected {limits.NONCE_BYTES}"
+        )
     if message.bytes > limits.SHARED_BYTES_MAX:
-        raise TooLarge(f"shared memory of {message.bytes} bytes; at most {limits.SHARED_BYTES_MAX} are taken")
+        raise TooLarge(f"shared memory has {message.bytes} bytes; at most {limits.SHARED_BYTES_MAX} are allowed")
     return ShmHandle(message.pid, message.fd, message.bytes, message.nonce, message.region)
 
 

@@ -56,8 +56,8 @@ _OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a p
 
 
 def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: bool = True) -> server.PushHeader:
-    """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
-    name, its bases, its rows and those that it wants."""
+    """`before`: the header before on the same stream; what is equal there is left out. `named`: with the name, the
+    bases, the rows and the requested rows."""
     again = (
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
@@ -100,7 +100,7 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
 
 
 def bases_to_wire(bases: Sequence[Version]) -> server.Bases:
-    """Those that are alike stand once, in the place of the first of them."""
+    """Equal versions in a row are sent once, with the number of repetitions."""
     message = server.Bases()
     last: server.Base | None = None
     said: Version | None = None
@@ -116,14 +116,14 @@ def bases_to_wire(bases: Sequence[Version]) -> server.Bases:
 
 
 def bases_from_wire(message: server.Bases, count: int) -> tuple[Version, ...]:
-    """`count`: the parts of the push. Raises MalformedPayload where there are not as many."""
+    """`count`: the number of parts of the push. Raises MalformedPayload if the bases are not as many."""
     found: list[Version] = []
     for base in message.parts:
         if len(found) + 1 + base.alike > count:
-            raise MalformedPayload(f"a push of {count} parts that says of more what they were computed on")
+            raise MalformedPayload(f"a push of {count} parts has more than {count} base versions")
         found += [version_from_wire(base.version)] * (1 + base.alike)
     if len(found) != count:
-        raise MalformedPayload(f"a push of {count} parts that says of {len(found)} what they were computed on")
+        raise MalformedPayload(f"a push of {count} parts has {len(found)} base versions")
     return tuple(found)
 
 
@@ -137,18 +137,21 @@ def _part_to_wire(part: PushPart) -> server.PushPart:
 
 
 def push_from_header(header: bytes, before: PushHeader | None = None, *, recorded: bool = False) -> PushHeader:
-    """Reads and checks the header of a push. The payload it announces is bounded. `before`: the order of the exchange
-    before on the same stream, for what this one leaves out. `recorded`: it comes from a log."""
+    """Reads and checks the header of a push. The payload that it announces is bounded. `before`: the header before on
+    the same stream, for what this one leaves out. `recorded`: it comes from a log.
+
+    Raises MalformedPayload, InvalidRequest, TooLarge.
+    """
     if not header:
-        raise MalformedPayload("a push whose first frame has no header")
+        raise MalformedPayload("the first frame of a push has no header")
     try:
         message = server.PushHeader.FromString(header)
     except DecodeError as error:
-        raise MalformedPayload(f"the header of a push: {error}") from error
+        raise MalformedPayload(f"the header of a push cannot be read: {error}") from error
     if message.again and before is None:
-        raise MalformedPayload("the header of a push that begins with 'again'")
+        raise MalformedPayload("the first header of a stream says 'again'")
     if not math.isfinite(message.weight) or message.weight < 0:
-        raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
+        raise InvalidRequest(f"a push has the weight {message.weight}; expected the number of its samples")
     last = before if message.again else None
     kind = _PUSH_KINDS.from_wire(message.kind)
     if last is None:
@@ -184,28 +187,28 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
     )
     if order.expired and not recorded:
         raise InvalidRequest(
-            "a push that says which rows expire", why="what expires is the server's to decide", todo="leave them out"
+            "a push names rows that expire", why="the server decides which rows expire", todo="leave them out"
         )
     if not recorded and any(each.now_ms for each in order.rows):
         raise InvalidRequest(
-            "a push that says when it came", why="clocks of tables are the server's", todo="leave the times out"
+            "a push says when it came", why="the server has the clocks of tables", todo="leave the times out"
         )
     check_rows(order)
     if order.overflow and kind is not PushKind.GRADIENT:
-        raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
+        raise InvalidRequest(f"a push of kind {kind.value} reports an overflow; only gradients are scaled")
     if message.HasField("bases"):
         if kind is not PushKind.GRADIENT:
-            raise MalformedPayload(f"a push of kind {kind.value} that says what it was computed on")
+            raise MalformedPayload(f"a push of kind {kind.value} has base versions; only gradients have them")
         order = order.renamed(order.name, bases_from_wire(message.bases, len(order.parts)))
     if last is None or message.parts:
         _check_sizes(order)
     if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
-        raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
+        raise MalformedPayload(f"an empty push has {order.payload_bytes} bytes of payload")
     return order
 
 
 def check_rows(order: PushHeader) -> None:
-    """What the header of a push says of rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
+    """Checks what the header of a push says about rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
     if order.rows or order.expired:
         _check_rows(order)
     if order.wanted:
@@ -213,33 +216,33 @@ def check_rows(order: PushHeader) -> None:
     if (order.rows_at is not None and not (order.rows or order.wanted)) or (
         order.wanted_at is not None and not order.wanted
     ):
-        raise MalformedPayload("a place for rows in an exchange that has none, or wants none")
+        raise MalformedPayload("an exchange names a place for rows, but has and requests none")
 
 
 def _check_rows(order: PushHeader) -> None:
     if order.kind not in (PushKind.GRADIENT, PushKind.VALUES):
-        raise MalformedPayload(f"a push of kind {order.kind.value} with rows")
+        raise MalformedPayload(f"a push of kind {order.kind.value} has rows")
     if order.overflow:
-        raise InvalidRequest("rows of a gradient that is beyond its format", todo="leave them out")
+        raise InvalidRequest("a gradient that overflowed has rows", todo="leave them out")
     if order.rest is not None:
-        raise InvalidRequest("rows of a push of which data came ahead of its header", todo="send the header first")
+        raise InvalidRequest("a push has rows, and data that came before its header", todo="send the header first")
     listed = {part.partition for part in order.parts}
     said: list[PushedRows | RequestedRows] = [*order.rows, *order.expired]
     for each in said:
         strange = [partition for partition in each.partitions if partition not in listed]
         if strange:
             raise MalformedPayload(
-                f"rows of table {each.table} in partition {strange[0]}, which the push does not list"
+                f"a push has rows of table {each.table} in partition {strange[0]}, which it does not list"
             )
     if order.rows_bytes > limits.ROW_BYTES_MAX:
-        raise TooLarge(f"rows of {order.rows_bytes} bytes in a push; at most {limits.ROW_BYTES_MAX} are taken")
+        raise TooLarge(f"a push has rows of {order.rows_bytes} bytes; at most {limits.ROW_BYTES_MAX} are allowed")
 
 
 def _check_wanted(order: PushHeader) -> None:
     if order.pull is None or order.pull.order or order.rest is not None:
         raise InvalidRequest(
-            "rows wanted in an exchange that pulls nothing, or in an order, or whose data came ahead of its header",
-            why="they follow the values of a pull, and their ids what is pushed",
+            "an exchange requests rows, but pulls nothing, or in an order, or sent data before its header",
+            why="rows follow the values of a pull, and their ids follow what is pushed",
             todo="ask for them with LookUp",
         )
     pulled = set(order.pull.partitions)
@@ -247,17 +250,17 @@ def _check_wanted(order: PushHeader) -> None:
         strange = [partition for partition in each.partitions if partition not in pulled]
         if strange:
             raise MalformedPayload(
-                f"rows wanted of table {each.table} in partition {strange[0]}, which is not among those pulled"
+                f"an exchange requests rows of table {each.table} in partition {strange[0]}, which it does not pull"
             )
 
 
 def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
     absent = sum(len(p.absent_blocks) for p in message.parts)
     if absent > limits.BLOCKS_MAX:
-        raise TooLarge(f"{absent} absent blocks of a push; at most {limits.BLOCKS_MAX} are taken")
+        raise TooLarge(f"a push has {absent} absent blocks; at most {limits.BLOCKS_MAX} are allowed")
     codes = sum(len(p.code_bytes) for p in message.parts)
     if codes > limits.BLOCKS_MAX:
-        raise TooLarge(f"{codes} codes in a push; at most {limits.BLOCKS_MAX} are taken")
+        raise TooLarge(f"a push has {codes} codes; at most {limits.BLOCKS_MAX} are allowed")
     parts = tuple(
         PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks), tuple(p.code_bytes))
         for p in bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
@@ -266,7 +269,7 @@ def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
     for part in parts:
         if part.code_bytes and sum(part.code_bytes) != part.payload_bytes:
             raise MalformedPayload(
-                f"partition {part.partition} with codes of {sum(part.code_bytes)} bytes in all; announced "
+                f"partition {part.partition} has codes of {sum(part.code_bytes)} bytes in all; announced "
                 f"{part.payload_bytes}"
             )
     return parts
@@ -274,7 +277,7 @@ def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
 
 def _check_sizes(order: PushHeader) -> None:
     if order.payload_bytes > limits.PUSH_BYTES_MAX:
-        raise TooLarge(f"a push of {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are taken")
+        raise TooLarge(f"a push has {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are allowed")
 
 
 def _ssp_report_to_wire(report: SspReport) -> server.Pace:
@@ -285,7 +288,7 @@ def _ssp_report_to_wire(report: SspReport) -> server.Pace:
 
 def _ssp_report_from_wire(message: server.Pace) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
-        raise InvalidRequest(f"a progress of {message.clock} steps, {message.ahead} ahead; more than can be counted")
+        raise InvalidRequest(f"a worker reports {message.clock} steps, {message.ahead} ahead, which is too many")
     return SspReport(_SSP_PHASES.from_wire(message.stride), message.turn, message.clock, message.ahead)
 
 
@@ -295,12 +298,14 @@ def verdict_to_wire(verdict: StepVerdict) -> server.StepVerdict:
 
 def verdict_from_wire(message: server.StepVerdict) -> StepVerdict:
     if message.step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a verdict on step {message.step}; the last one is {limits.SEQUENCE_MAX}")
+        raise TooLarge(f"a verdict is on step {message.step}; the last step is {limits.SEQUENCE_MAX}")
     members = ranks_from_wire(message.members, f"members of step {message.step}")
     if not message.HasField("square_norm"):
         return StepVerdict(message.step, members=members)
     if message.square_norm < 0:
-        raise InvalidRequest(f"a verdict on step {message.step} with a square norm of {message.square_norm}")
+        raise InvalidRequest(
+            f"a verdict on step {message.step} has the square norm {message.square_norm}; expected at least 0"
+        )
     return StepVerdict(message.step, message.square_norm, members)
 
 
@@ -308,7 +313,7 @@ def ranks_from_wire(ranks: Sequence[int], what: str) -> tuple[Rank, ...]:
     """Logical ranks that a job can have, ascending. Raises TooLarge, MalformedPayload."""
     found = tuple([Rank(rank) for rank in bounded(ranks, limits.LOGICAL_RANKS_MAX, what)])
     if found and (list(found) != sorted(set(found)) or found[-1] >= limits.LOGICAL_RANKS_MAX):
-        raise MalformedPayload(f"{what}: {list(found[:8])}; expected logical ranks, ascending")
+        raise MalformedPayload(f"{what} are {list(found[:8])}; expected logical ranks in ascending order")
     return found
 
 
@@ -323,7 +328,7 @@ def given_from_wire(message: server.VerdictGiven) -> tuple[StepVerdict, tuple[Pa
 
 
 def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
-    """Results that are alike stand once, in the place of the first of them."""
+    """Equal results in a row are sent once, with the number of repetitions."""
     reply = server.PushReply()
     last: server.PartReply | None = None
     said: tuple[Outcome, int, Version] | None = None
@@ -340,7 +345,7 @@ def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
 
 
 def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionId]) -> tuple[PartResult, ...]:
-    """`partitions`: those of the push, in its order. Raises MalformedPayload where others are answered."""
+    """`partitions`: those of the push, in its order. Raises MalformedPayload if the answer has other ones."""
     found: list[PartResult] = []
     for part in message.parts:
         at, end = len(found), len(found) + 1 + part.alike
@@ -392,11 +397,11 @@ def pulled_to_header(result: ExchangeReply) -> bytes:
 def pulled_from_header(
     header: bytes, pulled: Sequence[PartitionId], pushed: Sequence[PartitionId] = ()
 ) -> ExchangeReply:
-    """`pulled`, `pushed`: the partitions that were asked for. Raises MalformedPayload where others are answered."""
+    """`pulled`, `pushed`: the partitions that were asked for. Raises MalformedPayload if the answer has other ones."""
     try:
         message = server.PullHeader.FromString(header)
     except DecodeError as error:
-        raise MalformedPayload(f"the header of a pull's answer: {error}") from error
+        raise MalformedPayload(f"the header of the answer to a pull cannot be read: {error}") from error
     parts: list[PulledPart] = []
     for part in message.parts:
         at, end = len(parts), len(parts) + 1 + part.alike
@@ -408,7 +413,9 @@ def pulled_from_header(
     if message.HasField("not_yet"):
         missing = tuple(missing_from_wire(each) for each in message.not_yet.missing)
     if len(message.place_regions) != len(message.places):
-        raise MalformedPayload(f"{len(message.places)} places in {len(message.place_regions)} regions")
+        raise MalformedPayload(
+            f"the answer to a pull has {len(message.places)} places in {len(message.place_regions)} regions"
+        )
     if not missing and len(parts) != len(pulled):
         raise MalformedPayload(f"the answer to a pull of {len(pulled)} partitions has {len(parts)}")
     return ExchangeReply(

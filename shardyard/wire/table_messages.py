@@ -1,8 +1,8 @@
-"""Converts tables and their rows between messages and domain types. Every value that a peer sent is checked.
+"""Converts tables, their rows and look-ups between messages and domain types.
 
-Owns: the messages of tables alone; whether names are unique is for shardyard.domain.layout.checks, what fits a job for
-its server. Invariants: as in shardyard.wire.push_messages; a header's numbers are held against the limits, and against
-the bytes that it announces, before anybody asks for memory for them. Must not know: any state.
+shardyard.domain.layout.checks decides whether the names of tables are unique; the server decides what fits a job.
+Invariant: the numbers of a header are checked against the limits, and against the bytes that it announces, before
+memory is allocated for them. Must not know: any state.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
     """Raises MalformedPayload, TooLarge, InvalidRequest."""
     name = message.name
     if len(name) > limits.VARIABLE_NAME_CHARACTERS_MAX:
-        raise TooLarge(f"a table's name of {len(name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX}")
+        raise TooLarge(
+            f"the name of a table has {len(name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX} are allowed"
+        )
     names = tuple(setting.name for setting in row_optimizers.settings_of(message.optimizer))
     if tuple(message.settings) != names:
         raise InvalidRequest(
-            f"table {name!r} with the settings {', '.join(message.settings)} of {message.optimizer!r}; expected "
+            f"table {name!r} has the settings {', '.join(message.settings)} of {message.optimizer!r}; expected "
             + ", ".join(names)
         )
     if len(message.values) != len(names):
-        raise InvalidRequest(f"table {name!r} with {len(message.values)} values; expected {len(names)}")
+        raise InvalidRequest(f"table {name!r} has {len(message.values)} values for its settings; expected {len(names)}")
     initial, expiry = _INITIALS.from_wire(message.initial, repr(name)), message.expiry
     return TableSettings(
         name,
@@ -96,7 +98,7 @@ def tables_to_wire(tables: Iterable[TableSettings]) -> list[common.TableSpec]:
 def tables_from_wire(messages: Sequence[common.TableSpec]) -> tuple[TableSettings, ...]:
     """Raises what `table_from_wire` and shardyard.domain.layout.checks.check_tables raise."""
     if len(messages) > limits.TABLES_MAX:
-        raise TooLarge(f"{len(messages)} tables; at most {limits.TABLES_MAX} are taken")
+        raise TooLarge(f"a job has {len(messages)} tables; at most {limits.TABLES_MAX} are allowed")
     tables = tuple(table_from_wire(message) for message in messages)
     check_tables(tables)
     return tables
@@ -127,12 +129,12 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
         wanted = _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.ROWS_PER_PART_MAX)
         lengths = tuple(each.row_bytes)
         if len(lengths) != len(wanted.partitions):
-            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions in {len(lengths)} codes")
+            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions have {len(lengths)} codes")
         times = tuple(each.now_ms)
         if times and len(times) != len(wanted.partitions):
-            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions with {len(times)} times")
+            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions have {len(times)} times")
         if times and max(times) > limits.TABLE_TIME_MS_MAX:
-            raise MalformedPayload(f"rows that came at {max(times)} ms; at most {limits.TABLE_TIME_MS_MAX}")
+            raise MalformedPayload(f"rows came at {max(times)} ms; the largest time is {limits.TABLE_TIME_MS_MAX} ms")
         found.append(
             PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted, times)
         )
@@ -175,14 +177,16 @@ def look_up_from_header(header: bytes) -> LookupRequest:
     try:
         message = server.LookUpHeader.FromString(header)
     except DecodeError as error:
-        raise MalformedPayload(f"the header of a look-up: {error}") from error
+        raise MalformedPayload(f"the header of a look-up cannot be read: {error}") from error
     wanted = wanted_from_wire(message.wanted)
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
-        raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+        raise InvalidRequest(f"a look-up waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
     if message.pin:
         random_name(message.pin)
         if message.HasField("number") or message.wait_ms:
-            raise InvalidRequest("a pinned look-up that asks for a version", todo="ask for the pin")
+            raise InvalidRequest(
+                "a look-up of a pin also asks for a version", todo="leave it out; the pin has one version"
+            )
     return LookupRequest(
         caller_from_wire(message.caller),
         Incarnation(message.server),
@@ -205,36 +209,36 @@ def _wanted(
     table: int, partitions: Sequence[int], rows: Sequence[int], id_bytes: Sequence[int], rows_max: int
 ) -> RequestedRows:
     if table >= limits.TABLES_MAX or len(partitions) > limits.PARTITIONS_MAX:
-        raise TooLarge(f"rows of table {table} in {len(partitions)} partitions; more than there can be")
+        raise TooLarge(f"rows of table {table} in {len(partitions)} partitions are more than a job can have")
     if not partitions or len(set(partitions)) != len(partitions):
-        raise MalformedPayload(f"rows of table {table} that name no partition, or one of them twice")
+        raise MalformedPayload(f"rows of table {table} name no partition, or one of them twice")
     if not len(partitions) == len(rows) == len(id_bytes):
         raise MalformedPayload(
-            f"rows of table {table} in {len(partitions)} partitions, with {len(rows)} numbers of rows and "
+            f"rows of table {table} in {len(partitions)} partitions have {len(rows)} numbers of rows and "
             f"{len(id_bytes)} codes of ids"
         )
     if min(rows) < 1:
-        raise MalformedPayload(f"rows of table {table} that are none in one of the partitions named")
+        raise MalformedPayload(f"table {table} has no rows in one of the partitions that are named")
     if max(rows) > rows_max:
-        raise TooLarge(f"{max(rows)} rows of table {table} in one partition; at most {rows_max} are taken")
+        raise TooLarge(f"table {table} has {max(rows)} rows for one partition; at most {rows_max} are allowed")
     return RequestedRows(table, tuple(map(PartitionId, partitions)), tuple(rows), tuple(id_bytes))
 
 
 def _check_tables_once(tables: Sequence[int]) -> None:
     if len(set(tables)) != len(tables):
-        raise MalformedPayload("rows that name a table twice")
+        raise MalformedPayload("rows name a table twice")
 
 
 def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, npt.NDArray[np.float32]]]:
-    """The pieces of an answer to ReadRows: ids, shape (n,), and their rows, shape (n, dim). Copies."""
+    """The pieces of an answer to ReadRows, copied: ids, shape (n,), and their rows, shape (n, dim)."""
     found = []
     before, width = 0, 8 + 4 * dim
     for frame in frames:
         rows, odd = divmod(len(frame.data), width)
         if odd or frame.offset != before:
             raise MalformedPayload(
-                f"{sender} sent {len(frame.data)} bytes of rows of {width} as those from {frame.offset} on; expected"
-                f" those from {before} on"
+                f"{sender} sent {len(frame.data)} bytes of rows of {width} bytes from row {frame.offset} on; expected"
+                f" whole rows from row {before} on"
             )
         data = np.frombuffer(frame.data, np.uint8)
         ids = data[: 8 * rows].copy().view(np.int64)

@@ -379,7 +379,7 @@ def test_prune_keeps_those_that_are_named_beside_the_newest(library: CheckpointL
 
 
 def test_prune_to_fewer_than_two_is_refused(library: CheckpointLibrary) -> None:
-    with pytest.raises(InvalidRequest, match="to keep 1 checkpoints"):
+    with pytest.raises(InvalidRequest, match="cannot prune to 1 checkpoints"):
         library.prune(JOB, 1)
 
 

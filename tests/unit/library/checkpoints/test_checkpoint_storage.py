@@ -341,7 +341,7 @@ def test_file_that_is_given_up_is_not_put_when_it_is_closed() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("", "empty URL"),
+        ("", "URL for checkpoints is empty"),
         ("file://elsewhere/path", "names the host 'elsewhere'"),
         ("frob://bucket/path", "frob"),
     ],

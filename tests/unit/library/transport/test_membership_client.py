@@ -285,7 +285,7 @@ def test_member_goes_on_with_a_coordinator_that_is_started_again(
     assert len(coordinator.registered) == 1
     assert member.lost == []
     assert caplog.text.count("worker 41 waits for the coordinator (coordinator at coordinator:1 does not answer") == 1
-    assert caplog.text.count("goes on without it for up to 60 s") == 1
+    assert caplog.text.count("continues without it for up to 60 s") == 1
     wait_until(lambda: "answers worker 41 again, in term 7" in caplog.text, "the end of the wait to be told")
 
 

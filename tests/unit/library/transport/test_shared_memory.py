@@ -258,7 +258,7 @@ def test_another_kind_of_file_is_not_even_opened(
     fd = make(tmp_path)
     try:
         monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
-        with pytest.raises(NotShareable, match="there is no such memory"):
+        with pytest.raises(NotShareable, match="is not there"):
             attach(ShmHandle(os.getpid(), fd, 0, bytes(NONCE_BYTES)))
     finally:
         os.close(fd)

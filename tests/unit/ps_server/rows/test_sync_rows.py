@@ -607,7 +607,7 @@ def test_a_look_up_says_its_version_on_the_wire(given: LookupRequest) -> None:
 
 
 def test_a_look_up_that_waits_too_long_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="a look-up that waits 1001 ms; at most 1000"):
+    with pytest.raises(InvalidRequest, match="a look-up waits 1001 ms; at most 1000"):
         wire_tables.look_up_from_header(wire_tables.look_up_to_header(asked(number=1, wait_ms=1_001)))
 
 

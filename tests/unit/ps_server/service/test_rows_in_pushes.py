@@ -132,7 +132,7 @@ def test_an_empty_push_has_no_rows_and_a_gradient_of_none_counts() -> None:
     order = push_order(0, kind=PushKind.EMPTY, weight=0.0, groups=(), parts=tuple(PushPart(p, 0) for p in PARTS))
     push(store, order, b"")
     assert (look_up(store) == INITIAL).all()
-    with pytest.raises(MalformedPayload, match="empty with rows"):
+    with pytest.raises(MalformedPayload, match="empty has rows"):
         push(store, dataclasses.replace(order, rows=coded(ones())[0]), b"")
 
 
@@ -216,7 +216,7 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
     [
         ({"table": 7, "partitions": (PartitionId(9),), "rows": (1,), "id_bytes": (10,), "row_bytes": (20,)}, "list"),
         ({"rows": (1 << 25, 1)}, "at most"),
-        ({"row_bytes": (20,)}, "in 1 codes"),
+        ({"row_bytes": (20,)}, "have 1 codes"),
         ({"now_ms": (5, 5)}, "says when it came"),
     ],
 )
@@ -386,7 +386,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
     "a NaN": (lambda: not_finite(np.nan), InvalidRequest, "not finite"),
     "an infinity": (lambda: not_finite(-np.inf), InvalidRequest, "not finite"),
     "a table that is not there": (lambda: changed(table=2), InvalidRequest, "the job has 2 tables"),
-    "a table beyond all limits": (lambda: changed(table=1 << 31), TooLarge, "more than there can be"),
+    "a table beyond all limits": (lambda: changed(table=1 << 31), TooLarge, "more than a job can have"),
     "one table twice": (lambda: (GOOD + GOOD[:1], GOOD_DATA), MalformedPayload, "twice"),
     "rows of another dim": (lambda: changed(row_bytes=(GOOD[0].row_bytes[0], 3)), ShapeMismatch, "in 3 bytes"),
     "rows of more bytes than they can have": (
@@ -399,9 +399,9 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
         lambda: changed(rows=(GOOD[0].rows[0] + 1, GOOD[0].rows[1])), MalformedPayload, "a code of"
     ),
     "fewer rows than are coded": (lambda: changed(rows=(GOOD[0].rows[0] - 1, GOOD[0].rows[1])), TooLarge, "a code of"),
-    "no rows": (lambda: changed(rows=(0, GOOD[0].rows[1])), MalformedPayload, "none in one of the partitions"),
+    "no rows": (lambda: changed(rows=(0, GOOD[0].rows[1])), MalformedPayload, "no rows in one of the partitions"),
     "too many rows": (
-        lambda: changed(rows=(limits.ROWS_PER_PART_MAX + 1, GOOD[0].rows[1])), TooLarge, "in one partition; at most"
+        lambda: changed(rows=(limits.ROWS_PER_PART_MAX + 1, GOOD[0].rows[1])), TooLarge, "for one partition; at most"
     ),
     "bytes beyond the limit": (
         lambda: (
@@ -411,7 +411,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
             b"",
         ),
         TooLarge,
-        "bytes in a push",
+        "a push has rows of",
     ),
     "a partition twice": (lambda: changed(partitions=(0, 0)), MalformedPayload, "one of them twice"),
     "no partition": (
@@ -419,7 +419,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
     ),
     "a partition that the push does not list": (lambda: changed(partitions=(0, 2)), MalformedPayload, "does not list"),
     "numbers of other lengths": (lambda: changed(rows=(1,)), MalformedPayload, "1 numbers of rows"),
-    "codes of other lengths": (lambda: changed(row_bytes=(1,)), MalformedPayload, "in 1 codes"),
+    "codes of other lengths": (lambda: changed(row_bytes=(1,)), MalformedPayload, "have 1 codes"),
     "bytes that are cut short": (lambda: (GOOD, GOOD_DATA[:-1]), MalformedPayload, "the stream ended after"),
     "bytes too many": (lambda: (GOOD, GOOD_DATA + b"x"), MalformedPayload, "announced"),
     "ids of no code": (lambda: (GOOD, b"\xff" + GOOD_DATA[1:]), MalformedPayload, "begins with 255"),
@@ -453,8 +453,8 @@ def test_what_is_wrong_with_rows_is_refused_and_changes_nothing(name: str) -> No
         ({"table_groups": (RATE, RATE[:2])}, "has 2 values"),
         ({"table_groups": (RATE, (-1.0, *RATE[1:]))}, "lr is -1.0"),
         ({"table_groups": (RATE, (1.0, 0.9, *RATE[2:]))}, "momentum"),
-        ({"overflow": True}, "beyond its format"),
-        ({"rest": 3}, "ahead of its header"),
+        ({"overflow": True}, "overflowed"),
+        ({"rest": 3}, "before its header"),
         ({"shared_at": 0}, "outside of an exchange"),
     ],
 )
@@ -511,7 +511,7 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
         (
             {"wanted": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)},
             TooLarge,
-            "in one partition",
+            "for one partition",
         ),
         ({"wanted": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
         ({"wanted": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),

@@ -258,8 +258,8 @@ def test_rows_wanted_alone_come_through_shared_memory(store: Store) -> None:
         ({"wanted_at": 1024 + 8}, MalformedPayload, "at byte 1032 of shared memory"),
         ({"wanted_at": 2048 - 64}, MalformedPayload, "of shared memory that has 2048"),
         ({"wanted_at": (1 << 64) - 64}, MalformedPayload, "of shared memory that has 2048"),
-        ({"wanted": ()}, MalformedPayload, "has none, or wants none"),
-        ({"rows": (), "wanted": (), "wanted_at": None}, MalformedPayload, "has none, or wants none"),
+        ({"wanted": ()}, MalformedPayload, "has and requests none"),
+        ({"rows": (), "wanted": (), "wanted_at": None}, MalformedPayload, "has and requests none"),
     ],
 )
 def test_a_place_for_rows_that_cannot_be_is_refused_with_its_push(
@@ -394,7 +394,7 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
     "nothing is pulled": ({"pull": None}, GOOD_IDS, InvalidRequest, "pulls nothing"),
     "an order": ({"pull": wish(order=(0,))}, GOOD_IDS, InvalidRequest, "in an order"),
     "a partition that is not pulled": (
-        {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "not among those pulled"
+        {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "which it does not pull"
     ),
     "no such table": ({"wanted": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"),
     "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "name a table twice"),
