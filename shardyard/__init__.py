@@ -14,6 +14,7 @@ library that may reach upwards, to the worker and the launcher.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,39 +129,32 @@ def _load(
     return loaded
 
 
+_MODULES = {
+    "EarlyStopping": "shardyard_worker.job.early_stopping",
+    "Embedding": "shardyard_worker.embedding.modules",
+    "EmbeddingBag": "shardyard_worker.embedding.modules",
+    "EmbeddingCollection": "shardyard_worker.embedding.modules",
+    "FixedRecords": "shardyard_worker.data.record_files",
+    "FramedRecords": "shardyard_worker.data.record_files",
+    "Job": "shardyard_worker.job.job",
+    "Run": "shardyard_worker.reader.evaluator",
+    "Snapshot": "shardyard_worker.reader.evaluator",
+    "TextLines": "shardyard_worker.data.record_files",
+}
+"""Where each class is that is imported when it is first used."""
+_ALIASES = {
+    "errors": "shardyard.domain.errors",
+    "optim": "shardyard_worker.optimizers.extra",
+    "tables": "shardyard_worker.embedding.api",
+}
+"""Modules under another name."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Job":
-        from shardyard_worker.job.job import Job
-
-        return Job
-    if name == "EarlyStopping":
-        from shardyard_worker.job.early_stopping import EarlyStopping
-
-        return EarlyStopping
-    if name in ("Embedding", "EmbeddingBag", "EmbeddingCollection"):
-        import shardyard_worker.embedding.modules
-
-        return getattr(shardyard_worker.embedding.modules, name)
-    if name in ("Run", "Snapshot"):
-        import shardyard_worker.reader.evaluator
-
-        return getattr(shardyard_worker.reader.evaluator, name)
-    if name in ("FixedRecords", "FramedRecords", "TextLines"):
-        import shardyard_worker.data.record_files
-
-        return getattr(shardyard_worker.data.record_files, name)
-    if name == "errors":
-        import importlib
-
-        return importlib.import_module("shardyard.domain.errors")
-    if name == "optim":
-        import shardyard_worker.optimizers.extra
-
-        return shardyard_worker.optimizers.extra
-    if name == "tables":
-        import shardyard_worker.embedding.api
-
-        return shardyard_worker.embedding.api
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    if name in _ALIASES:
+        return import_module(_ALIASES[name])
     if name == "__version__":
         from importlib.metadata import version
 

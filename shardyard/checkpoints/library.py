@@ -309,7 +309,11 @@ def _checks(library: CheckpointLibrary, manifest: Manifest) -> Iterator[tuple[st
                 yield file.path, file, partial(state.read, file)
     for kept in manifest.feedback:
         path, written = f"{folder}/{kept.file.path}", kept.file.written
-        yield kept.file.path, kept.file, partial(residual_file.check, storage, path, written, layout, kept.worker)
+        yield (
+            kept.file.path,
+            kept.file,
+            partial(residual_file.read, storage, path, written, layout, kept.worker, keep=False),
+        )
 
 
 def _check_partition_file(

@@ -37,22 +37,15 @@ def pieces(worker: str, state: State) -> Iterator[Buffer]:
     return tensors.pieces(said, [tensors.source_of(name, array) for name, array in state.items()])
 
 
-def read(storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str) -> dict[str, npt.NDArray[Any]]:
-    """Raises CheckpointDamaged if the file is not as expected, or has an array that does not fit the layout;
-    CheckpointNotFound, StorageUnavailable."""
-    return _read(storage, path, expected, layout, worker, whole=True)
-
-
-def check(storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str) -> None:
-    """Checks what `read` checks, without keeping arrays in memory. Raises the same errors."""
-    _read(storage, path, expected, layout, worker, whole=False)
-
-
-def _read(
-    storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str, *, whole: bool
+def read(
+    storage: Storage, path: str, expected: Written, layout: JobLayout, worker: str, *, keep: bool = True
 ) -> dict[str, npt.NDArray[Any]]:
+    """Reads a file, and checks every byte of it. Not `keep`: the arrays are checked, and not kept in memory.
+
+    Raises CheckpointDamaged if the file is not as expected, or has an array that does not fit the layout;
+    CheckpointNotFound, StorageUnavailable."""
     fits = partial(_check, storage.locate(path), layout, worker)
-    return tensors.read_file(storage, path, expected, lambda _: whole, fits)[1]
+    return tensors.read_file(storage, path, expected, lambda _: keep, fits)[1]
 
 
 def _check(where: str, layout: JobLayout, worker: str, contents: Contents) -> None:

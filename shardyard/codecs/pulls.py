@@ -1,8 +1,9 @@
-"""The codes of values, from a server to one worker.
+"""Codes of values from a server to one worker.
 
-Owns: the shadow, what that worker has of each block. Invariant: a code brings the worker to the shadow, bit for bit,
-and the next one is of the difference to it, so errors do not add up: after any number of codes the worker is as far
-from the values as one code's bound. Must not know: versions, streams.
+The sender keeps a shadow of each block: the values that the worker has. Invariant: after a code, the worker's values
+equal the shadow bit by bit, and the next code has the difference to the shadow. So errors do not add up: after any
+number of codes, the worker's values differ from the server's by the bound of one code at most. Must not know: versions,
+streams.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from shardyard.domain.compression import CodecSpec
 
 
 class DeltaSender:
-    """The sender's side of "delta" towards one receiver, which calls `decoding.apply` on every code, in order.
+    """Sends "delta" codes to one receiver, which calls `decoding.apply` for every code, in order.
 
-    A code that did not arrive makes the shadow wrong: `forget` it, and the next code is whole. One thread at a time.
+    If a code did not arrive, the shadow is wrong: call `forget`, and the next code has the whole values. Only one
+    thread at a time may use it.
     """
 
     def __init__(self, codec: CodecSpec) -> None:
@@ -26,9 +28,11 @@ class DeltaSender:
         self._shadows: dict[Hashable, Array] = {}
 
     def code(self, block: Hashable, values: Array) -> memoryview:
-        """The code that brings the receiver of `block` to `values`, shape (n,), contiguous, float32 or float64: exactly
-        the first time and where an element is not finite, else to within 1.0001 * m / 254 where m is the largest
-        change in a bucket."""
+        """The code that changes the receiver's values of `block` to `values`, shape (n,), contiguous, float32 or
+        float64.
+
+        The first code is exact, and so is one with an element that is not finite. Others are exact to 1.0001 * m / 254,
+        where m is the largest change in a bucket."""
         shadow = self._shadows.get(block)
         if shadow is not None and shadow.size == values.size and shadow.dtype == values.dtype:
             made = int8.encode_delta(values, shadow, self._codec.bucket)
@@ -38,7 +42,7 @@ class DeltaSender:
         return floats.encode_raw(values).data
 
     def forget(self, block: Hashable = None) -> None:
-        """The receiver's state of one block, or of all (None), is unknown from here on."""
+        """Forgets what the receiver has of one block, or of all (None)."""
         if block is None:
             self._shadows.clear()
         else:
@@ -46,7 +50,7 @@ class DeltaSender:
 
 
 def encode_values(codec: CodecSpec, values: Array) -> memoryview:
-    """The code of one block's values for a pull without memory: none, bf16, fp16 or int8."""
+    """The code of the values of one block, without a shadow: none, bf16, fp16 or int8."""
     assert codec.kind in ("none", "bf16", "fp16", "int8"), codec
     if codec.kind != "int8":
         return encoding.encode(codec, values)

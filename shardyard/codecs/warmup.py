@@ -1,6 +1,6 @@
-"""Compiles loops before they are needed, so that no first push waits for a compiler.
+"""Compiles loops before they are needed, so that the first push does not wait for the compiler.
 
-Owns: one small code of each kind that has a loop, written down, since a receiver need not compile senders' loops.
+Has one small code of each kind that has a loop, as bytes, so that a receiver does not compile the loops of senders.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SENT_ELEMENTS: Final = 4_096
 
 
 def warm_decoders(dtypes: Iterable[npt.DTypeLike] = ("float32", "float64")) -> None:
-    """For a receiver, which may be sent any code."""
+    """Compiles the loops of a receiver, which may get any code."""
     for dtype in dtypes:
         for code in _CODES:
             apply(code, np.zeros(_ELEMENTS, dtype))
 
 
 def warm_codecs(codecs: Iterable[CodecSpec], dtypes: Iterable[npt.DTypeLike] = ("float32",)) -> None:
-    """For a sender that knows what it will send."""
+    """Compiles the loops of a sender that knows its codecs."""
     kinds = sorted(set(codecs), key=str)
     for dtype in dtypes:
         values = np.ones(_SENT_ELEMENTS, dtype)

@@ -1,7 +1,7 @@
-"""A value for a setting, with the place that it came from, and the words for what is wrong with it.
+"""A value for a setting, the place that it came from, and what is wrong with it.
 
-Owns: origins, the reading of text as a YAML scalar, the check of one value, the nearest known name. Invariants: a
-problem is one line that begins with its place; no value of any length makes a long message.
+Owns: origins, reading text as a YAML scalar, checking one value, finding the nearest known name. Invariants: a problem
+is one line that begins with its place; a long value does not make a long message.
 Must not know: files, the environment, command lines (settings_file and configuration do).
 """
 
@@ -27,7 +27,7 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
 class Layer(enum.IntEnum):
-    """Where values come from; a higher layer wins."""
+    """Where values come from. A higher layer wins."""
 
     DEFAULT = 0
     FILE = 1
@@ -37,7 +37,7 @@ class Layer(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was given: `place` is FILE:LINE, a variable's name or a flag as one types it."""
+    """Where a value was given. `place`: FILE:LINE, the name of a variable, or a flag as it was typed."""
 
     layer: Layer
     place: str = ""
@@ -62,12 +62,12 @@ class Assignment:
 
 
 def from_text(setting: Setting, text: str) -> object:
-    """The value that `text` has for `setting`: itself for a text setting, else the YAML scalar it spells."""
+    """The value of `text` for `setting`: the text itself if the setting is text, otherwise the YAML scalar."""
     return text if setting.is_text else scalar(text)
 
 
 def scalar(text: str) -> object:
-    """The YAML scalar that `text` spells; text that spells none is itself."""
+    """The YAML scalar in `text`, or the text itself if it is not a scalar."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
@@ -76,13 +76,13 @@ def scalar(text: str) -> object:
 
 
 def is_plain(node: yaml.ScalarNode) -> bool:
-    """Whether the node's tag is one of YAML's own; others name types of a program, which no setting has."""
+    """Whether the node has one of YAML's own tags. Other tags name types of programs, which no setting has."""
     return node.tag in _TAGS
 
 
 def construct(node: yaml.ScalarNode) -> object:
-    """The value of a plain scalar node. What its tag cannot read (2020-13-01) stays text, and so do whole numbers
-    that are not decimal: YAML 1.1 reads 1:30 as 90 and 010 as 8, which nobody means."""
+    """The value of a plain scalar node. Text that its tag cannot read (2020-13-01) stays text. So do whole numbers that
+    are not decimal: YAML 1.1 reads 1:30 as 90 and 010 as 8, which users do not expect."""
     if not is_plain(node) or (node.tag == _INTEGER_TAG and not _INTEGER.fullmatch(node.value)):
         return node.value
     constructor = yaml.constructor.SafeConstructor()
@@ -94,7 +94,7 @@ def construct(node: yaml.ScalarNode) -> object:
 
 
 def problem_of(setting: Setting, assignment: Assignment) -> str | None:
-    """One line that says what is wrong with the value alone, or None."""
+    """One line that says what is wrong with the value by itself, or None."""
     try:
         setting.adapter.validate_python(assignment.value)
     except ValidationError as error:
@@ -111,7 +111,7 @@ def mismatch(setting: Setting, value: object, detail: ErrorDetails) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages quote it, with its kind where that is not plain to see."""
+    """A value for a message, with its kind if that is not obvious."""
     match value:
         case None:
             return "nothing"
@@ -129,7 +129,7 @@ def shown(value: object) -> str:
 
 
 def unknown(path: str, catalogue: Catalogue) -> str:
-    """What to say of a dotted path that is no setting: the nearest known name, else the names known there."""
+    """The problem of a dotted path that is not a setting. Names the nearest known path, or those of the section."""
     near = nearest(path, catalogue)
     if near is not None:
         return f"{_cut(path)}: unknown setting; did you mean {near}?"
@@ -138,7 +138,7 @@ def unknown(path: str, catalogue: Catalogue) -> str:
 
 
 def nearest(path: str, catalogue: Catalogue) -> str | None:
-    """The known dotted path nearest to an unknown one: of the same name elsewhere, nearby, or spelled alike."""
+    """The known path nearest to an unknown one: the same name in another section, or a similar spelling."""
     path = path[: 4 * VALUE_CHARACTERS_MAX]
     section, _, name = path.rpartition(".")
     known = (*catalogue.settings, *catalogue.sections)

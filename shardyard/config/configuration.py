@@ -1,8 +1,8 @@
-"""Where settings come from: defaults, a file, the environment, flags; the later wins.
+"""Combines settings from defaults, a file, the environment and flags. A later one wins.
 
-Owns: precedence, the names of environment variables, the origin of each value, the explanation of all values.
-Invariants: each given value is checked, also one that a later layer overrides; all problems of all layers are reported
-in one ConfigurationError, one line each, with place, dotted name, what was expected and what was got; an empty
+Owns: the order of the layers, the names of environment variables, the origin of each value, the explanation of all
+values. Invariants: each value is checked, also one that a later layer overrides. One ConfigurationError reports all
+problems of all layers, one line each, with place, dotted name, what was expected and what was given. An empty
 environment variable and a flag of None count as not given.
 Must not know: os.environ and click (callers pass mappings), what a setting does.
 """
@@ -31,9 +31,9 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
     "SHARDYARD_JOB": "job.name",
     "SHARDYARD_WORKERS": "job.workers_expected",
 }
-"""Environment variables with a short name, and the setting that each gives."""
+"""Environment variables with a short name, and their settings."""
 CONFIG_VARIABLE: Final = "SHARDYARD_CONFIG"
-"""The path of the settings file; callers read it and pass the path to `load`."""
+"""The variable with the path of the settings file. Callers read it and pass the path to `load`."""
 PROCESS_VARIABLES: Final = frozenset(
     {
         CONFIG_VARIABLE,
@@ -47,12 +47,12 @@ PROCESS_VARIABLES: Final = frozenset(
         "SHARDYARD_FOLLOWS",
     }
 )
-"""Variables that describe a process to itself (an agent sets them for its training processes). Not settings."""
+"""Variables that an agent sets to tell its training processes about themselves. They are not settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A value from the command line, and how it was spelled there (`--servers`)."""
+    """A value from the command line, and how the flag was typed (`--servers`)."""
 
     value: object
     spelled: str
@@ -60,19 +60,11 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, where each value came from (by dotted path), and what the caller should log as a warning."""
+    """Settings, the origin of each value by dotted path, and warnings that the caller should log."""
 
     settings: Settings
     origins: Mapping[str, Origin]
     notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    path: str
-    value: object
-    origin: Origin
-    description: str
 
 
 def load(
@@ -82,8 +74,8 @@ def load(
 ) -> Loaded:
     """Settings from all layers: default < file < environment < flag.
 
-    `flags` maps a dotted path to a `Flag`, or to a bare value, then named --like-its-path in messages. Text given by
-    the environment or a flag is read as a YAML scalar, unless the setting is text. Raises ConfigurationError.
+    `flags` maps a dotted path to a `Flag`, or to a plain value, which messages call --like-its-path. Text from the
+    environment or a flag is read as a YAML scalar, unless the setting is text. Raises ConfigurationError.
     """
     known = catalogue()
     problems: list[str] = []
@@ -103,7 +95,7 @@ def load(
 
 
 def parse_set(text: str) -> tuple[str, Flag]:
-    """Path and value of `--set job.seed=3`, as `load` takes them. Raises ConfigurationError."""
+    """Reads `--set job.seed=3` into a path and a value for `load`. Raises ConfigurationError."""
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path:
@@ -112,7 +104,7 @@ def parse_set(text: str) -> tuple[str, Flag]:
 
 
 def parse_job_settings(text: str) -> JobSettings:
-    """The job section that a peer sent as JSON. Raises ConfigurationError."""
+    """Reads the job section that another process sent as JSON. Raises ConfigurationError."""
     if len(text.encode()) > limits.SETTINGS_BYTES_MAX:
         raise _configuration_error([f"job settings (JSON): expected at most {limits.SETTINGS_BYTES_MAX} bytes"])
     try:
@@ -130,18 +122,13 @@ def environment_name(path: str) -> str:
     return LONG_PREFIX + path.upper().replace(".", "__")
 
 
-def explain(loaded: Loaded) -> list[Explained]:
-    """Each setting with its value, origin and description, in the order of the models."""
-    return [
-        Explained(path, _value_at(loaded.settings, path), loaded.origins[path], setting.description)
-        for path, setting in catalogue().settings.items()
-    ]
-
-
 def render_explanation(loaded: Loaded) -> str:
     """All settings as a plain table of aligned columns."""
     rows = [("SETTING", "VALUE", "FROM", "WHAT IT IS")]
-    rows += [(row.path, written(row.value), str(row.origin), row.description) for row in explain(loaded)]
+    rows += [
+        (path, written(_value_at(loaded.settings, path)), str(loaded.origins[path]), setting.description)
+        for path, setting in catalogue().settings.items()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])) for row in rows
@@ -150,7 +137,7 @@ def render_explanation(loaded: Loaded) -> str:
 
 
 def written(value: object) -> str:
-    """A setting's value as one would write it in a file."""
+    """The value of a setting as it is written in a file."""
     text = str(getattr(value, "value", value))
     return text or '""'
 
@@ -158,7 +145,7 @@ def written(value: object) -> str:
 def _name_variables(
     environment: Mapping[str, str], known: Catalogue, problems: list[str]
 ) -> tuple[list[Assignment], list[str]]:
-    """Assignments of the environment, and notices on variables that look like settings but are none."""
+    """Assignments from the environment, and notices about variables that look like settings but are not."""
     long_names = {environment_name(path): path for path in known.settings}
     found: dict[str, Assignment] = {}
     notices: list[str] = []
@@ -207,7 +194,7 @@ def _name_flags(flags: Mapping[str, object], known: Catalogue, problems: list[st
 
 
 def _checked(assignments: Iterable[Assignment], known: Catalogue, problems: list[str]) -> list[Assignment]:
-    """The assignments whose values can be; the others become problems."""
+    """The assignments with valid values. The others become problems."""
     right: list[Assignment] = []
     for assignment in assignments:
         problem = problem_of(known.settings[assignment.path], assignment)
@@ -219,7 +206,7 @@ def _checked(assignments: Iterable[Assignment], known: Catalogue, problems: list
 
 
 def _build(winning: Mapping[str, Assignment], origins: Mapping[str, Origin]) -> Settings:
-    """Settings of values that are right one by one; what can still fail is their relation."""
+    """Builds settings from values that are valid one by one. They may still not fit together."""
     nested: dict[str, Any] = {}
     for path, assignment in winning.items():
         *sections, name = path.split(".")
@@ -246,7 +233,7 @@ def _json_problem(detail: ErrorDetails, known: Catalogue) -> str:
     path = ".".join(steps)
     if detail["type"] == "extra_forbidden":
         return unknown(path, known)
-    # pydantic appends the tried member of a union to the place
+    # pydantic appends the member of a union that it tried
     setting = known.settings.get(path) or known.settings.get(".".join(steps[:-1]))
     return mismatch(setting, detail["input"], detail) if setting else f"{path}: {detail['msg']}"
 

@@ -1,8 +1,8 @@
-"""Reading a settings file: YAML to assignments, each with the line that it stands on.
+"""Reads a settings file: from YAML to assignments, each with its line.
 
-Owns: the file's bounds and form. Invariants: nothing but plain scalars is built from the file, whatever its tags say;
-all problems of a file are found in one reading; each names file, line and dotted key.
-Must not know: the other layers, and which of them wins.
+Owns: the limits and the form of the file. Invariants: only plain scalars are built from the file, whatever its tags
+say; one reading finds all problems; each problem names file, line and dotted key. Must not know: the other layers, and
+which of them wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardyard.domain import limits
 
 @dataclass(slots=True)
 class FileReading:
-    """What a file says, and what is wrong with it, in the order of its lines."""
+    """The assignments of a file, and its problems, in the order of its lines."""
 
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ def _walk(mapping: yaml.MappingNode, prefix: str, file: Path, catalogue: Catalog
 def _section(value: yaml.Node, path: str, place: str, file: Path, catalogue: Catalogue, reading: FileReading) -> None:
     if isinstance(value, yaml.MappingNode):
         _walk(value, path + ".", file, catalogue, reading)
-    elif value.tag != "tag:yaml.org,2002:null":  # a section whose lines are all comments is empty, not wrong
+    elif value.tag != "tag:yaml.org,2002:null":  # a section with only comments is empty, which is allowed
         reading.problems.append(f"{place}: {path}: expected a mapping of settings, got {_node_kind(value)}")
 
 

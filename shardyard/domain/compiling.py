@@ -1,8 +1,9 @@
-"""How loops over ids and rows become machine code.
+"""Compiles loops to machine code.
 
-Owns: the compiler's options. Invariants: no fastmath, so a loop gives the same bits on every processor; it runs without
-the interpreter's lock. Machine code on disk is made anew when its own file changes, not when a function of another file
-that it calls does: after such a change, remove the `__pycache__` beside the caller. Must not know: what is compiled.
+Owns: the options of the compiler. Invariants: no fastmath, so that a loop gives the same bits on every processor; loops
+run without the interpreter's lock. Machine code on disk is made anew when its own file changes, not when a function of
+another file that it calls does: after such a change, remove the `__pycache__` beside the caller. Must not know: what is
+compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def compiled(function: _F, **options: Any) -> _F:
-    """Machine code at the first call, kept on disk (in NUMBA_CACHE_DIR if set) where a directory can be written."""
+    """Compiles the function at its first call. The machine code is kept on disk (in NUMBA_CACHE_DIR if set), if a
+    folder can be written."""
     options = {"nogil": True, "error_model": "numpy", **options}
     try:
         return cast(_F, numba.njit(cache=True, **options)(function))

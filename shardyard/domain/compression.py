@@ -1,8 +1,8 @@
-"""The codecs that gradients and values may travel in: their texts, ranges and rules.
+"""The codecs of gradients and values: their texts, ranges and rules.
 
-Owns: the text of a codec ("topk:0.001:int8"), what may be combined, which variables a rule covers. Used by settings,
-workers (which choose) and servers (which answer pulls); docs/guides/compression.md is the page for users. Must not
-know: how a code is made (shardyard.codecs).
+Owns: the text of a codec ("topk:0.001:int8"), what may be combined, and which variables a rule covers. Settings,
+workers (which choose codecs) and servers (which answer pulls) use it. docs/guides/compression.md is the page for users.
+Must not know: how a code is made (shardyard.codecs).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ FORMS: Final[dict[str, str]] = {
 PUSH_KINDS: Final = tuple(kind for kind in FORMS if kind != "delta")
 PULL_KINDS: Final = ("none", "bf16", "fp16", "int8", "delta")
 ZSTD_KINDS: Final = ("bf16", "int8", "qsgd", "delta")
-"""Codecs after which zstd pays; for the others the figures are in docs/guides/compression.md."""
+"""Codecs for which zstd is worth its time. docs/guides/compression.md has the figures for the others."""
 TOPK_VALUES: Final = ("fp32", "fp16", "int8")
 
 PUSHES: Final = "pushes"
 RESIDUAL: Final = "residual"
 MOMENTUM: Final = "momentum"
 FACTOR: Final = "factor"
-"""How the parts of what error feedback remembers are named, in workers and in checkpoints."""
+"""The names of error feedback's state in workers and in checkpoints."""
 
 _NO_ZSTD: Final = {
     "none": "float32 gradients shrink by 6%, at 45 ms of CPU for 16 MiB (int8+zstd: by 85%, at 10 ms)",
@@ -73,7 +73,8 @@ _WHOLE = "whole:"
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """One codec with its parameters; those that its kind does not have are at their defaults. `str` gives its text."""
+    """One codec with its parameters. Parameters that its kind does not have are at their defaults. `str` gives its
+    text."""
 
     kind: str
     bucket: int = 0
@@ -86,7 +87,7 @@ class CodecSpec:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether the sender keeps what was not sent, and adds it to the next gradient."""
+        """Whether the sender keeps what it did not send, and adds it to the next gradient."""
         return self.kind in ("int8", "onebit", "topk", "powersgd") or (self.kind == "randomk" and not self.unbiased)
 
     def __str__(self) -> str:
@@ -110,9 +111,9 @@ NONE: Final = CodecSpec("none")
 
 
 def parse_codec(text: str, kinds: Iterable[str] = tuple(FORMS)) -> CodecSpec:
-    """The codec that a text such as "int8:1024" or "int8+zstd" names; its canonical text is `str` of the result.
+    """The codec for a text such as "int8:1024" or "int8+zstd". `str` of the result is its canonical text.
 
-    `kinds` are those allowed here. Raises ConfigurationError with what was expected and what was given.
+    `kinds`: those that are allowed. Raises ConfigurationError, which says what was expected and what was given.
     """
     allowed = tuple(kinds)
     bare, plus, wrapper = text.partition("+")
@@ -189,7 +190,7 @@ def _shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern of variables' names (as of a shell: * ? [abc]) and the codec of those that match."""
+    """A pattern for names of variables (as in a shell: * ? [abc]), and the codec of those that match."""
 
     pattern: str
     codec: CodecSpec
@@ -200,10 +201,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which variable travels in which codec; the first rule that matches wins, and without one it is "none".
+    """The codec of each variable. The first rule that matches wins; without a match it is "none".
 
-    Buffers, what is not floating-point, what has fewer than two dimensions and what has at most `whole_elements_max`
-    elements stays whole. `str` gives one text with all of it, which `parse_rules` reads (PullRequest.coding).
+    These are never compressed: buffers, variables that are not floating-point, with fewer than two dimensions, or with
+    at most `whole_elements_max` elements. `str` gives one text, which `parse_rules` reads (PullRequest.coding).
     """
 
     rules: tuple[Rule, ...]
@@ -211,7 +212,7 @@ class Rules:
 
     @property
     def compresses(self) -> bool:
-        """Whether any variable could be coded at all."""
+        """Whether any variable could be compressed."""
         return any(rule.codec != NONE for rule in self.rules)
 
     @property
@@ -232,7 +233,7 @@ class Rules:
         return NONE
 
     def keep_feedback(self, variables: Iterable[VariableSpec]) -> bool:
-        """Whether any of the variables is coded with error feedback."""
+        """Whether any of the variables has a codec with error feedback."""
         return any(self.codec_for(variable).has_feedback for variable in variables)
 
     def __str__(self) -> str:
@@ -252,9 +253,9 @@ def parse_pull_rules(text: str, whole_elements_max: int = WHOLE_ELEMENTS_MAX) ->
 def parse_rules(
     text: str, whole_elements_max: int = WHOLE_ELEMENTS_MAX, *, kinds: Iterable[str] = tuple(FORMS)
 ) -> Rules:
-    """Rules of a text: one codec for all, or PATTERN=CODEC parted by spaces, each behind an optional "whole:N".
+    """Reads rules: one codec for all variables, or PATTERN=CODEC separated by spaces, after an optional "whole:N".
 
-    "" is none. Raises ConfigurationError.
+    "" means no codec. Raises ConfigurationError.
     """
     allowed = tuple(kinds)
     if len(text) > RULES_CHARACTERS_MAX:
@@ -278,5 +279,6 @@ def _rule(text: str, word: str, allowed: tuple[str, ...]) -> Rule:
 
 
 def sent_count(elements: int, density: float) -> int:
-    """How many of `elements` a sparse code carries: density * elements, rounded, at least 1 where there is one."""
+    """How many of `elements` a sparse code has: density * elements, rounded, but at least 1 of a block with
+    elements."""
     return min(elements, max(1, math.floor(density * elements + 0.5))) if elements else 0

@@ -1,4 +1,4 @@
-"""How a job's workers wait for each other, and what happens to their gradients."""
+"""How the workers of a job wait for each other, and what happens to their gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardyard.domain.ids import Incarnation
 
 
 class UpdateMode(enum.Enum):
-    """How servers take pushes: as contributions to a step, or each as it comes."""
+    """How servers apply pushes: as contributions to a step, or each one when it comes."""
 
     SYNC = "sync"
     ASYNC = "async"
 
 
 class ConsistencyMode(enum.Enum):
-    """What a gradient may be computed on (docs/guides/consistency.md)."""
+    """Which values a gradient may be computed on (docs/guides/consistency.md)."""
 
     SYNC = "sync"
     LOCAL = "local"
@@ -27,31 +27,31 @@ class ConsistencyMode(enum.Enum):
 
     @property
     def updates(self) -> UpdateMode:
-        """Of variables."""
+        """How variables are updated."""
         asynchronous = self in (ConsistencyMode.BOUNDED, ConsistencyMode.ASYNC)
         return UpdateMode.ASYNC if asynchronous else UpdateMode.SYNC
 
 
 class Durability(enum.Enum):
-    """What outlives a server (docs/internals/reliability.md)."""
+    """What survives the death of a server (docs/internals/reliability.md)."""
 
     CHECKPOINT = "checkpoint"
-    """Its partitions go back to the newest checkpoint; what was acknowledged since is computed again, or told as
-    lost."""
+    """Its partitions go back to the newest checkpoint. Work that was acknowledged since then is computed again, or
+    reported as lost."""
     WAL = "wal"
-    """What was acknowledged is in its log, from which its partitions come back as they were."""
+    """Acknowledged work is in its log, from which its partitions are restored as they were."""
 
 
 class BufferMode(enum.Enum):
-    """Whose buffers a synchronous step sets (docs/guides/training.md)."""
+    """How a synchronous step combines buffers (docs/guides/training.md)."""
 
     MEAN = "mean"
     FIRST = "first"
-    """Those of logical rank 0."""
+    """The buffers of logical rank 0."""
 
 
 class NonFinite(enum.Enum):
-    """What becomes of work whose gradient is not finite (docs/guides/gradients.md)."""
+    """What happens to work whose gradient is not finite (docs/guides/gradients.md)."""
 
     ALLOW = "allow"
     SKIP = "skip"
@@ -62,9 +62,9 @@ class NonFinite(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StaleRule:
-    """What becomes of a gradient that was computed on an older version (docs/guides/consistency.md). `divides_rate`:
-    the rate of its update is divided by its staleness; `compensation`: DC-ASGD's lambda, 0 for none; `decay`: of the
-    mean of squares by the root of which lambda is divided, 0 for a constant lambda."""
+    """What happens to a gradient that was computed on an older version (docs/guides/consistency.md). `divides_rate`:
+    the rate of its update is divided by its staleness. `compensation`: DC-ASGD's lambda; 0: none. `decay`: lambda is
+    divided by the root of a running mean of squares with this decay; 0: lambda is constant."""
 
     divides_rate: bool = False
     compensation: float = 0.0
@@ -73,8 +73,8 @@ class StaleRule:
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """How a job's workers wait for each other. `number` counts the job's switches, 0: as it was started; `bound`: on
-    staleness, in bounded mode."""
+    """How the workers of a job wait for each other. `number`: how often the job has switched its mode. `bound`: the
+    bound on staleness, in bounded mode."""
 
     number: int
     mode: ConsistencyMode
@@ -86,8 +86,8 @@ class Consistency:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A job ends before its data does. `worker`: who said so; None: a person. Of a synchronous job the steps before
-    `step` are computed, and no others, once that is `settled`; an asynchronous one has no such step."""
+    """A job ends before its data does. `worker`: the worker that asked for it; None: a person did. Once `settled`, a
+    synchronous job computes exactly the steps before `step`. An asynchronous job has no such step."""
 
     reason: str
     worker: Incarnation | None = None
@@ -108,19 +108,19 @@ class SwitchPoint:
 
 
 class SspPhase(enum.Enum):
-    """What a worker of a job with bounded staleness is doing."""
+    """The phase of a worker in a job with bounded staleness."""
 
     JOINS = "joins"
-    """It begins to take steps, beside the slowest of the others."""
+    """It starts to take steps, at the number of the slowest other worker."""
     STEPS = "steps"
     RESTS = "rests"
-    """It takes no steps for now: nobody waits for it."""
+    """It takes no steps for now, and no other worker waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SspReport:
-    """How far a worker is. `epoch`: how often it has joined before; `clock`: the steps that it has taken, with the push
-    of this exchange. `ahead`: the values requested now, or the rows that it caches, are used this many steps later."""
+    """The progress of a worker. `epoch`: how often it joined before. `clock`: the steps that it has taken, including
+    the push of this exchange. `ahead`: values requested now, or cached rows, are used this many steps later."""
 
     phase: SspPhase
     epoch: int = 0
@@ -130,8 +130,8 @@ class SspReport:
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """How a gradient is clipped: first each element to [-value, value], then all of it to the 2-norm `norm`. 0: not at
-    all."""
+    """How a gradient is clipped: first each element to [-value, value], then the whole to the 2-norm `norm`. 0 means no
+    clipping."""
 
     norm: float = 0.0
     value: float = 0.0

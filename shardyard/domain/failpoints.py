@@ -1,14 +1,14 @@
-"""Named places in the code where a test can stop, fail or delay a process, to try what a crash there leaves behind.
+"""Named places in the code where a test can end, fail or delay a process, to see what a crash there leaves behind.
 
     SHARDYARD_FAILPOINTS="storage.before_rename=exit@3,storage.after_write=sleep:50"
 
-Each entry is NAME=ACTION, with @N at its N-th passing alone, else at each. NAME "*" is every place. Actions: `exit`
-ends the process at once, as kill -9 does (nothing is flushed, no handler runs), with EXIT_CODE; `error` raises OSError
-(EIO, or the one named, as `error:ENOSPC`); `sleep:MS`.
+Each entry is NAME=ACTION. With @N the action runs only the N-th time that the place is passed; otherwise each time.
+The NAME "*" means every place. Actions: `exit` ends the process at once with EXIT_CODE, like kill -9 (nothing is
+flushed, no handler runs); `error` raises OSError (EIO, or the one that is named, as in `error:ENOSPC`); `sleep:MS`.
 
-Owns: what is armed; the one module state of the library, since a place in the middle of a write can be given nothing.
-Invariant: a place that nothing is armed for costs a look-up. Must not know: what happens at a place. Pure cores have no
-such places.
+Owns: which places are armed. This is the only module state of the library, because a place in the middle of a write has
+no argument to get it from. Invariant: a place for which nothing is armed costs one look-up. Must not know: what happens
+at a place. Pure cores have no such places.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENTRY: Final = re.compile(
 )
 
 Action = Callable[[str], None]
-"""Called with the name of the place."""
+"""A function that is called with the name of the place."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class _Armed:
 
 
 _armed: list[_Armed] | None = None
-"""None: the environment has not been read yet."""
+"""None: the environment variable has not been read yet."""
 
 
 def failpoint(name: str) -> None:
-    """A place. Raises what an armed action raises, and ConfigurationError where the environment's text is wrong."""
+    """Marks a place. Raises what an armed action raises, and ConfigurationError if the variable's text is wrong."""
     global _armed
     if _armed is None:
         _armed = _parse(os.environ.get(VARIABLE, ""))
@@ -65,7 +65,7 @@ def failpoint(name: str) -> None:
 
 @contextlib.contextmanager
 def armed(name: str, action: Action, *, at: int | None = None) -> Iterator[None]:
-    """Calls `action` at the place while the block lasts: each time, or at its passing number `at` (1 is the first)."""
+    """Within the block, calls `action` at the place: each time, or only the `at`-th time (1 is the first)."""
     global _armed
     if _armed is None:
         _armed = _parse(os.environ.get(VARIABLE, ""))
@@ -78,7 +78,7 @@ def armed(name: str, action: Action, *, at: int | None = None) -> Iterator[None]
 
 
 def action_of(text: str) -> Action:
-    """The action of a text such as "exit", "error:ENOSPC" or "sleep:50". Raises ConfigurationError."""
+    """The action for a text such as "exit", "error:ENOSPC" or "sleep:50". Raises ConfigurationError."""
     kind, _, argument = text.partition(":")
     if kind == "exit" and not argument:
         return _exit
@@ -94,14 +94,16 @@ def _parse(text: str) -> list[_Armed]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None or match["at"] == "0":
-            raise _wrong(entry, "NAME=exit, NAME=error or NAME=sleep:MS, and @N after it for its N-th passing alone")
+            raise _wrong(entry, "NAME=exit, NAME=error or NAME=sleep:MS, with @N after it for the N-th time only")
         action = action_of(match["action"] + (f":{match['argument']}" if match["argument"] else ""))
         found.append(_Armed(match["name"], action, None if match["at"] is None else int(match["at"])))
     return found
 
 
 def _wrong(text: str, expected: str) -> ConfigurationError:
-    return ConfigurationError(f"${VARIABLE} has {text!r}; expected {expected}", todo=f"unset ${VARIABLE}, or mend it")
+    return ConfigurationError(
+        f"${VARIABLE} has {text!r}; expected {expected}", todo=f"correct ${VARIABLE}, or unset it"
+    )
 
 
 def _exit(_: str) -> None:

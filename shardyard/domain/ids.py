@@ -1,4 +1,4 @@
-"""Identifiers: who a message is from, what it is about, and at which version."""
+"""Identifiers of processes, jobs, partitions and versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NewType
 
 
 class _TermedNumber(int):
-    """A number that a coordinator gave in one of its terms: term << 32 | n, shown as "term.n"."""
+    """A number that a coordinator gave out in one of its terms: term << 32 | n. It is shown as "term.n"."""
 
     __slots__ = ()
 
@@ -20,13 +20,14 @@ class _TermedNumber(int):
 
 
 class JobId(_TermedNumber):
-    """A training run; unique over the coordinator's terms."""
+    """The number of a training run. It is unique over all terms of the coordinator."""
 
     __slots__ = ()
 
 
 class Incarnation(_TermedNumber):
-    """A member's registration; unique over the coordinator's terms. The fence."""
+    """The number of a member's registration, unique over all terms of the coordinator. Servers refuse the requests of
+    an incarnation that was declared dead (the fence)."""
 
     __slots__ = ()
 
@@ -54,7 +55,7 @@ class MemberRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """(life, number of updates applied); each restore raises the life (rule A10)."""
+    """`number`: how many updates were applied. `life`: how often the partition was restored (rule A10)."""
 
     life: int
     number: int
@@ -62,7 +63,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request that changes state."""
+    """The sender of a request that changes state."""
 
     job: JobId = JobId(0)
     incarnation: Incarnation = Incarnation(0)

@@ -1,4 +1,4 @@
-"""Bounds. Whatever a peer sends is held against these before memory is allocated for it."""
+"""Limits. What another process sends is checked against them before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ GIB: Final = 1 << 30
 PROTOCOL: Final = 1
 
 FRAME_BYTES: Final = 1 * MIB
-"""Payload of a frame that we send."""
+"""The payload of a frame that we send."""
 FRAME_BYTES_MAX: Final = 8 * MIB
-"""Payload of a frame that we take."""
+"""The payload of a frame that we accept."""
 MESSAGE_BYTES_MAX: Final = 16 * MIB
-"""Any gRPC message, both directions."""
+"""Any gRPC message, in both directions."""
 PUSH_BYTES_MAX: Final = 16 * GIB
-"""One push to one server, all parts."""
+"""One push to one server, with all its parts."""
 
 SHARED_BYTES_MAX: Final = 1 << 46
-"""One region of shared memory; it is mapped, not allocated."""
+"""One region of shared memory. It is mapped, not allocated."""
 NONCE_BYTES: Final = 32
 CODING_CHARACTERS_MAX: Final = 2_048
 CODE_HEAD_BYTES_MAX: Final = 64
-"""What a block's code may be longer than its elements as they are."""
+"""How much longer the code of a block may be than its elements."""
 EXCHANGE_STREAMS_MAX: Final = 448
-"""PushPull streams that stay open at a server between exchanges; those beyond end after each."""
+"""PushPull streams that stay open at a server between exchanges. Further streams end after each exchange."""
 
 VARIABLES_MAX: Final = 100_000
 DIMENSIONS_MAX: Final = 32
@@ -42,43 +42,43 @@ LOGICAL_RANKS_MAX: Final = 4_096
 STALENESS_MAX: Final = 1_000_000
 SOURCES_PER_REQUEST_MAX: Final = 65_536
 SEQUENCE_MAX: Final = (1 << 63) - 1
-"""The last sequence that a name may have, so that the one after it still fits on the wire."""
+"""The last sequence of a name, so that the next one still fits into a message."""
 LEDGER_SOURCES_MAX: Final = 10_000_000
 """Sources in the ledger of one partition."""
 BLOCK_ELEMENTS_MAX: Final = 1 << 30
-"""Elements of one block that a codec takes."""
+"""Elements of one block for a codec."""
 BLOCK_ALIGN_BYTES: Final = 64
-"""Each block of a partition's payload is filled up to a multiple of this."""
+"""Each block in the payload of a partition is padded to a multiple of this."""
 
 TABLE_DIM_MAX: Final = 65_536
 """Elements of one row of a table."""
 TABLE_ROWS_MAX: Final = (1 << 30) - 1
 """Rows of a table in one partition."""
 FREQUENCY_MAX: Final = 0xFFFF
-"""A row that was pushed more often counts as pushed so often."""
+"""The highest frequency of a row that is counted."""
 TABLES_MAX: Final = 1_024
 """Tables of a job."""
 ROWS_FILE_BYTES_MAX: Final = 256 * MIB
-"""One file with rows of a checkpoint; a table has as many as it needs."""
+"""One file with rows in a checkpoint. A table has as many files as it needs."""
 ROWS_FILES_MAX: Final = 1_000_000
-"""Such files of one table in one partition."""
+"""Files with rows of one table in one partition."""
 LOOK_UP_IDS_MAX: Final = 1 << 26
-"""Ids of one look-up, repeated ones among them."""
+"""Ids of one look-up, including repeated ones."""
 ROWS_PER_PART_MAX: Final = 1 << 24
-"""Rows of a table that one push has for one partition."""
+"""Rows of one table for one partition in one push."""
 ROW_COUNT_BYTES: Final = 2
-"""How often an id occurred, where a push says so."""
+"""The bytes of the count of an id, if a push has counts."""
 ROW_BYTES_MAX: Final = 4 * GIB
-"""Of the rows of one push to one server, with their ids."""
+"""The rows of one push to one server, with their ids."""
 ROWS_ANSWERED_BYTES_MAX: Final = FRAME_BYTES_MAX
-"""Of the answer to one look-up."""
+"""The answer to one look-up."""
 ROWS_ALONG_BYTES_MAX: Final = 256 * MIB
-"""Of the rows that one exchange brings with the values."""
+"""The requested rows of one exchange."""
 ROWS_ROOM_BYTES: Final = 64 * MIB
-"""Of rows that a worker pushes to a server on its machine through shared memory, and of those that it gets there; more
-travel over the stream."""
+"""The rows that a worker and a server on one machine pass through shared memory, in each direction. Further rows travel
+over the stream."""
 TABLE_ADDRESS_BYTES: Final = 1 << 45
-"""Of address space for the rows of all tables of a job at one server."""
+"""The address space for the rows of all tables of a job at one server."""
 TABLE_SEED_MAX: Final = (1 << 63) - 1
 
 JOB_NAME_CHARACTERS_MAX: Final = 128
@@ -94,39 +94,39 @@ SAMPLES_MAX: Final = 1 << 48
 EPOCHS_MAX: Final = 1_000_000
 BATCH_SIZE_MAX: Final = 1 << 24
 ACCUMULATE_MAX: Final = 1 << 16
-"""Batches whose gradients make one push."""
+"""Batches whose gradients are accumulated into one push."""
 LOCAL_STEPS_MAX: Final = 1_000_000
 """Steps of a round in local mode."""
 TABLE_TIME_MS_MAX: Final = (1 << 47) - 1
-"""By the clock of a table that tells ages in time: four thousand years."""
+"""The largest time on the clock of a table: four thousand years."""
 CACHED_ROWS_BYTES_MAX: Final = 1 << 40
 CACHED_ROWS_STEPS_MAX: Final = 1_000
-"""Steps after its own for which a worker uses a row that it has read."""
+"""How many steps later a worker may still use a row that it has read."""
 ROWS_IN_FLIGHT_MAX: Final = 64
-"""Steps before its own for which rows are looked up in hybrid mode; their batches are held meanwhile."""
+"""How many steps ahead rows are looked up in hybrid mode. The batches of these steps are kept meanwhile."""
 
 PULL_WAIT_MS_MAX: Final = 1_000
-"""How long a server holds a pull; then it answers NotYet (rule C6)."""
+"""How long a server holds a pull before it answers NotYet (rule C6)."""
 PINS_MAX: Final = 32
-"""Versions of a job that readers hold at one server at a time; each takes the memory of one version."""
+"""Versions of a job that readers hold at one server at a time. Each takes the memory of one version."""
 HELD_ROWS_BYTES_MAX: Final = 256 * MIB
-"""Rows of tables that a server keeps for one pin, as they were at its version, all partitions of the job together."""
+"""Rows of tables that a server keeps for one pin, in all partitions of the job."""
 CACHED_ROWS_MAX: Final = 1 << 28
-"""Rows of one table that a process keeps beside it."""
+"""Rows of one table in the cache of a process."""
 RANDOM_NAME_BYTES: Final = 16
-"""By which a reader and its pins are known."""
+"""The names of readers and of their pins."""
 PIN_LEASE_MS_MAX: Final = 60_000
-"""For how long a reader that is not heard holds a version."""
+"""How long a version is held for a reader that does not answer."""
 READERS_MAX: Final = 64
-"""Readers that follow one job."""
+"""Readers of one job."""
 CHECKPOINT_WAIT_MS_MAX: Final = 600_000
 """How long a server may wait for the step of a checkpoint."""
 EXPLAIN_WAIT_MS: Final = 5_000
-"""A wait longer than this says what it waits for (promise 7)."""
+"""A wait that lasts longer says in the log what it waits for (promise 7)."""
 SHOW_WAIT_MS: Final = 1_000
-"""`status` shows a wait that has lasted for so long."""
+"""`status` shows waits that have lasted longer."""
 WAITS_CHARACTERS_MAX: Final = 1_000
-"""Of the text in which a member tells its waits."""
+"""The text with the waits of a member."""
 
 LAUNCH_WORKERS_MAX: Final = 1_024
 LAUNCH_EVENTS_MAX: Final = 100_000

@@ -1,8 +1,8 @@
-"""The optimizers that servers know: their settings, in the order of the wire, with defaults and ranges.
+"""The optimizers of the servers: their settings, in the order of messages, with defaults and ranges.
 
-Owns: names and checks, used by workers (which translate optimizer objects), the coordinator (which leaves variables
-whole for some) and servers (which have the kernels). Defaults are those of `torch.optim`, and of `shardyard.optim` for
-what torch does not have. Flags are 0 or 1.
+Workers use this to translate optimizer objects, the coordinator to keep variables whole for some optimizers, and
+servers to choose kernels. The defaults are those of `torch.optim`, or of `shardyard.optim` for optimizers that torch
+does not have. Flags are 0 or 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardyard.domain.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """`kind` is a key of KINDS; each group has one value per setting of the kind."""
+    """`kind`: a key of KINDS. Each group has one value for each setting of the kind."""
 
     kind: str
     groups: tuple[tuple[float, ...], ...]
@@ -32,7 +32,7 @@ class Setting:
     high: float = math.inf
     flag: bool = False
     fixed: str = ""
-    """Why it may not change while the job runs; empty: it may."""
+    """Why the setting must not change while the job runs; empty: it may change."""
 
 
 _STATE = "it decides which state the servers keep"
@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Setting, ...]] = {
 }
 
 WHOLE_VARIABLES = frozenset({"lamb"})
-"""The kinds whose update of an element depends on all of its variable, which therefore lies in one block."""
+"""Optimizers whose update of an element depends on the whole variable. Their variables are not cut into blocks."""
 
 
 def setting_names(kind: str) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def setting_names(kind: str) -> tuple[str, ...]:
 
 
 def make_group(kind: str, given: Mapping[str, float]) -> tuple[float, ...]:
-    """One group's values in wire order, defaults filled in. Raises InvalidRequest for an unknown name."""
+    """The values of one group in the order of KINDS, with defaults. Raises InvalidRequest for an unknown name."""
     unknown = sorted(set(given) - set(setting_names(kind)))
     if unknown:
         raise InvalidRequest(

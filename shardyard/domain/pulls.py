@@ -1,4 +1,4 @@
-"""Requests that read values and rows, and what a server answers."""
+"""Requests that read values and rows, and the answers of servers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, V
 
 @dataclass(frozen=True, slots=True)
 class RequestedRows:
-    """Rows of one table that are asked for. `table`: index into JobLayout.tables; `rows`: for each of `partitions` how
-    many; `id_bytes`: the lengths of their ids' codes."""
+    """Requested rows of one table. `table`: index into JobLayout.tables. For each of `partitions`: `rows` is the number
+    of rows, and `id_bytes` the length of the code of their ids."""
 
     table: int
     partitions: tuple[PartitionId, ...]
@@ -21,7 +21,7 @@ class RequestedRows:
 
 
 class RowCode(enum.StrEnum):
-    """How rows of tables travel, as settings write it."""
+    """How rows of tables are encoded on the way, by the names in settings."""
 
     FLOAT32 = "float32"
     BF16 = "bf16"
@@ -30,9 +30,9 @@ class RowCode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """What is asked of one server. `number`: in a synchronous job, the version of which rows are wanted, for at most
-    `wait_ms`; None: the newest. `code`: how the rows shall come. `pin`: those that a reader's pin of
-    that name holds."""
+    """A look-up at one server. `number`: the version whose rows are requested (synchronous jobs); the server waits for
+    it for at most `wait_ms`. None: the newest version. `code`: how rows are encoded. `pin`: the name of a reader's pin,
+    if its rows are requested."""
 
     caller: Caller
     server: Incarnation
@@ -46,7 +46,7 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShmHandle:
-    """What another process on this machine must know to open shared memory."""
+    """What another process on this machine needs to open shared memory."""
 
     pid: int
     fd: int
@@ -56,7 +56,7 @@ class ShmHandle:
 
 
 class ShmLocation(NamedTuple):
-    """Where bytes lie in shared memory."""
+    """A place in shared memory: region and byte."""
 
     region: int
     at: int
@@ -64,9 +64,11 @@ class ShmLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
-    """What a pull asks of one server: the version `number` of each partition, or with `exactly` False that or a later
-    one. `coding`: how the values shall be coded; `shared`: places in the server's memory instead of bytes; `order`:
-    variables whose values shall come first, in this order; `pin`: what a reader's pin of that name holds."""
+    """A pull from one server: the version `number` of each partition. If not `exactly`, a later version will do.
+
+    `coding`: how the values are encoded. `shared`: the answer names places in the server's memory instead of carrying
+    values. `order`: variables whose values come first, in this order. `pin`: the name of a reader's pin, if the pinned
+    values are requested."""
 
     caller: Caller
     server: Incarnation
@@ -83,9 +85,8 @@ class PullHeader:
 
 @dataclass(frozen=True, slots=True)
 class PinRequest:
-    """What a reader asks of one server: that a version of all its partitions stays for `lease_ms`; `number`: exactly
-    that version (sync), None: the newest of each; `rows`: those of tables too, to be
-    looked up."""
+    """A reader asks a server to keep one version of all its partitions for `lease_ms`. `number`: exactly this version
+    (synchronous jobs); None: the newest of each partition. `rows`: also keep the rows of tables, for look-ups."""
 
     caller: Caller
     server: Incarnation
@@ -105,7 +106,7 @@ class PulledPart:
 
 @dataclass(frozen=True, slots=True)
 class NotReadyPart:
-    """A part of a pull that was not there in time, and what it waits for (promise 7)."""
+    """A partition that was not ready in time for a pull, and what it waits for (promise 7)."""
 
     partition: PartitionId
     have: Version

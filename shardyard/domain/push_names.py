@@ -1,4 +1,4 @@
-"""Names of pushes, and leases on the work that they are named by (docs/internals/ledger.md, rules A1 to A7)."""
+"""Names of pushes, and leases on the work that names them (docs/internals/ledger.md, rules A1 to A7)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
 
 @dataclass(frozen=True, slots=True, order=True)
 class DataShardSource:
-    """A data shard of one epoch of one feed; its sequence counts its batches."""
+    """A data shard in one epoch of one feed. Its sequence counts its batches."""
 
     feed: int
     epoch: int
@@ -22,7 +22,7 @@ class DataShardSource:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankSource:
-    """A logical rank; its sequence is the step."""
+    """A logical rank. Its sequence is the step."""
 
     rank: Rank
 
@@ -32,7 +32,7 @@ class RankSource:
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerSource:
-    """A worker's incarnation, for work without leased data; its sequence counts its pushes."""
+    """A worker's incarnation, for work without leased data. Its sequence counts its pushes."""
 
     incarnation: Incarnation
 
@@ -44,7 +44,7 @@ Source = DataShardSource | RankSource | WorkerSource
 
 
 LeasedSource = DataShardSource | RankSource
-"""What the coordinator gives to workers; each has a token."""
+"""What the coordinator leases to workers. Each lease has a token."""
 
 
 ROW_LANE: Final = 1
@@ -52,19 +52,19 @@ ROW_LANE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class SourceKey:
-    """Key of a ledger: a source and a lane (rule A1)."""
+    """The key of an entry in a ledger: a source and a lane (rule A1)."""
 
     source: Source
     lane: int = 0
 
     @property
     def of_rows(self) -> SourceKey:
-        """Of the rows of the same work, where they are updated before its step is taken."""
+        """The key for the rows of the same work, if they are updated before its step is applied."""
         return SourceKey(self.source, ROW_LANE)
 
 
 class SourceMark(NamedTuple):
-    """An entry of a ledger: the highest token seen, and the next sequence."""
+    """An entry of a ledger: the highest token so far, and the next sequence."""
 
     key: SourceKey
     token: Token
@@ -73,7 +73,7 @@ class SourceMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PushName:
-    """The name of a push: the work that it did. `first == last` unless gradients were accumulated."""
+    """The name of a push says which work it did. `first == last`, unless gradients were accumulated."""
 
     key: SourceKey
     token: Token
@@ -86,12 +86,12 @@ class PushName:
 
 
 NO_NAME: Final = PushName(SourceKey(WorkerSource(Incarnation(0))), Token(0), 0, 0)
-"""Of an exchange that is no push."""
+"""The name of an exchange that is not a push."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """Where a source stands in one partition: the next sequence it will apply, and the partition's version."""
+    """The progress of a source in one partition: the next sequence that it applies, and the partition's version."""
 
     partition: PartitionId
     next: int
@@ -100,7 +100,7 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True)
 class DoneDataShards:
-    """Data shards of a feed that are closed: of those with a number (epoch * `per_epoch` + index) below `begun` all but
+    """The closed data shards of a feed: all whose number (epoch * `per_epoch` + index) is below `begun`, without
     `open`."""
 
     feed: int
@@ -115,7 +115,8 @@ class DoneDataShards:
 
 @dataclass(frozen=True, slots=True)
 class RankLease:
-    """`careful_below`: steps before it are announced to the coordinator before they are computed."""
+    """A lease on a logical rank. Steps before `careful_below` are announced to the coordinator before they are
+    computed."""
 
     rank: Rank
     token: Token
@@ -124,8 +125,8 @@ class RankLease:
 
 @dataclass(frozen=True, slots=True)
 class DataLease:
-    """Indices [begin, end) of the epoch's permutation, under a token. `careful_below`: batches before it are announced
-    to the coordinator before they are computed."""
+    """A lease on the indices [begin, end) of the epoch's permutation. Batches before `careful_below` are announced to
+    the coordinator before they are computed."""
 
     source: DataShardSource
     token: Token

@@ -1,4 +1,4 @@
-"""Pushes as their headers describe them, and the reply to an exchange."""
+"""The header of a push, and the reply to an exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PushKind(enum.Enum):
     EMPTY = "empty"
     VALUES = "values"
     NOTHING = "nothing"
-    """No push: an exchange that only pulls or attaches."""
+    """Not a push: the exchange only pulls, or attaches memory."""
 
 
 class Outcome(enum.Enum):
@@ -26,12 +26,13 @@ class Outcome(enum.Enum):
     RECORDED = "recorded"
     DUPLICATE = "duplicate"
     DROPPED = "dropped"
-    """It came late: the step's verdict counts others (backup workers)."""
+    """It came too late: the verdict on the step counts other ranks (backup workers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushPart:
-    """`code_bytes`: length of each present block's code where gradients are compressed; empty where they are not."""
+    """A push's part for one partition. `code_bytes`: the length of the code of each block that is present, if gradients
+    are compressed; otherwise empty."""
 
     partition: PartitionId
     payload_bytes: int
@@ -41,9 +42,9 @@ class PushPart:
 
 @dataclass(frozen=True, slots=True)
 class PushedRows:
-    """What a push has of one table: as RequestedRows. `row_bytes`: the lengths of the gradients' codes. `counted`: it
-    is said how often each id occurred. `now_ms`: as a log has it, the table's clock in each partition, if it has
-    one."""
+    """The rows of one table in a push, as in RequestedRows. `row_bytes`: for each partition, the length of the code of
+    the gradients. `counted`: the push also says how often each id occurred. `now_ms`: only in a log, the table's clock
+    in each partition, if it has one."""
 
     table: int
     partitions: tuple[PartitionId, ...]
@@ -60,7 +61,7 @@ class PushedRows:
 
 
 class GatheredPart(NamedTuple):
-    """A partition has all contributions to a step. `square_norm`: the sum of the squares of its part of the mean
+    """A partition that has all contributions to a step. `square_norm`: the sum of the squares of its part of the mean
     gradient."""
 
     partition: PartitionId
@@ -69,9 +70,9 @@ class GatheredPart(NamedTuple):
 
 
 class StepVerdict(NamedTuple):
-    """What is decided about a synchronous step before any partition takes it. `square_norm`: the sum over all
-    partitions, in the order of their numbers; None where nothing depends on it. `members`: the logical ranks that
-    count, ascending; empty where all do."""
+    """The decision about a synchronous step, before any partition applies it. `square_norm`: the sum over all
+    partitions, in the order of their numbers; None if nothing depends on it. `members`: the logical ranks that count,
+    ascending; empty if all count."""
 
     step: int
     square_norm: float | None = None
@@ -80,7 +81,7 @@ class StepVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:
-    """A push as its header describes it; its payload follows in frames, or lies at `shared_at` in attached memory."""
+    """The header of a push. The payload follows in frames, or lies at `shared_at` in attached memory."""
 
     caller: Caller
     server: Incarnation
@@ -95,45 +96,46 @@ class PushHeader:
     attach: ShmHandle | None = None
     detach: bool = False
     rest: int | None = None
-    """Bytes of the payload that follow the header, where others came ahead of it."""
+    """How many bytes of the payload follow the header, if others came before it."""
     ssp_report: SspReport | None = None
     bases: tuple[Version, ...] = ()
-    """What each part was computed on, in the order of the parts; empty: it is not said."""
+    """The version that each part was computed on, in the order of the parts; empty: unknown."""
     verdict: StepVerdict | None = None
     overflow: bool = False
-    """Loss scaling has found that the gradient is beyond its format."""
+    """Loss scaling found an overflow in the gradient."""
     rows: tuple[PushedRows, ...] = ()
     table_groups: tuple[tuple[float, ...], ...] = ()
-    """The settings of each table's optimizer, where there are rows."""
+    """The settings of the optimizer of each table, if there are rows."""
     wanted: tuple[RequestedRows, ...] = ()
-    """Rows that the answer shall have after what is pulled; the codes of their ids follow the rows of the push."""
+    """Requested rows: the answer has them after the pulled values. The codes of their ids follow the rows of the
+    push."""
     expired: tuple[RequestedRows, ...] = ()
-    """In a log alone: what a server has decided to take out with it; the codes follow the rows, too."""
+    """Only in a log: the rows that the server removes with this push. The codes of their ids follow the rows."""
     attach_rows: ShmHandle | None = None
     rows_at: int | None = None
-    """Where in the memory attached for rows those of the push lie, and the ids of those wanted after them; None: they
+    """Where the rows of the push lie in the memory attached for rows; the ids of requested rows follow them. None: both
     follow the payload."""
     wanted_at: int | None = None
-    """Where in that memory the rows wanted shall be put; None: they follow the values."""
+    """Where the server puts the requested rows in that memory. None: they follow the values."""
 
     @property
     def payload_bytes(self) -> int:
-        """Of the parts."""
+        """Bytes of the parts."""
         return sum([part.payload_bytes for part in self.parts])
 
     @property
     def rows_bytes(self) -> int:
-        """Of what follows them."""
+        """Bytes of the rows, which follow the parts."""
         return sum([each.payload_bytes for each in self.rows])
 
     @property
     def wanted_bytes(self) -> int:
-        """Of the ids that follow those."""
+        """Bytes of the ids of requested rows, which follow the rows."""
         return sum([sum(each.id_bytes) for each in self.wanted])
 
     @property
     def expired_bytes(self) -> int:
-        """Of the ids that follow the rows in a log."""
+        """Bytes of the ids of expired rows, which follow the rows in a log."""
         return sum([sum(each.id_bytes) for each in self.expired])
 
     def renamed(
@@ -143,7 +145,7 @@ class PushHeader:
         rows: tuple[PushedRows, ...] | None = None,
         wanted: tuple[RequestedRows, ...] | None = None,
     ) -> PushHeader:
-        """The same of other work; with these rows, where they are given."""
+        """The same header for another push, with other rows if they are given."""
         return PushHeader(
             self.caller,
             self.server,
@@ -174,7 +176,7 @@ class PushHeader:
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What became of one partition's part of a push."""
+    """What a partition did with its part of a push."""
 
     partition: PartitionId
     outcome: Outcome
@@ -184,8 +186,9 @@ class PartResult:
 
 @dataclass(slots=True)
 class ExchangeReply:
-    """The head of an exchange's answer, filled in while the exchange goes on. With `missing` set no payload follows.
-    `places`: where the values of each part lie, for a shared pull. `attached` None: nothing was offered."""
+    """The header of the answer to an exchange, filled in during the exchange. If there are `missing` parts, no payload
+    follows. `places`: where the values of each part lie, for a shared pull. `attached`: whether offered memory was
+    attached; None: none was offered."""
 
     parts: tuple[PulledPart, ...] = ()
     missing: tuple[NotReadyPart, ...] = ()
@@ -196,8 +199,8 @@ class ExchangeReply:
     places: tuple[ShmLocation, ...] = ()
     code_bytes: tuple[int, ...] = ()
     clock: int | None = None
-    """To a worker that joins: from here on it counts its steps."""
+    """For a worker that joins: the number from which it counts its steps."""
     gathered: tuple[GatheredPart, ...] = ()
     rows_attached: bool = False
-    """Memory that was offered for rows is open."""
+    """The memory that was offered for rows is attached."""
     rows_not_attached: str = ""

@@ -1,11 +1,10 @@
-"""Which samples of an epoch are those of a logical rank's step, or round of local steps.
+"""How an epoch is cut into the steps of logical ranks, or into rounds of local steps.
 
-Owns: the cut of an epoch, and the order of steps over all epochs. An epoch is cut into steps, each of `accumulate`
-batches for each logical rank; so many steps make a round (one, unless the mode is local), the last of an epoch has what
-is left. Within a round each rank has adjacent samples. Of a data set that was begun by data shards the first steps have
-the rest of the epoch at hand, cut in the same way. Invariant: the same on workers and coordinator, for ever: names of
-work, audits and checkpoints are built on it; with one batch a step and one step a round a rank's samples are those of
-one batch. Must not know: datasets, permutations, who computes what.
+A step has `accumulate` batches for each logical rank. A round has several steps in local mode, and one step in other
+modes. The last round of an epoch has the rest. Within a round, the samples of a rank are adjacent. If data shards were
+used before, the first steps take the rest of the current epoch, cut in the same way. Invariant: workers and coordinator
+compute the same in every release, because names of pushes, audits and checkpoints refer to it. Must not know: datasets,
+permutations, which worker computes what.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 
 class PlannedBatch(NamedTuple):
-    """Samples [begin, end) of a rank's share. `due`: it is the last of a step."""
+    """Samples [begin, end) of a rank's share. `due`: it is the last batch of a step."""
 
     begin: int
     end: int
@@ -36,54 +35,54 @@ class EpochPlan:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all ranks together."""
+        """Samples of a step, of all ranks together."""
         return self.ranks * self._share
 
     @property
     def steps_per_epoch(self) -> int:
-        """0 where `drop_last` leaves none."""
+        """Steps of an epoch; 0 if `drop_last` leaves none."""
         full, rest = divmod(self.samples, self.samples_per_step)
         return full if self.drop_last or not rest else full + 1
 
     @property
     def samples_per_epoch(self) -> int:
-        """Those that count."""
+        """Samples of an epoch that are used."""
         return min(self.samples, self.steps_per_epoch * self.samples_per_step)
 
     @property
     def per_epoch(self) -> int:
-        """Rounds of an epoch; of one step each unless steps are local."""
+        """Rounds of an epoch. A round has one step, unless steps are local."""
         return -(-self.steps_per_epoch // self.local_steps)
 
     def steps_in(self, index: int) -> int:
-        """Steps of an epoch's round number `index`."""
+        """Steps of round `index` of an epoch."""
         return min(self.local_steps, self.steps_per_epoch - index * self.local_steps)
 
     def span(self, index: int, rank: int) -> tuple[int, int]:
-        """Positions [begin, end) of the epoch's permutation that a rank has of round `index`. The last one of an epoch
-        may have none for the higher ranks."""
+        """The positions [begin, end) of the epoch's permutation that a rank has in round `index`. In the last round,
+        the higher ranks may have none."""
         begin = index * self.local_steps * self.samples_per_step
         length = self.steps_in(index) * self._share
         first, last = begin + rank * length, begin + (rank + 1) * length
         return min(first, self.samples_per_epoch), min(last, self.samples_per_epoch)
 
     def samples_before(self, rounds: int) -> int:
-        """Samples of the first so many rounds, over all epochs."""
+        """Samples of the first `rounds` rounds, over all epochs."""
         epochs, rest = divmod(rounds, self.per_epoch)
         in_rest = min(rest * self.local_steps * self.samples_per_step, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + in_rest
 
     def steps_before(self, rounds: int) -> int:
-        """Steps of the first so many rounds, over all epochs."""
+        """Steps of the first `rounds` rounds, over all epochs."""
         epochs, rest = divmod(rounds, self.per_epoch)
         return epochs * self.steps_per_epoch + rest * self.local_steps
 
     def batches(self, samples: int) -> Iterator[PlannedBatch]:
-        """The batches of a rank's share of so many samples, step by step. A step has `accumulate` batches, also where
-        it has fewer samples than others, as long as there is one for each."""
+        """The batches of a rank's share of `samples` samples, step by step. A step has `accumulate` batches, even if it
+        has fewer samples than the others, as long as each batch has one."""
         for first in range(0, samples, self._share):
             here = min(self._share, samples - first)
-            # batches of full size where the step is full; else of sizes that differ by one at most
+            # a full step has batches of full size; in other steps the sizes differ by one at most
             count = min(self.accumulate, here)
             size, longer = divmod(here, count)
             begin = first
@@ -94,14 +93,14 @@ class EpochPlan:
 
     @property
     def _share(self) -> int:
-        """Samples of a step and rank."""
+        """Samples of one rank in one step."""
         return self.batch_size * self.accumulate
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The steps of a data set, or its rounds, from `first` on: `per_epoch` for each of `epochs`. Of a data set that was
-    begun by data shards `begun_epochs` epochs have counted, and the first `begun` samples of the next one."""
+    """The steps, or rounds, of a data set from `first` on: `per_epoch` for each of `epochs`. If data shards were used
+    before, `begun_epochs` epochs and the first `begun` samples of the next epoch are done already."""
 
     units: EpochPlan
     per_epoch: int
@@ -116,7 +115,7 @@ class StepPlan:
         return self.first + self._left + self.per_epoch * (self.epochs - self._whole_from)
 
     def span(self, step: int, rank: int) -> tuple[int, int, int]:
-        """An epoch, and the positions [begin, end) of its permutation that a rank has at a step."""
+        """The epoch of a step, and the positions [begin, end) of its permutation that a rank has."""
         taken = step - self.first
         if taken < self._left:
             begin, end = self._rest.span(taken, rank)
@@ -125,15 +124,15 @@ class StepPlan:
         return self._whole_from + epochs, *self.units.span(index, rank)
 
     def place(self, step: int) -> tuple[int, int]:
-        """What has counted before a step: so many epochs, and so many samples of the next one's permutation, which are
-        its first."""
+        """What is done before a step: a number of epochs, and a number of samples at the beginning of the next epoch's
+        permutation."""
         if step >= self.end:
             return self.epochs, 0
         epoch, begin, _ = self.span(max(step, self.first), 0)
         return epoch, begin
 
     def samples_before(self, step: int) -> int:
-        """Samples that have counted before a step, over all epochs."""
+        """Samples that are done before a step, over all epochs."""
         units, taken = self.units, max(0, min(step, self.end) - self.first)
         by_batches = units.samples - (units.samples % units.batch_size if units.drop_last else 0)
         before = self.begun_epochs * by_batches + self.begun
@@ -144,7 +143,7 @@ class StepPlan:
 
     @property
     def _whole_from(self) -> int:
-        """The first epoch of which nothing had counted."""
+        """The first epoch of which nothing was done before."""
         return self.begun_epochs + (1 if self.begun else 0)
 
     @property
@@ -153,5 +152,5 @@ class StepPlan:
 
     @property
     def _left(self) -> int:
-        """Steps of the epoch that was begun."""
+        """Steps in the rest of the epoch that was begun."""
         return self._rest.per_epoch if self.begun else 0

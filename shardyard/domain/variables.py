@@ -1,4 +1,4 @@
-"""Dense variables: element types, shapes, parameter groups."""
+"""Dense variables: element types, shapes and parameter groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class DType(enum.Enum):
-    """Element types that a variable may have. The value is numpy's (and torch's) name."""
+    """The element types of variables. The value is the name in numpy and torch."""
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
@@ -43,7 +43,7 @@ class VariableKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """A dense tensor. `group` is the index of its parameter group, 0 for buffers."""
+    """A dense tensor. `group`: the index of its parameter group; 0 for buffers."""
 
     name: str
     dtype: DType

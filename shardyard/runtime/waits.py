@@ -79,8 +79,7 @@ class ExplainedWait:
         waited_ms = self.waited_ms
         self._begin_ms = None
         if self._explained:
-            end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
-            self._logger.info("%s after %s", end, _seconds(waited_ms))
+            self._logger.info("%s after %s", _ending(kind), _seconds(waited_ms))
 
 
 class WaitRegistry:
@@ -139,8 +138,7 @@ class WaitRegistry:
     def _end(self, wait: _Waiting, kind: type[BaseException] | None) -> None:
         del self._waits[wait]
         if wait.explained_ms is not None:
-            end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
-            self._logger.info("%s after %s: %s", end, _seconds(_CLOCK.now_ms() - wait.begin_ms), wait.said)
+            self._logger.info("%s after %s: %s", _ending(kind), _seconds(_CLOCK.now_ms() - wait.begin_ms), wait.said)
 
     def _run(self) -> None:
         seen = -1
@@ -186,6 +184,10 @@ class _Waiting:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._wait_registry._end(self, kind)
+
+
+def _ending(kind: type[BaseException] | None) -> str:
+    return "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
 
 
 def _seconds(duration_ms: int) -> str:

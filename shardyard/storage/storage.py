@@ -123,9 +123,6 @@ class Storage(ABC):
     def _missing(self, path: str) -> CheckpointNotFound:
         return CheckpointNotFound(f"{self.locate(path)} is not there")
 
-    def _refused(self, path: str, doing: str, error: Exception) -> StorageUnavailable:
-        return _unavailable(self.locate(path), doing, error)
-
 
 def open_storage(url: str) -> Storage:
     """Opens a path of this machine, file://PATH, or a URL that fsspec knows. Nothing is created or read yet.
@@ -236,7 +233,7 @@ class LocalStorage(Storage):
             if target.parent.exists():
                 _sync_folder(target.parent)
         except OSError as error:
-            raise self._refused(path, "delete", error) from error
+            raise _unavailable(self.locate(path), "delete", error) from error
 
     def _at(self, path: str, *, temporary: bool = False) -> Path:
         if temporary and path.endswith(TEMPORARY_SUFFIX):
@@ -253,7 +250,7 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise self._refused(path, "list", error) from error
+            raise _unavailable(self.locate(path), "list", error) from error
 
     @contextlib.contextmanager
     def _reading(self, path: str) -> Iterator[None]:
@@ -262,7 +259,7 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._missing(path) from error
         except OSError as error:
-            raise self._refused(path, "read", error) from error
+            raise _unavailable(self.locate(path), "read", error) from error
 
 
 def write_file(target: Path, pieces: Iterable[Buffer]) -> Written:
@@ -441,11 +438,11 @@ class RemoteStorage(Storage):
             yield
         except FileNotFoundError as error:
             if doing == "write":
-                raise self._refused(path, doing, error) from error
+                raise _unavailable(self.locate(path), doing, error) from error
             raise self._missing(path) from error
         except Exception as error:
             # each kind of storage raises the errors of its own library
-            raise self._refused(path, doing, error) from error
+            raise _unavailable(self.locate(path), doing, error) from error
 
 
 def _abandon(file: Any) -> None:

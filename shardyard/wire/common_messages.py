@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+
 from shardyard.domain import limits
 from shardyard.domain.consistency import Clipping, ConsistencyMode, Durability, StaleRule, UpdateMode
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
@@ -18,6 +20,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 
 K = TypeVar("K", bound=enum.Enum)
 V = TypeVar("V")
+Generated = TypeVar("Generated", bound=Message)
 
 
 class EnumNumbers(Generic[K]):
@@ -149,6 +152,14 @@ def clipping_from_wire(message: server.Clipping) -> Clipping:
     return Clipping(message.norm, message.value)
 
 
+def parsed(kind: type[Generated], data: bytes, what: str) -> Generated:
+    """The message in these bytes. Raises MalformedPayload."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise MalformedPayload(f"{what} cannot be read: {error}") from error
+
+
 def random_name(value: bytes) -> bytes:
     """The name of a reader, or of its pin. Raises MalformedPayload."""
     if len(value) != limits.RANDOM_NAME_BYTES:
@@ -156,6 +167,6 @@ def random_name(value: bytes) -> bytes:
     return value
 
 
-def check_unique(partitions: Sequence[int], what: str) -> None:
-    if len(set(partitions)) != len(partitions):
-        raise MalformedPayload(f"{what} names a partition twice")
+def check_unique(numbers: Sequence[int], what: str, each: str = "partition") -> None:
+    if len(set(numbers)) != len(numbers):
+        raise MalformedPayload(f"{what} names a {each} twice")

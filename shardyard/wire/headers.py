@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import operator
 
-from google.protobuf.message import DecodeError
-
-from shardyard.domain.errors import MalformedPayload
 from shardyard.domain.ids import Version
 from shardyard.domain.pulls import RequestedRows
 from shardyard.domain.push_names import PushName
@@ -134,10 +131,7 @@ def _rows_end(header: bytes, at: int) -> int:
 
 
 def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[RequestedRows, ...]]:
-    try:
-        said = server.PushHeader.FromString(data)
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of a push has rows that cannot be read: {error}") from error
+    said = common_messages.parsed(server.PushHeader, data, "the rows in the header of a push")
     return table_messages.pushed_from_wire(said.rows), table_messages.wanted_from_wire(said.wanted)
 
 
@@ -163,17 +157,12 @@ def _name_end(header: bytes) -> int:
 
 
 def _read_name(data: bytes) -> PushName:
-    try:
-        return common_messages.name_from_wire(common.PushName.FromString(data))
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of a push has a name that cannot be read: {error}") from error
+    return common_messages.name_from_wire(common_messages.parsed(common.PushName, data, "the name of a push"))
 
 
 def _read_bases(data: bytes, count: int) -> tuple[Version, ...]:
-    try:
-        return push_messages.bases_from_wire(server.PushHeader.FromString(data).bases, count)
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of a push has base versions that cannot be read: {error}") from error
+    said = common_messages.parsed(server.PushHeader, data, "the base versions in the header of a push")
+    return push_messages.bases_from_wire(said.bases, count)
 
 
 def _alike(order: PushHeader, before: PushHeader) -> bool:

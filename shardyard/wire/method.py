@@ -9,10 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from google.protobuf.message import DecodeError, Message
-
-from shardyard.domain.errors import MalformedPayload
 from shardyard.wire import frames
+from shardyard.wire.common_messages import Generated, parsed
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -48,20 +46,11 @@ class Method(Generic[Request, Response]):
         return isinstance(other, Method) and other.path == self.path
 
 
-Generated = TypeVar("Generated", bound=Message)
-
-
 def message(kind: type[Generated]) -> Wire[Generated]:
     def decode(data: bytes) -> Generated:
-        try:
-            return kind.FromString(data)
-        except DecodeError as error:
-            raise MalformedPayload(f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}: {error}") from error
+        return parsed(kind, data, f"a {kind.DESCRIPTOR.name} of {len(data)} bytes")
 
-    def encode(sent: Generated) -> bytes:
-        return sent.SerializeToString()
-
-    return Wire(encode, decode)
+    return Wire(kind.SerializeToString, decode)
 
 
 FRAME: Final[Wire[frames.Frame]] = Wire(frames.encode, frames.decode)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from google.protobuf.message import DecodeError
-
 from shardyard.domain import limits
 from shardyard.domain.consistency import SspPhase, SspReport
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
@@ -33,6 +31,7 @@ from shardyard.wire.common_messages import (
     check_unique,
     name_from_wire,
     name_to_wire,
+    parsed,
     version_from_wire,
 )
 from shardyard.wire.layout_messages import groups_from_wire, groups_to_wire
@@ -144,10 +143,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
     """
     if not header:
         raise MalformedPayload("the first frame of a push has no header")
-    try:
-        message = server.PushHeader.FromString(header)
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of a push cannot be read: {error}") from error
+    message = parsed(server.PushHeader, header, "the header of a push")
     if message.again and before is None:
         raise MalformedPayload("the first header of a stream says 'again'")
     if not math.isfinite(message.weight) or message.weight < 0:
@@ -180,7 +176,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         rows=table_messages.pushed_from_wire(message.rows) if message.rows else (),
         table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
         wanted=table_messages.wanted_from_wire(message.wanted) if message.wanted else (),
-        expired=table_messages.expired_from_wire(message.expired) if message.expired else (),
+        expired=table_messages.wanted_from_wire(message.expired, limits.ROWS_PER_PART_MAX) if message.expired else (),
         attach_rows=ticket_from_wire(message.attach_rows) if message.HasField("attach_rows") else None,
         rows_at=message.rows_at if message.HasField("rows_at") else None,
         wanted_at=message.wanted_at if message.HasField("wanted_at") else None,
@@ -398,10 +394,7 @@ def pulled_from_header(
     header: bytes, pulled: Sequence[PartitionId], pushed: Sequence[PartitionId] = ()
 ) -> ExchangeReply:
     """`pulled`, `pushed`: the partitions that were asked for. Raises MalformedPayload if the answer has other ones."""
-    try:
-        message = server.PullHeader.FromString(header)
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of the answer to a pull cannot be read: {error}") from error
+    message = parsed(server.PullHeader, header, "the header of the answer to a pull")
     parts: list[PulledPart] = []
     for part in message.parts:
         at, end = len(parts), len(parts) + 1 + part.alike

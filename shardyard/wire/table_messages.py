@@ -12,7 +12,6 @@ from dataclasses import asdict, fields
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
 
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
@@ -24,7 +23,14 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.wire.common_messages import EnumNumbers, caller_from_wire, caller_to_wire, random_name
+from shardyard.wire.common_messages import (
+    EnumNumbers,
+    caller_from_wire,
+    caller_to_wire,
+    check_unique,
+    parsed,
+    random_name,
+)
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
@@ -138,7 +144,7 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
         found.append(
             PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted, times)
         )
-    _check_tables_once([each.table for each in found])
+    check_unique([each.table for each in found], "a list of rows", "table")
     return tuple(found)
 
 
@@ -149,14 +155,13 @@ def wanted_to_wire(wanted: Iterable[RequestedRows]) -> list[server.WantedRows]:
     ]
 
 
-def wanted_from_wire(messages: Sequence[server.WantedRows]) -> tuple[RequestedRows, ...]:
-    """Raises MalformedPayload, TooLarge."""
-    return _all_wanted(messages, limits.LOOK_UP_IDS_MAX)
-
-
-def expired_from_wire(messages: Sequence[server.WantedRows]) -> tuple[RequestedRows, ...]:
-    """Raises MalformedPayload, TooLarge."""
-    return _all_wanted(messages, limits.ROWS_PER_PART_MAX)
+def wanted_from_wire(
+    messages: Sequence[server.WantedRows], rows_max: int = limits.LOOK_UP_IDS_MAX
+) -> tuple[RequestedRows, ...]:
+    """`rows_max`: of a table in one partition. Raises MalformedPayload, TooLarge."""
+    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    check_unique([each.table for each in found], "a list of rows", "table")
+    return found
 
 
 def look_up_to_header(asked: LookupRequest) -> bytes:
@@ -174,10 +179,7 @@ def look_up_to_header(asked: LookupRequest) -> bytes:
 
 def look_up_from_header(header: bytes) -> LookupRequest:
     """Raises MalformedPayload, TooLarge, InvalidRequest."""
-    try:
-        message = server.LookUpHeader.FromString(header)
-    except DecodeError as error:
-        raise MalformedPayload(f"the header of a look-up cannot be read: {error}") from error
+    message = parsed(server.LookUpHeader, header, "the header of a look-up")
     wanted = wanted_from_wire(message.wanted)
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a look-up waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
@@ -199,12 +201,6 @@ def look_up_from_header(header: bytes) -> LookupRequest:
     )
 
 
-def _all_wanted(messages: Sequence[server.WantedRows], rows_max: int) -> tuple[RequestedRows, ...]:
-    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
-    _check_tables_once([each.table for each in found])
-    return found
-
-
 def _wanted(
     table: int, partitions: Sequence[int], rows: Sequence[int], id_bytes: Sequence[int], rows_max: int
 ) -> RequestedRows:
@@ -222,11 +218,6 @@ def _wanted(
     if max(rows) > rows_max:
         raise TooLarge(f"table {table} has {max(rows)} rows for one partition; at most {rows_max} are allowed")
     return RequestedRows(table, tuple(map(PartitionId, partitions)), tuple(rows), tuple(id_bytes))
-
-
-def _check_tables_once(tables: Sequence[int]) -> None:
-    if len(set(tables)) != len(tables):
-        raise MalformedPayload("rows name a table twice")
 
 
 def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, npt.NDArray[np.float32]]]:

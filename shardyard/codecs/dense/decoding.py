@@ -1,8 +1,8 @@
-"""From a code to elements, whatever its codec.
+"""From a code of any codec to elements.
 
-Owns: which id is read by what. Invariants: `decode` fills the whole array or raises; every length is held against the
-bytes at hand and the array before memory is asked for; nothing outside of the array is written, whatever the bytes are.
-A refused code may leave the array half-filled. Must not know: settings, who sent it.
+Owns: which file reads which id. Invariants: `decode` fills the whole array or raises; every length is checked against
+the bytes and the array before memory is allocated; whatever the bytes are, nothing outside of the array is written. A
+refused code may leave the array half-filled. Must not know: settings, senders.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _DECODERS: Final[Mapping[CodeId, Callable[[Reader, Array], None]]] = {
 
 
 def decode(code: Buffer, out: npt.NDArray[Any]) -> None:
-    """Fills `out` with what the code says.
+    """Fills `out` with the elements of a code.
 
-    `out` has shape (n,), is contiguous, float32 or float64; of any dtype for a RAW code, whose elements are of the
-    same. Raises MalformedPayload for whatever is no code for such an array, DELTA among them, and TooLarge.
+    `out`: shape (n,), contiguous, float32 or float64; for a RAW code, any dtype, which its elements must have. Raises
+    MalformedPayload for bytes that are no code for this array, also for a DELTA code, and TooLarge.
     """
     reader = _open(code, out)
     if reader.id is CodeId.DELTA:
-        raise MalformedPayload("a DELTA code where there is nothing to add it to")
+        raise MalformedPayload("a DELTA code came without values to add it to")
     _fill(reader, out)
 
 
 def apply(code: Buffer, values: npt.NDArray[Any]) -> None:
-    """As `decode`, but what a DELTA code says is added to `values`. For the receiver of a pull."""
+    """Like `decode`, but adds the elements of a DELTA code to `values`. For the receiver of a pull."""
     reader = _open(code, values)
     if reader.id is CodeId.DELTA:
         floats.check_floating(values, reader)

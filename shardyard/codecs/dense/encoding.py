@@ -1,7 +1,7 @@
-"""From elements to a code, for each codec: once and forgotten, or with what was left out kept.
+"""From elements to a code, for each codec, with or without a residual of what the code leaves out.
 
-Owns: which codec is made by what, and the rule for what no codec can carry: a block with an element that is not finite,
-or is 3e38 and more, travels RAW, so that the receiver sees what the sender had. Must not know: what the residuals
+Owns: which file makes which codec, and the rule for elements that no codec can carry: a block with an element that is
+not finite, or at least 3e38, is sent RAW, so that the receiver gets what the sender had. Must not know: what residuals
 belong to, when they are saved (shardyard_worker.compression.error_feedback).
 """
 
@@ -16,9 +16,10 @@ from shardyard.domain.compression import CodecSpec, sent_count
 
 
 def encode(codec: CodecSpec, values: Array, key: int = 0) -> memoryview:
-    """The code of `values`, shape (n,), contiguous, float32 or float64, forgetting what it leaves out.
+    """The code of `values`, shape (n,), contiguous, float32 or float64. What it leaves out is not kept.
 
-    `key` (64 bits) is the seed of codecs that draw, and of PowerSGD's first factor. A view of bytes.
+    `key`: 64 bits, the seed of codecs that draw random numbers, and of PowerSGD's first factor. Returns a view of
+    bytes.
     """
     if codec.has_feedback:
         return encode_feedback(codec, values, np.zeros_like(values), np.empty_like(values), key)
@@ -26,11 +27,11 @@ def encode(codec: CodecSpec, values: Array, key: int = 0) -> memoryview:
 
 
 def encode_feedback(codec: CodecSpec, gradient: Array, before: Array, after: Array, key: int = 0) -> memoryview:
-    """The code of gradient + before, and in `after` what it leaves out, so that what was decoded and `after` add up to
-    gradient and before.
+    """The code of gradient + before. Puts what it leaves out into `after`: the decoded elements and `after` add up to
+    gradient + before.
 
-    All of shape (n,), contiguous, one dtype; `after` overlaps neither. The codec has feedback. PowerSGD starts anew
-    each time (`encode_low_rank` goes on).
+    All have shape (n,), are contiguous, and have one dtype; `after` overlaps neither of the others. The codec has error
+    feedback. PowerSGD starts from a new factor each time (`encode_low_rank` continues with the last one).
     """
     assert codec.has_feedback, codec
     if codec.kind == "powersgd":
@@ -54,9 +55,10 @@ def encode_feedback(codec: CodecSpec, gradient: Array, before: Array, after: Arr
 def encode_low_rank(
     gradient: Array, before: Array, after: Array, grid: powersgd.Grid, factor: Float32s
 ) -> tuple[memoryview, Float32s]:
-    """PowerSGD's code of gradient + before, what it leaves out in `after`, and the factor to start from next time.
+    """PowerSGD's code of gradient + before, and the factor to start from next time. Puts what the code leaves out into
+    `after`.
 
-    RAW where the factors, of shape (rank, columns), are not smaller than the block.
+    The code is RAW if the factors, of shape (rank, columns), are not smaller than the block.
     """
     made = None
     if grid.factor_elements(gradient.size, factor.shape[0]) * 4 < gradient.nbytes:
@@ -74,7 +76,7 @@ def first_factor(rank: int, columns: int, key: int) -> Float32s:
 def sealed(
     codec: CodecSpec, code: Uint8s | None, gradient: Array, before: Array | None = None, after: Array | None = None
 ) -> memoryview:
-    """The finished code, in a zstd frame if the codec says so; RAW of everything where there is none."""
+    """The finished code, in a zstd frame if the codec says so. If there is no code, a RAW code of everything."""
     if code is not None:
         return (zstd.pack(code, gradient.size) if codec.zstd else code).data
     if before is None or after is None:
@@ -83,7 +85,7 @@ def sealed(
 
 
 def raw_sum(gradient: Array, before: Array, after: Array) -> memoryview:
-    """gradient + before as they are; nothing is left out."""
+    """A RAW code of gradient + before. Nothing is left out."""
     with np.errstate(all="ignore"):
         np.add(gradient, before, out=after)
     code = floats.encode_raw(after)

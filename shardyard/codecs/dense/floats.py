@@ -1,4 +1,4 @@
-"""Numbers as they are, and in 16 bits: codes RAW, BF16 and FP16.
+"""Elements without compression, and in 16 bits: codes RAW, BF16 and FP16.
 
 Owns: rounding to bfloat16 and to IEEE 754 half precision, to nearest, halves to even. Halves are scaled by one power of
 two for the block, so that its largest magnitude lies in [2**14, 2**15): gradients are often below 6e-8, where a half
@@ -41,7 +41,7 @@ def decode_raw(reader: Reader, out: npt.NDArray[Any]) -> None:
 
 
 def magnitude(values: Array) -> float:
-    """The largest |x|, shape (n,); 0 of no elements; infinity where one is not finite."""
+    """The largest |x| of an array of shape (n,); 0 if it is empty; infinity if an element is not finite."""
     scratch = Scratch(values.dtype, 1)
     scratch.bits[0] = _largest(values.view(scratch.bits.dtype), scratch.magnitude)
     found = float(scratch.values[0])
@@ -49,7 +49,7 @@ def magnitude(values: Array) -> float:
 
 
 def encode_bf16(values: Array) -> Uint8s | None:
-    """None where an element is not finite or beyond bfloat16."""
+    """None if an element is not finite, or beyond bfloat16."""
     if magnitude(values) > _MAGNITUDE_MAX:
         return None
     halves = np.empty(values.size, np.uint16)
@@ -62,7 +62,7 @@ def decode_bf16(reader: Reader, out: Array) -> None:
 
 
 def encode_fp16(values: Array) -> Uint8s | None:
-    """None where an element is not finite, or beyond float32."""
+    """None if an element is not finite, or beyond float32."""
     largest = magnitude(values)
     if largest > _MAGNITUDE_MAX:
         return None
@@ -110,7 +110,7 @@ def _halves(reader: Reader) -> Uint16s:
 def check_floating(out: npt.NDArray[Any], reader: Reader) -> None:
     """Raises MalformedPayload unless the array's elements are float32 or float64."""
     if out.dtype not in (np.float32, np.float64):
-        raise MalformedPayload(f"a {reader.id.name} code for elements of {out.dtype}; those travel as RAW only")
+        raise MalformedPayload(f"a {reader.id.name} code came for elements of {out.dtype}, which travel only as RAW")
 
 
 @compiled

@@ -1,9 +1,9 @@
-"""Eight bits an element, with one scale a bucket: codes INT8 and DELTA.
+"""Eight bits for each element and one scale for each bucket: codes INT8 and DELTA.
 
 Per-bucket absolute-maximum scaling as in Dettmers, *8-Bit Approximations for Parallelism in Deep Learning*, ICLR 2016,
 with linear levels: y = q * scale, scale = m / 127, q = round(x / scale), where m is the largest magnitude of a bucket.
-Departure: what is rounded off is kept as feedback (Karimireddy et al., ICML 2019).
-DELTA has the same form, and is added to what the receiver has.
+Departure: the rounding error is kept as feedback (Karimireddy et al., ICML 2019).
+DELTA has the same form; the receiver adds it to its values.
 
 Bound: |x - y| <= 1.0001 * m / 254. A bucket with m < 1e-35 is sent as zeros. Float64 elements: the same.
 """
@@ -28,20 +28,20 @@ DELTA: Final = 2
 
 
 def encode(values: Array, bucket: int) -> Uint8s | None:
-    """The code of `values`, shape (n,). None where an element is not finite, or beyond float32."""
+    """The code of `values`, shape (n,). None if an element is not finite, or beyond float32."""
     none = empty_like_pair(values)
     return _quantised(CodeId.INT8, PLAIN, values, none, none, bucket)
 
 
 def encode_feedback(gradient: Array, before: Array, after: Array, bucket: int) -> Uint8s | None:
-    """The code of gradient + before, and in `after` what it leaves out. All of shape (n,), one dtype. None as above;
-    then `after` holds nothing of use."""
+    """The code of gradient + before. Puts what it leaves out into `after`. All have shape (n,) and one dtype. None as
+    above; then the content of `after` is undefined."""
     return _quantised(CodeId.INT8, FEEDBACK, gradient, before, after, bucket)
 
 
 def encode_delta(values: Array, shadow: Array, bucket: int) -> Uint8s | None:
-    """The code of values - shadow; `shadow` becomes what a receiver has that adds it. None as above; then `shadow`
-    holds nothing of use."""
+    """The code of values - shadow. `shadow` becomes the values of a receiver that adds the code. None as above; then
+    the content of `shadow` is undefined."""
     return _quantised(CodeId.DELTA, DELTA, values, shadow, shadow, bucket)
 
 
@@ -80,7 +80,7 @@ def _quantise(
     scales: Float32s,
     q: Int8s,
 ) -> bool:
-    """False where a bucket has an element that is not finite, or beyond float32."""
+    """Returns False if an element is not finite, or beyond float32."""
     top_bits = np.empty(1, bits.dtype)
     top_value = top_bits.view(t.dtype)
     for b in range(scales.size):

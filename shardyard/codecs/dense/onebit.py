@@ -1,4 +1,4 @@
-"""One bit an element, its sign, with one scale a bucket: code ONEBIT.
+"""One bit for each element, its sign, and one scale for each bucket: code ONEBIT.
 
 Seide, Fu, Droppo, Li, Yu: *1-Bit Stochastic Gradient Descent*, Interspeech 2014, as it is shown to converge in
 Karimireddy, Rebjock, Stich, Jaggi: *Error Feedback Fixes SignSGD*, ICML 2019: y = scale * sign(x), where scale is the
@@ -22,8 +22,9 @@ from shardyard.domain.limits import BLOCK_ELEMENTS_MAX
 
 
 def encode_feedback(gradient: Array, before: Array, after: Array, bucket: int) -> Uint8s | None:
-    """The code of gradient + before, and in `after` what it leaves out. All of shape (n,), one dtype; `bucket` is a
-    multiple of 8. None where a bucket's mean is not finite, or beyond float32; then `after` holds nothing of use."""
+    """The code of gradient + before. Puts what it leaves out into `after`. All have shape (n,) and one dtype; `bucket`
+    is a multiple of 8. None if the mean of a bucket is not finite, or beyond float32; then the content of `after` is
+    undefined."""
     buckets = -(-gradient.size // bucket)
     made, body = blank(CodeId.ONEBIT, gradient.size, varint(bucket), 4 * buckets + -(-gradient.size // 8))
     scales = np.empty(buckets, np.float32)
@@ -39,7 +40,7 @@ def encode_feedback(gradient: Array, before: Array, after: Array, bucket: int) -
 def decode(reader: Reader, out: Array) -> None:
     bucket = reader.varint("bucket", BLOCK_ELEMENTS_MAX, minimum=1)
     if bucket % 8:
-        raise MalformedPayload(f"a ONEBIT code with a bucket of {bucket}; expected a multiple of 8")
+        raise MalformedPayload(f"a ONEBIT code has a bucket of {bucket}; expected a multiple of 8")
     scales = reader.float32s("scales", -(-out.size // bucket))
     _spread(reader.rest("signs", -(-out.size // 8)), scales, bucket, out)
 
@@ -68,7 +69,7 @@ def _signs(
         for i in range(n):
             sums[i] = abs(t[i])
         m = n
-        while m > 1:  # halves onto each other: exact order, and no long chain of additions
+        while m > 1:  # adds the upper half to the lower one: a fixed order, without a long chain of additions
             half = (m + 1) // 2
             upper = sums[half:m]
             for i in range(upper.size):

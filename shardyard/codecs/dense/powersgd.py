@@ -28,14 +28,14 @@ from shardyard.domain.compression import RANK_MAX
 from shardyard.domain.limits import BLOCK_ELEMENTS_MAX
 
 GAIN_MIN = 4
-"""A grid of the variable's own columns must save at least so much, else the block becomes a square."""
+"""How much a grid with the variable's own columns must save. Otherwise the block is treated as a square."""
 _DEPENDENT = 1e-5
-"""A column that loses all but this part of its length is a combination of the others."""
+"""A column of which less than this part of its length is left depends on the columns before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A block as a matrix of `columns`, whose first element stands in column `lead` of the first row."""
+    """A block as a matrix with `columns` columns. Its first element is in column `lead` of the first row."""
 
     columns: int
     lead: int = 0
@@ -61,10 +61,11 @@ def grid_of(shape: tuple[int, ...], offset: int, length: int, rank: int) -> Grid
 def encode_feedback(
     gradient: Array, before: Array, after: Array, grid: Grid, factor: Float32s
 ) -> tuple[Uint8s, Float32s] | None:
-    """The code of gradient + before, what it leaves out in `after`, and the factor to start from next time.
+    """The code of gradient + before, and the factor to start from next time. Puts what the code leaves out into
+    `after`.
 
-    Arrays of shape (n,), one dtype; `factor` of shape (rank, columns), without rows of zeros. None where the factors
-    are not finite; then `after` holds nothing of use.
+    Arrays have shape (n,) and one dtype; `factor` has shape (rank, columns), and no row of zeros. None if the factors
+    are not finite; then the content of `after` is undefined.
     """
     rank, n = factor.shape[0], gradient.size
     p = np.zeros((grid.rows(n), rank), np.float32)
@@ -95,7 +96,7 @@ def decode(reader: Reader, out: Array) -> None:
 
 @compiled
 def _span(row: int, columns: int, lead: int, elements: int) -> tuple[int, int, int]:
-    """Where a row begins and ends in the block, and its first column there."""
+    """Begin and end of a row in the block, and its first column."""
     start = max(0, row * columns - lead)
     return start, min(elements, (row + 1) * columns - lead), start + lead - row * columns
 

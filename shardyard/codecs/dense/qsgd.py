@@ -23,8 +23,8 @@ from shardyard.domain.limits import BLOCK_ELEMENTS_MAX
 
 
 def encode(values: Array, levels: int, bucket: int, key: int) -> Uint8s | None:
-    """The code of `values`, shape (n,), with random numbers from `key` (64 bits). None where an element is not
-    finite, or beyond float32."""
+    """The code of `values`, shape (n,), with random numbers from `key` (64 bits). None if an element is not finite, or
+    beyond float32."""
     buckets = -(-values.size // bucket)
     width = (2 * levels).bit_length()
     packed_bytes = -(-values.size * width // 8)
@@ -55,7 +55,7 @@ def decode(reader: Reader, out: Array) -> None:
     bucket = reader.varint("bucket", BLOCK_ELEMENTS_MAX, minimum=1)
     levels = reader.byte("levels", LEVELS_MAX)
     if levels == 0:
-        raise MalformedPayload("a QSGD code of 0 levels")
+        raise MalformedPayload("a QSGD code has 0 levels")
     scales = reader.float32s("scales", -(-out.size // bucket))
     width = (2 * levels).bit_length()
     packed = reader.rest("elements", -(-out.size * width // 8))
@@ -86,7 +86,7 @@ def _round(
     scales: Float32s,
     numbers: Uint8s,
 ) -> bool:
-    """Writes levels + round(x / scale) for each element. False where one is not finite, or beyond float32."""
+    """Writes levels + round(x / scale) for each element. Returns False if one is not finite, or beyond float32."""
     top_bits = np.empty(1, bits.dtype)
     top_value = top_bits.view(t.dtype)
     noise = np.empty(t.size, np.uint32)
@@ -125,7 +125,7 @@ def _pack(numbers: Uint8s, width: int, out: Uint8s) -> None:
         for k in range(8):
             word |= np.uint64(eight[k]) << np.uint64(width * k)
         to = out[j * width :]
-        if to.size >= 8:  # what is written too much, the next eight write again
+        if to.size >= 8:  # bytes written too many are overwritten by the next eight
             for k in range(8):
                 to[k] = np.uint8(word >> np.uint64(8 * k))
         else:
@@ -135,7 +135,7 @@ def _pack(numbers: Uint8s, width: int, out: Uint8s) -> None:
 
 @compiled
 def _unpack(packed: Uint8s, width: int, levels: int, scales: Float32s, bucket: int, out: Array) -> None:
-    """Fills `out`. Numbers beyond the last level are taken as they are: they harm nobody."""
+    """Fills `out`. Numbers beyond the last level are used as they are; they do no harm."""
     mask = np.uint64((1 << width) - 1)
     numbers = np.empty((out.size + 7) // 8 * 8, np.uint8)
     for j in range(numbers.size // 8):

@@ -1,4 +1,4 @@
-"""Elements chosen at random by a seed that travels: code RANDOMK, which carries values only.
+"""Elements that are chosen at random: code RANDOMK. It carries a seed and values, but no indices.
 
 Wangni, Wang, Liu, Zhang: *Gradient Sparsification for Communication-Efficient Distributed Optimization*, NeurIPS 2018,
 and Stich, Cordonnier, Jaggi: *Sparsified SGD with Memory*, NeurIPS 2018 (with feedback). [0, n) is cut into k parts
@@ -21,9 +21,9 @@ from shardyard.domain.compiling import compiled
 
 
 def encode_feedback(gradient: Array, before: Array, after: Array, count: int, seed: int) -> Uint8s | None:
-    """The code of `count` elements of gradient + before, and in `after` what it leaves out. All of shape (n,), one
-    dtype; 1 <= count <= n; `seed` has 64 bits. None where an element is not finite, or beyond float32; then `after`
-    holds nothing of use."""
+    """The code of `count` elements of gradient + before. Puts what it leaves out into `after`. All have shape (n,) and
+    one dtype; 1 <= count <= n; `seed` has 64 bits. None if an element is not finite, or beyond float32; then the
+    content of `after` is undefined."""
     scratch = Scratch(gradient.dtype, 1)
     bits = after.view(scratch.bits.dtype)
     scratch.bits[0] = _add(gradient, before, after, bits, scratch.magnitude)
@@ -35,7 +35,7 @@ def encode_feedback(gradient: Array, before: Array, after: Array, count: int, se
 
 
 def encode_unbiased(values: Array, count: int, seed: int) -> Uint8s | None:
-    """The code of `count` elements of `values`, scaled up. None where one of these is not finite in float32, or any
+    """The code of `count` elements of `values`, scaled up. None if one of these is not finite in float32, or if any
     element is not finite."""
     none = empty_like_pair(values)
     scratch = Scratch(values.dtype, 1)
@@ -64,7 +64,7 @@ def _code(elements: int, seed: int, sent: Float32s) -> Uint8s:
 def _add(
     g: Array, before: Array, after: Array, bits: Words, magnitude: np.unsignedinteger[Any]
 ) -> np.unsignedinteger[Any]:
-    """after = g + before, where there is one; the largest magnitude in `bits`."""
+    """Computes after = g + before, if there is an `after`. Returns the largest magnitude in `bits`."""
     top = magnitude ^ magnitude
     for start in range(0, g.size, CHUNK):
         gs, bs = g[start : start + CHUNK], bits[start : start + CHUNK]

@@ -32,10 +32,10 @@ SAMPLE_MIN: Final = 16_384
 SAMPLE_HITS: Final = 16
 """Elements of the sample that are expected to be among the largest, at least."""
 SAMPLE_DEVIATIONS: Final = 5
-"""By so many standard deviations more of them are let above the threshold."""
+"""How many standard deviations the threshold is set lower, so that enough elements are above it."""
 RICE_MAX: Final = 31
 VALUE_KINDS: Final = ("fp32", "fp16", "int8")
-"""By their number in the code."""
+"""The kinds of values, by their number in the code."""
 
 Int32s = npt.NDArray[np.int32]
 
@@ -43,10 +43,10 @@ Int32s = npt.NDArray[np.int32]
 def encode_feedback(
     gradient: Array, before: Array, after: Array, count: int, key: int, values: str = "fp32", factor: float = 1.0
 ) -> Uint8s | None:
-    """The code of the `count` largest of before + factor * gradient, and in `after` what it leaves out.
+    """The code of the `count` largest elements of before + factor * gradient. Puts what it leaves out into `after`.
 
-    Arrays of shape (n,), one dtype; 1 <= count <= n. `key` (64 bits) chooses the sample. None where an element is not
-    finite, or beyond float32; then `after` holds nothing of use.
+    Arrays have shape (n,) and one dtype; 1 <= count <= n. `key` (64 bits) chooses the sample. None if an element is not
+    finite, or beyond float32; then the content of `after` is undefined.
     """
     none = empty_like_pair(gradient)
     return encode_momentum(gradient, (none, before), (none, after), count, key, values, factor, 0.0)
@@ -62,8 +62,8 @@ def encode_momentum(
     factor: float,
     momentum: float,
 ) -> Uint8s | None:
-    """The same with momentum correction; `before` and `after` are momentum and velocity (momenta of no elements:
-    without)."""
+    """The same with momentum correction. `before` and `after` are (momentum, velocity). An empty momentum means
+    none."""
     (u_in, v_in), (u_out, v_out) = before, after
     dtype = gradient.dtype.type
     scalars = (dtype(factor), dtype(momentum))
@@ -95,11 +95,13 @@ def decode(reader: Reader, out: Array) -> None:
         scale = reader.float32("scale")
     index_bytes = reader.varint("length of indices", reader.left)
     if count > 8 * index_bytes:
-        raise MalformedPayload(f"a TOPK code of {count} elements with {index_bytes} bytes of indices")
+        raise MalformedPayload(f"a TOPK code of {count} elements has {index_bytes} bytes of indices")
     packed = reader.take("indices", index_bytes)
     at = np.empty(count, np.int64)
     if not _unrice(packed, rice, out.size, at):
-        raise MalformedPayload(f"a TOPK code whose indices are not {count} below {out.size} in {index_bytes} bytes")
+        raise MalformedPayload(
+            f"the {index_bytes} bytes of indices of a TOPK code are not {count} indices below {out.size}"
+        )
     width = {"fp32": 4, "fp16": 2, "int8": 1}[values]
     body = reader.rest("values", width * count)
     out[:] = 0
@@ -115,8 +117,8 @@ def _threshold(
     key: int,
     scratch: Scratch,
 ) -> np.unsignedinteger[Any]:
-    """Bits of a magnitude that more than `count` elements very likely reach, but not many more; at least 1, so that
-    zeros never do."""
+    """The bits of a magnitude that a few more than `count` elements very likely reach. At least 1, so that zeros never
+    reach it."""
     n = gradient.size
     samples = min(n, max(SAMPLE_MIN, math.ceil(SAMPLE_HITS * n / count)))
     drawn = np.empty(samples, gradient.dtype)
@@ -131,8 +133,8 @@ def _threshold(
 
 
 def _largest(bits: Words, among: Int32s | None, count: int, scratch: Scratch) -> Int32s | None:
-    """Indices, ascending, of the `count` largest magnitudes, those of zeros left out. None where one is not finite,
-    or beyond float32."""
+    """The indices of the `count` largest magnitudes, ascending, without those of zeros. None if one is not finite, or
+    beyond float32."""
     candidates = (bits if among is None else bits[among]) & scratch.magnitude
     scratch.bits[0] = candidates.max()
     if not scratch.values[0] <= np.float32(3e38):
@@ -145,7 +147,7 @@ def _largest(bits: Words, among: Int32s | None, count: int, scratch: Scratch) ->
 
 
 def _code(elements: int, at: Int32s, sent: Array, values: str) -> tuple[Uint8s, Array]:
-    """The code, and the values as its receiver has them."""
+    """The code, and the values as the receiver decodes them."""
     rice = _rice_parameter(elements, at.size)
     room = at.size * (rice + 1) + (elements >> rice)
     packed = np.zeros((room + 7) // 8 + 8, np.uint8)
@@ -177,7 +179,7 @@ def _values(body: Uint8s, values: str, scale: float) -> Float32s:
 
 
 def _rice_parameter(elements: int, count: int) -> int:
-    """The best for gaps of a mean of elements / count that are geometrically distributed."""
+    """The best parameter for geometrically distributed gaps with the mean elements / count."""
     return min(RICE_MAX, max(0, int(math.log2(elements / count * math.log(2)) + 0.5))) if count else 0
 
 
@@ -213,8 +215,8 @@ def _accumulate(
     threshold: np.unsignedinteger[Any],
     found: Int32s,
 ) -> int:
-    """One pass: momentum, velocity, and the indices of what reaches the threshold (bits of NaN and infinity do),
-    as many as there is room for. Returns how many there were."""
+    """In one pass, computes momentum and velocity, and finds the indices of the elements that reach the threshold (NaN
+    and infinity do). Stores as many as fit into `found`, and returns how many there are."""
     count = 0
     chunk = 256
     for start in range(0, g.size, chunk):
@@ -243,7 +245,8 @@ def _accumulate(
 
 @compiled
 def _choose(candidates: Words, least: np.unsignedinteger[Any], chosen: Int32s) -> int:
-    """Positions of all above `least`, and of the first that equal it while there is room. Zeros are left out."""
+    """Finds the positions of all elements above `least`, and of the first ones equal to it while there is room. Zeros
+    are left out."""
     above = 0
     for i in range(candidates.size):
         above += candidates[i] > least
@@ -279,7 +282,7 @@ def _rice(at: Int32s, rice: int, out: Uint8s) -> int:
 
 @compiled
 def _unrice(packed: Uint8s, rice: int, elements: int, at: Int64s) -> bool:
-    """Fills `at`, ascending, each below `elements`. False where the bytes say anything else."""
+    """Fills `at` with ascending indices below `elements`. Returns False if the bytes are anything else."""
     places = 8 * packed.size
     place = 0
     index = -1

@@ -1,8 +1,7 @@
-"""Pieces that several of this package's loops share.
+"""What several loops of this package share: counter-based random numbers, and passes in chunks.
 
-Owns: counter-based random numbers, chunked passes. Invariants: a loop that reads what a peer sent checks each index
-itself and answers with a count or a negative number, since there are no exceptions in it. Must not know: the form of a
-code.
+Invariants: a loop that reads bytes from another process checks each index itself, and returns a count or a negative
+number, since compiled loops raise no exceptions. Must not know: the form of a code.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ Uint8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
 CHUNK: Final = 4_096
-"""Elements of a pass that stay in the first-level cache."""
+"""How many elements of a pass fit into the first-level cache."""
 LANES: Final = 16
-"""A sum is taken in so many parts, which the compiler can keep in vector registers."""
+"""A sum has this many parts, which the compiler keeps in vector registers."""
 
 
 class Scratch:
-    """A chunk's worth of elements, and their bits. Each call has its own: calls may run in several threads."""
+    """Memory for the elements of a chunk, and their bits. Each call has its own, since several threads may run
+    calls."""
 
     def __init__(self, dtype: np.dtype[Any], elements: int) -> None:
         is_single = dtype.itemsize == 4
@@ -36,25 +36,25 @@ class Scratch:
         self.bits: Words = self.values.view(np.uint32 if is_single else np.uint64)
         word: Any = np.uint32 if is_single else np.uint64
         self.magnitude: np.unsignedinteger[Any] = word(0x7FFFFFFF if is_single else 0x7FFFFFFFFFFFFFFF)
-        """Masks the sign away; bits of magnitudes are in the order of the magnitudes, NaN above infinity."""
+        """A mask without the sign. The bits of magnitudes are ordered as the magnitudes, with NaN above infinity."""
         self.round: np.floating[Any] = dtype.type(1.5 * 2.0 ** (23 if is_single else 52))
-        """Added and subtracted again, it rounds to the nearest whole number, halves to even."""
+        """Adding and then subtracting this rounds to the nearest whole number, halves to even."""
 
 
 def read_only(codes: Uint8s) -> Uint8s:
-    """The same bytes as the one kind of array for which loops over what has come are compiled."""
+    """A read-only view. Loops that read codes are compiled only for read-only arrays."""
     view = codes.view()
     view.flags.writeable = False
     return view
 
 
 def empty_like_pair(values: Array) -> Array:
-    """An array of no elements and the dtype of `values`, where a loop takes one that it does not use."""
+    """An empty array with the dtype of `values`, for a loop that does not use this argument."""
     return np.empty(0, values.dtype)
 
 
-# Machine code on disk is made anew when its own file changes, not when `stratum` does: after a change here, remove
-# shardyard/codecs/__pycache__.
+# Machine code on disk is compiled again when its own file changes, not when `stratum` changes. After a change here,
+# remove shardyard/codecs/__pycache__.
 
 
 @compiled

@@ -1,7 +1,6 @@
-"""Whether numbers are finite, at the speed at which they can be read.
+"""Checks whether numbers are finite, as fast as memory can be read.
 
-Owns: the loop. Invariant: a NaN or an infinity is found wherever it stands, and nothing else is. Must not know: what
-the numbers are.
+Invariant: each NaN and each infinity is found, and nothing else. Must not know: what the numbers mean.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shardyard.domain.compiling import compiled
 Array = npt.NDArray[np.floating[Any]]
 
 PIECE: Final = 1 << 16
-"""Elements between two looks at what was found."""
+"""How many elements are summed before the sum is checked."""
 
 
 def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
@@ -38,7 +37,7 @@ _array_at: Any = carray
 
 @partial(compiled, fastmath={"reassoc"})  # sums in any order: it only matters whether they are numbers
 def _first(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], zero: Array) -> int:
-    """Times zero, what is finite is zero, and all else NaN."""
+    """A finite number times zero is zero; any other number times zero is NaN."""
     for index in range(addresses.size):
         values = _array_at(_pointer(addresses[index]), (lengths[index],), zero.dtype)
         for begin in range(0, values.size, PIECE):
@@ -54,8 +53,8 @@ _ZEROS: Final[dict[str, Array]] = {"float32": np.zeros(1, np.float32), "float64"
 
 
 def first_not_finite(places: Sequence[tuple[int, int]], dtype: str) -> int | None:
-    """Of numbers at these (address, number of elements), all contiguous, of that dtype, float32 or float64, and kept
-    alive by the caller: the index of the first place with a NaN or an infinity."""
+    """Returns the index of the first place with a NaN or an infinity; None: all numbers are finite. `places`: (address,
+    number of elements) of contiguous numbers of that dtype, float32 or float64. The caller keeps them alive."""
     found = _first(
         np.array([address for address, _ in places], np.int64),
         np.array([length for _, length in places], np.int64),
@@ -65,6 +64,6 @@ def first_not_finite(places: Sequence[tuple[int, int]], dtype: str) -> int | Non
 
 
 def warm() -> None:
-    """Compiles the loop, so that no first push waits for a compiler."""
+    """Compiles the loop, so that the first push does not wait for the compiler."""
     for dtype in _ZEROS:
         first_not_finite([], dtype)

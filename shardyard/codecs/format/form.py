@@ -1,8 +1,8 @@
-"""The form that all codes share: an id, the number of elements, then what the codec itself defines.
+"""The form of all codes: an id, the number of elements, then what the codec itself defines.
 
-Owns: the ids, how headers are written and read, the bounds. Invariant: a Reader never goes beyond the bytes that it
-was given, and whatever it meets, it raises MalformedPayload or TooLarge; nothing is allocated for a size that was not
-held against the bytes at hand or against the caller's array. Must not know: any codec.
+Owns: the ids, how headers are written and read, the bounds. Invariant: a Reader never reads beyond its bytes, and
+raises only MalformedPayload or TooLarge. Memory is allocated only for sizes that were checked against the bytes or
+against the caller's array. Must not know: any codec.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def uint64(value: int) -> bytes:
 
 
 def blank(code: CodeId, elements: int, header: bytes, body_bytes: int) -> tuple[Uint8s, Uint8s]:
-    """A code with its header written, and the view of its body, which the codec fills."""
+    """A new code with its header, and a view of its body, which the codec fills."""
     head = bytes((code,)) + varint(elements) + header
     whole = np.empty(len(head) + body_bytes, np.uint8)
     whole[: len(head)] = np.frombuffer(head, np.uint8)
@@ -66,7 +66,7 @@ def blank(code: CodeId, elements: int, header: bytes, body_bytes: int) -> tuple[
 
 
 def whole(code: CodeId, elements: int, header: bytes, *body: npt.NDArray[Any]) -> Uint8s:
-    """A code of a header and arrays, one after the other."""
+    """A code with a header and arrays, one after the other."""
     made, rest = blank(code, elements, header, sum(part.nbytes for part in body))
     at = 0
     for part in body:
@@ -76,23 +76,23 @@ def whole(code: CodeId, elements: int, header: bytes, *body: npt.NDArray[Any]) -
 
 
 class Reader:
-    """Reads a code from its second byte on; `elements` is the length of the array that it is for."""
+    """Reads a code. `elements`: the length of the array that it is for."""
 
     def __init__(self, code: Buffer, elements: int) -> None:
         if elements > BLOCK_ELEMENTS_MAX:
-            raise TooLarge(f"a block of {elements} elements; a codec takes at most {BLOCK_ELEMENTS_MAX}")
+            raise TooLarge(f"a block has {elements} elements; at most {BLOCK_ELEMENTS_MAX} can be encoded")
         self._bytes: Uint8s = np.frombuffer(code, np.uint8)
         if not len(self._bytes):
-            raise MalformedPayload("a code of no bytes")
+            raise MalformedPayload("a code has no bytes")
         try:
             self.id = CodeId(int(self._bytes[0]))
         except ValueError:
-            raise MalformedPayload(f"a code that begins with {self._bytes[0]}, which is no codec's") from None
+            raise MalformedPayload(f"a code begins with {self._bytes[0]}, which is no codec") from None
         self._at = 1
         self.elements = elements
         counted = self.varint("number of elements", BLOCK_ELEMENTS_MAX)
         if counted != elements:
-            raise MalformedPayload(f"a {self.id.name} code of {counted} elements for a block of {elements}")
+            raise MalformedPayload(f"a {self.id.name} code has {counted} elements; the block has {elements}")
 
     @property
     def left(self) -> int:
@@ -100,7 +100,7 @@ class Reader:
 
     def byte(self, name: str, maximum: int = 255) -> int:
         if not self.left:
-            raise MalformedPayload(f"a {self.id.name} code that ends before its {name}")
+            raise MalformedPayload(f"a {self.id.name} code ends before its {name}")
         value = int(self._bytes[self._at])
         self._at += 1
         return self._bounded(name, value, 0, maximum)
@@ -112,27 +112,27 @@ class Reader:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return self._bounded(name, value, minimum, maximum)
-        raise MalformedPayload(f"a {self.id.name} code whose {name} has more than {VARINT_BYTES_MAX} bytes")
+        raise MalformedPayload(f"the {name} of a {self.id.name} code has more than {VARINT_BYTES_MAX} bytes")
 
     def _bounded(self, name: str, value: int, minimum: int, maximum: int) -> int:
         if not minimum <= value <= maximum:
             raise MalformedPayload(
-                f"a {self.id.name} code of {self.elements} elements whose {name} is {value}; expected {minimum} to"
+                f"the {name} of a {self.id.name} code of {self.elements} elements is {value}; expected {minimum} to"
                 f" {maximum}"
             )
         return value
 
     def take(self, name: str, length: int) -> Uint8s:
-        """The next `length` bytes, a view."""
+        """A view of the next `length` bytes."""
         if length > self.left:
-            raise MalformedPayload(f"a {self.id.name} code whose {name} has {self.left} bytes; expected {length}")
+            raise MalformedPayload(f"the {name} of a {self.id.name} code has {self.left} bytes; expected {length}")
         self._at += length
         return self._bytes[self._at - length : self._at]
 
     def rest(self, name: str, length: int) -> Uint8s:
-        """The last `length` bytes, a view; there are no more and no fewer."""
+        """A view of the last `length` bytes. Raises MalformedPayload if there are more or fewer."""
         if length != self.left:
-            raise MalformedPayload(f"a {self.id.name} code whose {name} has {self.left} bytes; expected {length}")
+            raise MalformedPayload(f"the {name} of a {self.id.name} code has {self.left} bytes; expected {length}")
         return self.take(name, length)
 
     def float32(self, name: str) -> float:
@@ -142,9 +142,9 @@ class Reader:
         return int(_UINT64.unpack(self.take(name, 8).data)[0])
 
     def float32s(self, name: str, count: int) -> Float32s:
-        """`count` numbers, a copy: codes lie at any address."""
+        """A copy of the next `count` numbers, since a code may lie at any address."""
         return self.take(name, 4 * count).copy().view(np.float32)
 
     def end(self) -> None:
         if self.left:
-            raise MalformedPayload(f"a {self.id.name} code with {self.left} bytes too many")
+            raise MalformedPayload(f"a {self.id.name} code has {self.left} bytes too many")

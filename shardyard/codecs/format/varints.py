@@ -1,7 +1,7 @@
-"""Numbers of a code's head, as loops read them that go through several codes.
+"""Reads numbers of code headers inside compiled loops.
 
-Owns: the loop. Invariant: it says what `form.Reader.varint` says, and reads nothing from `end` on. Must not know: what
-the numbers count.
+Invariant: the result is that of `form.Reader.varint`, and nothing is read from `end` on. Must not know: what the
+numbers count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NONE: Final = -1
 
 @compiled
 def read_varint(codes: Uint8s, at: int, end: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends; NONE where it has no end."""
+    """The number that begins at `at`, and where it ends; NONE if it has no end."""
     value, shift = 0, 0
     while at < end and shift < 7 * VARINT_BYTES_MAX:
         byte = int(codes[at])

@@ -1,20 +1,19 @@
-"""Distinct ids in few bytes: the gaps between ascending ids, each 64 gaps in as many bits as the largest needs.
+"""The code of distinct ids: gaps between ascending ids. Each 64 gaps take as many bits each as the largest needs.
 
 Lemire, Boytsov: *Decoding billions of integers per second through vectorization*, Software: Practice and Experience
-2015 (binary packing, without the vectors); gaps as in Rice codes of `topk`, which would save another eighth and be
-undone by a single far id. At most 8 bytes and a bit an id, whatever the ids are.
+2015 (binary packing, without the vectors). The Rice codes of `topk` would save another eighth, but a single far id
+would undo it. An id takes at most 8 bytes and a bit, whatever the ids are.
 
     1 | varint n | the first id, 8 bytes | for each 64 gaps: a byte w, 0 to 64, and the gaps in w bits each
 
-A gap is id - former - 1. Numbers are little-endian, bits begin with the lowest of the first byte; the last byte of each
-64 gaps is filled up with zeros; there is nothing behind. Without ids there is no first one.
+A gap is id - previous id - 1. Numbers are little-endian. Bits begin with the lowest of the first byte. The last byte of
+each 64 gaps is padded with zeros, and nothing follows the last gap. A code of no ids ends after n.
 
-Several codes that lie in one array are written, and read, in one pass: a call for each costs more than a few hundred
-ids do.
+Several codes in one array are written, and read, in one call, because a call costs more than a few hundred ids.
 
-Owns: this form. Invariants: what is decoded ascends strictly; memory is asked for when the number of ids has been held
-against the caller's maximum and the bytes at hand; whatever the bytes are, the only error is one of ours. Must not
-know: what the ids are of.
+Invariants: decoded ids ascend strictly; memory is allocated after the number of ids was checked against the caller's
+maximum and against the bytes; whatever the bytes are, only a ShardyardError is raised. Must not know: what the ids
+mean.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from shardyard.domain.tables.row_ids import writable
 
 FORM: Final = 1
 GAPS_EACH: Final = 64
-"""Gaps that have one width."""
+"""How many gaps have the same width."""
 _WIDTH_MAX: Final = 64
-"""Bits of a gap."""
+"""The largest width of a gap in bits."""
 _ID_BYTES: Final = 8
 _NOT_ASCENDING: Final = -1
 _CUT_SHORT: Final = -1
@@ -45,18 +44,18 @@ _FILLING: Final = -4
 _FAULTS: Final = {
     _CUT_SHORT: "ends before its last gap",
     _TOO_WIDE: "has gaps of more than 64 bits",
-    _TOO_FAR: "goes beyond the last id that there is",
-    _FILLING: "is filled up with other bits than zeros",
+    _TOO_FAR: "goes beyond the largest id",
+    _FILLING: "is padded with other bits than zeros",
 }
 
 
 def encode_ids(ids: Int64s) -> memoryview:
-    """The code of `ids`, shape (n,), which ascend strictly. A view of bytes."""
+    """The code of `ids`, shape (n,), which ascend strictly. Returns a view of bytes."""
     return encode_runs(ids, [(0, ids.size)])[0]
 
 
 def encode_runs(ids: Int64s, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """A code for each run of `ids`, by where it begins and ends; each ascends strictly. Views of bytes."""
+    """The code of each run [begin, end) of `ids`. The ids of a run ascend strictly. Returns views of bytes."""
     heads = [bytes((FORM,)) + varint(end - begin) for begin, end in runs]
     at = 0
     places: list[tuple[int, int, int]] = []
@@ -77,34 +76,34 @@ def encode_runs(ids: Int64s, runs: Sequence[tuple[int, int]]) -> list[memoryview
 
 
 def decode_ids(code: Buffer, maximum: int) -> Int64s:
-    """The ids of a code, shape (n,), strictly ascending. Raises MalformedPayload for what is no such code, TooLarge for
-    more than `maximum` ids."""
+    """The ids of a code, shape (n,), strictly ascending. Raises MalformedPayload for bytes that are not such a code,
+    TooLarge for more than `maximum` ids."""
     given = np.frombuffer(code, np.uint8)
     count, at = _read_head(given)
     if count > maximum:
-        raise TooLarge(f"a code of {count} ids; expected at most {maximum}")
+        raise TooLarge(f"a code has {count} ids; expected at most {maximum}")
     if not count:
         if given.size > at:
-            raise MalformedPayload(f"a code of no ids with {given.size - at} bytes too many")
+            raise MalformedPayload(f"a code of no ids has {given.size - at} bytes too many")
         return np.empty(0, np.int64)
     least = _ID_BYTES + -(-(count - 1) // GAPS_EACH)
     if given.size - at < least:
-        raise MalformedPayload(f"a code of {count} ids in {given.size - at} bytes; expected {least} or more")
+        raise MalformedPayload(f"a code of {count} ids has {given.size - at} bytes; expected {least} or more")
     first = given[at : at + _ID_BYTES].copy().view(np.int64)[0]
     ids = np.empty(count, np.int64)
     body = given[at + _ID_BYTES :]
     used = _unpack(first, body, ids)
     if used < 0:
-        raise MalformedPayload(f"a code of {count} ids that {_FAULTS[used]}")
+        raise MalformedPayload(f"a code of {count} ids {_FAULTS[used]}")
     if used != body.size:
-        raise MalformedPayload(f"a code of {count} ids with {body.size - used} bytes too many")
+        raise MalformedPayload(f"a code of {count} ids has {body.size - used} bytes too many")
     return ids
 
 
 def decode_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s) -> Int64s | None:
-    """The ids of codes that stand in `codes`, each from its begin to its end: counts[k] of code k, one code's after the
-    other's. None where one is no code of so many ids: `decode_ids`, of each by itself, says which and why. The caller
-    has held the numbers against its limits."""
+    """The ids of several codes, one after the other. Code k is codes[begins[k]:ends[k]] and has counts[k] ids. None if
+    one of them is not a code of so many ids; `decode_ids` for each says which one and why. The caller has checked the
+    counts against its limits."""
     codes = read_only(codes)
     places = np.empty(begins.size, np.int64)
     if not _find_bodies(codes, begins, ends, counts, places):
@@ -114,16 +113,16 @@ def decode_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s) -> 
 
 
 def _read_head(given: Uint8s) -> tuple[int, int]:
-    """How many ids, and where what follows begins."""
+    """The number of ids, and where the body begins."""
     if not given.size or given[0] != FORM:
         begin = f"begins with {given[0]}" if given.size else "has no bytes"
-        raise MalformedPayload(f"a code of ids that {begin}; expected {FORM}")
+        raise MalformedPayload(f"a code of ids {begin}; expected {FORM}")
     count = 0
     for index, byte in enumerate(given[1 : 1 + VARINT_BYTES_MAX].tolist()):
         count |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return count, 2 + index
-    raise MalformedPayload(f"a code of ids whose number has no end within {VARINT_BYTES_MAX} bytes")
+    raise MalformedPayload(f"the number of ids in a code has no end within {VARINT_BYTES_MAX} bytes")
 
 
 def _body_bytes_max(ids: int) -> int:
@@ -132,7 +131,7 @@ def _body_bytes_max(ids: int) -> int:
 
 @compiled
 def _pack(ids: Int64s, body: Uint8s) -> int:
-    """How many bytes of `body` it has filled; _NOT_ASCENDING for ids that do not."""
+    """Returns how many bytes of `body` were filled; _NOT_ASCENDING if the ids do not ascend."""
     one = np.uint64(1)
     at = 0
     for begin in range(1, ids.size, GAPS_EACH):
@@ -169,8 +168,8 @@ def _pack(ids: Int64s, body: Uint8s) -> int:
 
 @compiled
 def _pack_runs(ids: Int64s, places: Int64s, codes: Uint8s, ends: Int64s) -> None:
-    """`places`: of each run where it begins and ends, and where what follows its head is to begin. `ends`: where its
-    code ends; _NOT_ASCENDING for ids that do not."""
+    """`places`: for each run, its begin and end, and where its body begins in `codes`. Fills `ends` with the end of
+    each code, or with _NOT_ASCENDING if the ids of a run do not ascend."""
     for k in range(ends.size):
         begin, end, at = places[k]
         ends[k] = at
@@ -185,7 +184,8 @@ def _pack_runs(ids: Int64s, places: Int64s, codes: Uint8s, ends: Int64s) -> None
 
 @compiled
 def _find_bodies(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, places: Int64s) -> bool:
-    """Where each code's first id begins. False where a head says another number, or has not the bytes for it."""
+    """Fills `places` with where each code's first id begins. Returns False if a code has another number of ids, or too
+    few bytes."""
     for k in range(begins.size):
         if not (0 <= begins[k] < ends[k] <= codes.size) or codes[begins[k]] != FORM:
             return False
@@ -217,7 +217,7 @@ def _unpack_runs(codes: Uint8s, places: Int64s, ends: Int64s, counts: Int64s, id
 
 @compiled
 def _unpack(first: np.int64, body: Uint8s, ids: Int64s) -> int:
-    """How many bytes of `body` it has read, or what is wrong."""
+    """Returns how many bytes of `body` were read, or what is wrong."""
     one, sign = np.uint64(1), np.uint64(1) << np.uint64(63)
     ids[0] = first
     # in this order unsigned numbers ascend as ids do

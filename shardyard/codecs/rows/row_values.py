@@ -1,8 +1,8 @@
-"""Rows of a table, or gradients for them, in one of three codes: float32 as they are, bf16, or int8 with a scale a row.
+"""Codes of rows of a table, or of their gradients: float32, bf16, or int8 with a scale for each row.
 
-Owns: which codes rows travel in. The codes are those of blocks (`floats`, `int8` with a bucket of one row), so a
-receiver needs no settings. Invariant: memory is asked for when it has been held against the bytes at hand, of which
-each of these codes has at least one an element. Must not know: what is done with rows that are not finite.
+The codes are those of blocks (`floats`, and `int8` with a bucket of one row), so a receiver needs no settings.
+Invariant: memory is allocated after its size was checked against the bytes; each of these codes has at least one byte
+for each element. Must not know: what happens to rows that are not finite.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ _CODES: Final = frozenset({CodeId.RAW, CodeId.BF16, CodeId.INT8})
 
 
 def encode_rows(rows: Float32s, code: RowCode) -> memoryview:
-    """The code of `rows`, shape (n, dim), contiguous, each element rounded to the nearest; RAW where one of them cannot
-    be said otherwise: it is not finite, or beyond what the code holds. The bounds are those of `floats` and `int8`, for
-    each row by itself."""
+    """The code of `rows`, shape (n, dim), contiguous, rounded to the nearest. The code is RAW if an element is not
+    finite, or beyond the range of the code. The bounds are those of `floats` and `int8`, for each row by itself."""
     values = rows.reshape(-1)
     made = None
     if code is RowCode.BF16:
@@ -41,8 +40,8 @@ def encode_rows(rows: Float32s, code: RowCode) -> memoryview:
 
 
 def encode_gradients(rows: Float32s, ids: Int64s, code: RowCode, key: int) -> memoryview:
-    """The same of gradients of the rows of `ids`, shape (n,), rounded at random: the mean of what comes out is what
-    went in. The bounds are those of `row_rounding`, which says what depends on `key` (64 bits)."""
+    """The code of gradients of the rows `ids`, shape (n,), rounded at random, so that the mean of the result is the
+    gradient. The bounds are those of `stochastic_rounding`, which also says what depends on `key` (64 bits)."""
     made = None
     if code is RowCode.BF16:
         made = stochastic_rounding.encode_bf16(rows, ids, key)
@@ -52,21 +51,23 @@ def encode_gradients(rows: Float32s, ids: Int64s, code: RowCode, key: int) -> me
 
 
 def decode_rows(code: Buffer, rows: int, dim: int) -> Float32s:
-    """Shape (rows, dim), dim at least 1. The caller has held both numbers against its limits. Raises MalformedPayload
-    for what is no code of so many rows, TooLarge."""
+    """The rows of a code, shape (rows, dim), dim at least 1. The caller has checked both numbers against its limits.
+    Raises MalformedPayload for bytes that are not a code of so many rows, TooLarge."""
     if len(code) <= rows * dim:
-        raise MalformedPayload(f"a code of {rows} rows of {dim} elements in {len(code)} bytes; each element has one")
+        raise MalformedPayload(
+            f"a code of {rows} rows of {dim} elements has {len(code)} bytes; expected at least one for each element"
+        )
     if code[0] not in _CODES:
-        raise MalformedPayload(f"a code of rows that begins with {code[0]}; expected one of {sorted(_CODES)}")
+        raise MalformedPayload(f"a code of rows begins with {code[0]}; expected one of {sorted(_CODES)}")
     values = np.empty(rows * dim, np.float32)
     decode(code, values)
     return values.reshape(rows, dim)
 
 
 def decode_raw_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, dim: int) -> Float32s | None:
-    """The rows of RAW codes that stand in `codes`, each from its begin to its end: counts[k] rows of code k, one code's
-    after the other's, shape (sum(counts), dim). None where one is no such code of so many rows, or has an element that
-    is not finite: `decode_rows`, of each by itself, says which and why."""
+    """The rows of several RAW codes, one after the other, shape (sum(counts), dim). Code k is codes[begins[k]:ends[k]]
+    and has counts[k] rows. None if one of them is not a RAW code of so many rows, or has an element that is not finite;
+    `decode_rows` for each says which one and why."""
     codes = read_only(codes)
     places = np.empty(begins.size, np.int64)
     if not _find_raw(codes, begins, ends, counts, dim, places):
@@ -81,7 +82,7 @@ def decode_raw_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s,
 
 
 def first_code(codes: memoryview, rows: int, dim: int) -> memoryview:
-    """Of codes that follow one another the first, which has so many rows. Raises MalformedPayload, TooLarge."""
+    """The first of several codes in a row. It has `rows` rows. Raises MalformedPayload, TooLarge."""
     elements = rows * dim
     reader = Reader(codes, elements)
     match reader.id:
@@ -93,17 +94,17 @@ def first_code(codes: memoryview, rows: int, dim: int) -> memoryview:
             bucket = reader.varint("bucket", BLOCK_ELEMENTS_MAX, minimum=1)
             body = elements + 4 * -(-elements // bucket)
         case _:
-            raise MalformedPayload(f"a code of rows that begins with {reader.id}; expected one of {sorted(_CODES)}")
+            raise MalformedPayload(f"a code of rows begins with {reader.id}; expected one of {sorted(_CODES)}")
     if reader.left < body:
         raise MalformedPayload(
-            f"a {reader.id.name} code of {rows} rows of {dim} elements with {reader.left} bytes of {body}"
+            f"a {reader.id.name} code of {rows} rows of {dim} elements has {reader.left} of {body} bytes"
         )
     return codes[: len(codes) - reader.left + body]
 
 
 @compiled
 def _find_raw(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, dim: int, places: Int64s) -> bool:
-    """Where the elements of each code begin."""
+    """Fills `places` with where the elements of each code begin. Returns False if a code is not such a code."""
     for k in range(begins.size):
         if not (0 <= begins[k] < ends[k] <= codes.size) or codes[begins[k]] != _RAW:
             return False

@@ -1,12 +1,12 @@
-"""Gradients of rows rounded at random, so that the mean of what comes out is what went in.
+"""Rounds gradients of rows at random, so that the mean of the result is the gradient.
 
 bf16: up with the probability of what is cut off (stochastic rounding; Gupta et al., Deep Learning with Limited
 Numerical Precision, ICML 2015). int8: of a row with the largest magnitude m, to a neighbouring multiple of m / 127, as
-code QSGD has it (Alistarh et al., NeurIPS 2017). What is drawn is a function of a key, the row's id and the element's
-number: a row that is computed again, or that travels with others, is rounded to the same bits.
+code QSGD does (Alistarh et al., NeurIPS 2017). Random numbers depend on a key, the row's id and the element's number.
+So a row is rounded to the same bits when it is computed again, or sent together with other rows.
 
-Owns: the rounding. Bounds: bf16 |x - y| < 2**-7 |x| + 2**-133; int8 |x - y| <= 1.0001 m / 127; the mean of y is x, but
-for 2**-22 m of float32's own rounding. Must not know: what the key stands for, what is done where there is no code.
+Bounds: bf16 |x - y| < 2**-7 |x| + 2**-133; int8 |x - y| <= 1.0001 m / 127; the mean of y is x, but
+for 2**-22 m of float32's own rounding. Must not know: what the key means.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardyard.domain.tables.splitmix_loops import drawn, mixed
 Uint32s = npt.NDArray[np.uint32]
 
 _BF16_MAX: Final = np.uint32(0x7F7F0000)
-"""The bits of the largest magnitude that bfloat16 has."""
+"""The bits of the largest magnitude of bfloat16."""
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _S16, _S32, _S40 = np.uint64(16), np.uint64(32), np.uint64(40)
 _LOW: Final = np.uint64(0xFFFF)
 
 
 def encode_bf16(rows: Float32s, ids: Int64s, key: int) -> Uint8s | None:
-    """The code of `rows`, shape (n, dim), contiguous. `key`: 64 bits. None where an element is not finite or beyond
+    """The code of `rows`, shape (n, dim), contiguous. `key`: 64 bits. None if an element is not finite, or beyond
     bfloat16."""
     halves = np.empty(rows.shape, np.uint16)
     if not _round_bf16(rows.view(np.uint32), ids, np.uint64(key), halves):
@@ -44,7 +44,7 @@ def encode_bf16(rows: Float32s, ids: Int64s, key: int) -> Uint8s | None:
 
 
 def encode_int8(rows: Float32s, ids: Int64s, key: int) -> Uint8s | None:
-    """The same; None where an element is not finite, or 3e38 and more."""
+    """The same in int8. None if an element is not finite, or at least 3e38."""
     n, dim = rows.shape
     made, body = blank(CodeId.INT8, rows.size, varint(dim), 4 * n + rows.size)
     scales = np.empty(n, np.float32)
@@ -63,7 +63,7 @@ def _round_bf16(bits: Uint32s, ids: Int64s, key: np.uint64, out: Uint16s) -> boo
             b = bits[i, d]
             if (b & _MAGNITUDE) > _BF16_MAX:
                 return False
-            # four draws a word
+            # each word has four draws
             word = drawn(start, d // 4) if d % 4 == 0 else word >> _S16
             out[i, d] = np.uint16((np.uint64(b) + (word & _LOW)) >> _S16)
     return True
@@ -76,7 +76,7 @@ def _round_int8(rows: Float32s, ids: Int64s, key: np.uint64, scales: Float32s, o
         top = np.float32(0)
         for d in range(row.size):
             magnitude = abs(row[d])
-            # a NaN is not below anything
+            # NaN is not below any number
             if not magnitude <= np.float32(3e38):
                 return False
             top = max(top, magnitude)
@@ -89,7 +89,7 @@ def _round_int8(rows: Float32s, ids: Int64s, key: np.uint64, scales: Float32s, o
         start = mixed(np.uint64(ids[i]) ^ key)
         word = start
         for d in range(row.size):
-            # two draws a word, of 24 bits each
+            # each word has two draws of 24 bits
             word = drawn(start, d // 2) if d % 2 == 0 else word << _S32
             u = np.float32(word >> _S40) * np.float32(2.0**-24)
             level = row[d] * inverse

@@ -1,8 +1,8 @@
-"""The settings of a yard: names, defaults, bounds and what each is for. A file for each section.
+"""The settings of a yard: names, defaults, bounds and descriptions. There is a file for each section.
 
-Decides: which settings there are, what each takes, and which cannot hold together. Invariants: a model is frozen,
-unknown names are refused, values are never coerced (no "3" for 3), every setting has a description, a default and
-bounds, and a relation that cannot hold is refused with the names of the settings in it. Must not know: where values
+Owns: which settings there are, which values each takes, and which values exclude each other. Invariants: models are
+frozen; unknown names are refused; values are not converted ("3" is not 3); every setting has a description, a default
+and bounds; values that exclude each other are refused with the names of their settings. Must not know: where values
 come from (shardyard.config.configuration does), torch, sockets.
 
 Read `values` (kinds of values), then one section, such as `worker`, then `job`, then `process` (all sections) and

@@ -1,4 +1,4 @@
-"""The catalogue: each setting by dotted path, as the documentation and error messages show it."""
+"""The catalogue of all settings by dotted path, for the documentation and for error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardyard.domain.pulls import RowCode
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as the documentation and the error messages show it. `adapter` checks a value, strictly."""
+    """One setting as the documentation and error messages show it. `adapter` checks a value strictly."""
 
     path: str
     description: str
@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All settings by dotted path, in the order of the models; `sections` holds the dotted paths of the groups."""
+    """All settings by dotted path, in the order of the models. `sections`: the dotted paths of the sections."""
 
     settings: Mapping[str, Setting]
     sections: tuple[str, ...]
@@ -40,7 +40,7 @@ class Catalogue:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """Made once in a process: each configuration that is read needs it."""
+    """The catalogue. It is built once in a process."""
     settings: dict[str, Setting] = {}
     sections: list[str] = []
     _collect(Settings, "", settings, sections)

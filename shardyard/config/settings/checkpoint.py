@@ -1,4 +1,4 @@
-"""`job.checkpoint`: when a job is written down, where, and how many checkpoints are kept."""
+"""`job.checkpoint`: when and where checkpoints are written, and how many are kept."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardyard.config.settings.values import DURATION_MS_MAX, CheckpointUrl, Sec
 from shardyard.domain import limits
 
 CHECKPOINTS: Final = "checkpoints"
-"""The folder in the coordinator's state folder that takes the checkpoints of jobs that leave it to it."""
+"""The folder for checkpoints in the coordinator's state folder, for `job.checkpoint.url: auto`."""
 
 
 class CheckpointSettings(Section):
-    """When a job is written down, where, and how many of these are kept."""
+    """When and where checkpoints are written, and how many are kept."""
 
     url: CheckpointUrl = Field(
         default="auto",
-        description="Where checkpoints are kept: a folder that coordinator and servers share, or any URL that fsspec"
-        " knows, such as s3://bucket/path; auto: in the coordinator's state folder; never: no checkpoints.",
+        description="Where checkpoints are written: a folder that coordinator and servers share, or any URL that fsspec"
+        " knows, such as s3://bucket/path. auto: in the coordinator's state folder. never: no checkpoints.",
     )
     every_s: int = Field(
         default=60,

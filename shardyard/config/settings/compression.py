@@ -1,4 +1,4 @@
-"""`job.compression`: how gradients and values travel."""
+"""`job.compression`: how gradients and values are compressed on the way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardyard.domain.pulls import RowCode
 
 
 class CompressionSettings(Section):
-    """How gradients and values travel. The rules are shardyard.domain.compression's."""
+    """How gradients and values are compressed. shardyard.domain.compression reads the rules."""
 
     push: PushCoding = Field(default="none", description="The codec of gradients, or rules by variable name.")
     pull: PullCoding = Field(default="none", description="The codec of values, or rules by variable name.")

@@ -1,4 +1,4 @@
-"""`job.consistency`: how workers wait for each other, and what becomes of late gradients."""
+"""`job.consistency`: how workers wait for each other, and what happens to late gradients."""
 
 from __future__ import annotations
 
@@ -79,22 +79,22 @@ class ConsistencySettings(Section):
 
     @property
     def bound(self) -> int | None:
-        """The bound on staleness; None where there is none."""
+        """The bound on staleness; None in other modes than bounded."""
         return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
 
     @property
     def rows_at_once(self) -> bool:
-        """Whether rows of tables are updated before the step that they come with is taken."""
+        """Whether rows of tables are updated before the step that they came with is applied."""
         return self.mode is ConsistencyMode.HYBRID
 
     @property
     def local_steps(self) -> int | None:
-        """Steps of a round; None where steps are not local."""
+        """Steps of a round; None in other modes than local."""
         return self.steps if self.mode is ConsistencyMode.LOCAL else None
 
     @property
     def stale(self) -> StaleRule | None:
-        """What becomes of gradients of older versions; None where they are taken as they are."""
+        """What happens to gradients of older versions; None if they are applied as they are."""
         if self.staleness_scaling == NEVER and not self.delay_compensation:
             return None
         decay = float(self.delay_compensation_decay)

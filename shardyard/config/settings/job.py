@@ -37,7 +37,7 @@ class DataSettings(Section):
 
 
 class ClipSettings(Section):
-    """How the gradient that makes an update is clipped: first by value, then by norm."""
+    """How the gradient of an update is clipped: first by value, then by norm."""
 
     norm: Norm = Field(
         default=0.0,
@@ -56,7 +56,7 @@ class ClipSettings(Section):
 
 
 class JobSettings(Section):
-    """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
+    """The settings of one job. Workers send them to the coordinator as JSON. Those of the job's first worker apply."""
 
     name: JobName = Field(default="default", description="The job's name. Workers with the same name train together.")
     seed: int = Field(
@@ -67,8 +67,8 @@ class JobSettings(Section):
     )
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
         default="auto",
-        description=f"Partitions, fixed for the job's life; auto: one for each 256 KiB of values, at most"
-        f" {PARTITIONS_AUTO}, and no more than there are blocks. A server without one has nothing to do.",
+        description="The number of partitions, which cannot change later. auto: one for each 256 KiB of values, at most"
+        f" {PARTITIONS_AUTO}, and at most one for each block. A server without a partition has nothing to do.",
     )
     block_bytes: (
         Annotated[int, Field(ge=limits.BLOCK_ALIGN_BYTES, le=limits.GIB, multiple_of=limits.BLOCK_ALIGN_BYTES)] | Auto
@@ -94,12 +94,12 @@ class JobSettings(Section):
         description="How long a dead worker's logical ranks wait for a joining worker before the living workers"
         " take them.",
     )
-    data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
+    data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased to workers.")
     checkpoint: CheckpointSettings = Field(
         default_factory=CheckpointSettings, description="When and where checkpoints are written."
     )
     compression: CompressionSettings = Field(
-        default_factory=CompressionSettings, description="How gradients and values travel."
+        default_factory=CompressionSettings, description="How gradients and values are compressed on the way."
     )
     clip: ClipSettings = Field(
         default_factory=ClipSettings,
@@ -137,7 +137,7 @@ class JobSettings(Section):
 
     @property
     def server_clipping(self) -> Clipping:
-        """What servers do; a gradient that is an update by itself is clipped by its worker."""
+        """How servers clip. In asynchronous modes, workers clip their own gradients instead."""
         return self.clip.clipping if self.consistency.mode.updates is UpdateMode.SYNC else NO_CLIPPING
 
     @property
@@ -154,7 +154,7 @@ class JobSettings(Section):
         if self.durability is Durability.WAL and self.checkpoint.url == NEVER:
             raise impossible(
                 ("durability", "checkpoint.url"),
-                "checkpoint.url other than never with durability wal, since a log begins where a checkpoint ends",
+                "checkpoint.url other than never with durability wal, since a log starts at a checkpoint",
                 f"durability {self.durability.value} with checkpoint.url {self.checkpoint.url}",
             )
         return self
@@ -179,7 +179,7 @@ class JobSettings(Section):
             raise impossible(
                 ("consistency.delay_compensation", "durability"),
                 "delay_compensation 0 with durability wal, since a log does not have the values that a gradient was"
-                " computed on, and replay would give other bits",
+                " computed on, and replay would give other results",
                 f"consistency.delay_compensation {compensation:g} with durability {self.durability.value}",
             )
         return self
@@ -190,13 +190,13 @@ class JobSettings(Section):
         if backup and mode is not ConsistencyMode.SYNC:
             raise impossible(
                 ("consistency.backup_workers", "consistency.mode"),
-                "backup workers in sync mode only, since no other waits for all",
+                "backup workers only in sync mode, since only this mode waits for all ranks",
                 f"backup_workers {backup} with mode {mode.value}",
             )
         if backup and backup >= self.logical_rank_count:
             raise impossible(
                 ("consistency.backup_workers", "consistency.logical_ranks"),
-                "fewer backup workers than logical ranks, since some must count",
+                "fewer backup workers than logical ranks, since at least one rank must count",
                 f"backup_workers {backup} with {self.logical_rank_count} logical ranks",
             )
         return self

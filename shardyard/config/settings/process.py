@@ -23,7 +23,7 @@ class MetricsSettings(Section):
 
 class LogSettings(Section):
     format: Literal["auto", "human", "json"] = Field(
-        default="auto", description="human: lines to read; json: one object a line; auto: human."
+        default="auto", description="human: lines for people. json: one object in each line. auto: human."
     )
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least severe level that is logged."
@@ -34,7 +34,7 @@ class Settings(Section):
     """All settings of a process."""
 
     coordinator: Address = Field(
-        default="", description="The coordinator's address; without one the script runs alone, in its own process."
+        default="", description="The coordinator's address. Without it, the script runs alone, in its own process."
     )
     yard: YardSettings = Field(default_factory=YardSettings, description="What the launcher starts, and where.")
     job: JobSettings = Field(default_factory=JobSettings, description="The training run.")
@@ -44,5 +44,7 @@ class Settings(Section):
     )
     metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
     evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
-    serving: ServingSettings = Field(default_factory=ServingSettings, description="A process that answers requests.")
+    serving: ServingSettings = Field(
+        default_factory=ServingSettings, description="A process that answers requests with a job's rows."
+    )
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")

@@ -1,7 +1,7 @@
 """Kinds of values that settings take, their bounds, and the base of all sections.
 
 An annotated type checks a value and says in words what it expects (`Expected`). `impossible` is the error for values
-that are right one by one and cannot hold together.
+that are valid one by one but exclude each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PORT_MAX: Final = 65_535
 DURATION_MS_MAX: Final = 3_600_000
 IMPOSSIBLE_RELATION: Final = "impossible_relation"
 EXPLAINED_VALUE: Final = "explained_value"
-"""Error types: the first of values that are right one by one, the second of one that says itself what is wrong."""
+"""Types of errors: values that exclude each other, and a value whose check says itself what is wrong."""
 
 _JOB_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
@@ -34,7 +34,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,64}\]")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Says in words what a text setting takes; error messages and documentation quote it."""
+    """What a text setting takes, in words. Error messages and the documentation quote it."""
 
     words: str
 
@@ -120,13 +120,13 @@ Deaths = Annotated[
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict, closed."""
+    """The base of all sections: frozen, strict, without unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 def impossible(names: tuple[str, ...], expected: str, got: str) -> PydanticCustomError:
-    """The error for values that are right one by one but not together; `names` are fields of the raising section."""
+    """The error for values that exclude each other. `names`: fields of the section that raises it."""
     message = f"{' and '.join(names)}: expected {expected}, got {got}"
     context = {"names": names, "expected": expected, "got": got, "message": message}
     return PydanticCustomError(IMPOSSIBLE_RELATION, "{message}", context)

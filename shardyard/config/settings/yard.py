@@ -1,4 +1,4 @@
-"""`yard` and `membership`: what the launcher starts, where, and how members are known to be alive."""
+"""`yard` and `membership`: what the launcher starts, where, and how the yard notices that a process has died."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class YardSettings(Section):
         default=2, ge=1, le=limits.LAUNCH_WORKERS_MAX, description="How many training processes the launcher starts."
     )
     bind: Host = Field(default="127.0.0.1", description="The host that the yard's services listen on.")
-    coordinator_port: int = Field(
-        default=7070, ge=0, le=PORT_MAX, description="The coordinator's port; 0 takes a free one."
-    )
+    coordinator_port: int = Field(default=7070, ge=0, le=PORT_MAX, description="The coordinator's port. 0: a free one.")
     state: Folder = Field(
         default=".shardyard", description="The folder for process id files, logs and the coordinator's journal."
     )
@@ -96,8 +94,8 @@ class MembershipSettings(Section):
         if self.lease_ms < least_ms:
             raise impossible(
                 ("lease_ms", "heartbeat_ms"),
-                f"lease_ms >= {HEARTBEATS_PER_LEASE_MIN} * heartbeat_ms = {least_ms}, so that one lost sign of life"
-                " is no death",
+                f"lease_ms >= {HEARTBEATS_PER_LEASE_MIN} * heartbeat_ms = {least_ms}, so that one lost heartbeat does"
+                " not count as a death",
                 f"lease_ms {self.lease_ms} with heartbeat_ms {self.heartbeat_ms}",
             )
         return self

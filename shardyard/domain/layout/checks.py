@@ -1,9 +1,8 @@
-"""What a job's variables and layout must be, whoever reads them: from a message, a manifest, or a journal.
+"""Checks the variables and the layout of a job, wherever they come from: a message, a manifest, or a journal.
 
-Owns: these rules: blocks lie in their partitions one behind the other, as docs/reference/protocol.md says; each element
-of each variable is in exactly one of them; parameters are whole where the optimizer needs them so; tables have names of
-their own. Must not know: how layouts
-are planned, what they are read from.
+The rules: blocks lie in their partition one after the other (docs/reference/protocol.md); each element of each variable
+is in exactly one block; parameters are not cut if their optimizer needs them whole; names are unique. Must not know:
+how layouts are planned.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def check_layout(layout: JobLayout) -> None:
 
 
 def check_variables(variables: Sequence[VariableSpec], groups: int) -> None:
-    """Raises InvalidRequest for a name that comes twice or a group that does not exist, TooLarge."""
+    """Raises InvalidRequest for a name that comes twice or for a group that does not exist, TooLarge."""
     seen: set[str] = set()
     for spec in variables:
         check_variable(spec)
@@ -46,17 +45,17 @@ def check_variables(variables: Sequence[VariableSpec], groups: int) -> None:
 
 
 def check_stale_rows(tables: Sequence[TableSettings], rule: StaleRule) -> None:
-    """Raises InvalidRequest where gradients of rows cannot be what the rule makes of stale ones."""
+    """Raises InvalidRequest if a rule for stale gradients cannot be applied to the rows of tables."""
     if tables and rule.compensation:
         raise InvalidRequest(
-            "stale gradients of embedding tables, to be compensated",
-            why="that needs the values on which each gradient was computed, and no versions of rows are kept",
+            "stale gradients of embedding tables cannot be compensated",
+            why="this needs the values on which a gradient was computed, and servers do not keep versions of rows",
             todo="set job.consistency.delay_compensation to 0; staleness_scaling works with tables",
         )
     for table in tables:
         if rule.divides_rate and table.optimizer == "ftrl":
             raise InvalidRequest(
-                f"table {table.name!r}, whose optimizer is ftrl, in a job that divides the rates of stale gradients",
+                f"table {table.name!r} has the optimizer ftrl, and the job divides the rates of stale gradients",
                 why="with ftrl a row's values, and not their change, are proportional to the rate: a late gradient"
                 " would shrink the row",
                 todo="give the table another optimizer, or set job.consistency.staleness_scaling to never",
@@ -64,28 +63,28 @@ def check_stale_rows(tables: Sequence[TableSettings], rule: StaleRule) -> None:
 
 
 def check_tables(tables: Sequence[TableSettings]) -> None:
-    """Raises InvalidRequest for a name that comes twice or is none, TooLarge."""
+    """Raises InvalidRequest for a name that is empty or comes twice, TooLarge."""
     if len(tables) > limits.TABLES_MAX:
-        raise TooLarge(f"{len(tables)} tables; at most {limits.TABLES_MAX} are taken")
+        raise TooLarge(f"a job has {len(tables)} tables; at most {limits.TABLES_MAX} are allowed")
     seen: set[str] = set()
     for table in tables:
         if not table.name:
-            raise InvalidRequest("a table without a name")
+            raise InvalidRequest("a table has no name")
         if len(table.name) > limits.VARIABLE_NAME_CHARACTERS_MAX:
             raise TooLarge(
-                f"a table's name of {len(table.name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX}"
+                f"the name of a table has {len(table.name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX}"
             )
         if table.name in seen:
             raise InvalidRequest(f"table {table.name!r} comes twice")
         seen.add(table.name)
         if not -limits.TABLE_SEED_MAX <= table.seed <= limits.TABLE_SEED_MAX:
-            raise InvalidRequest(f"table {table.name!r} with the seed {table.seed}; expected one of 64 bits")
+            raise InvalidRequest(f"table {table.name!r} has the seed {table.seed}; expected a number of 64 bits")
 
 
 def check_variable(spec: VariableSpec) -> None:
     """Raises InvalidRequest, TooLarge."""
     if not spec.name:
-        raise InvalidRequest("a variable without a name")
+        raise InvalidRequest("a variable has no name")
     if len(spec.shape) > limits.DIMENSIONS_MAX:
         raise TooLarge(
             f"variable {spec.name!r} has {len(spec.shape)} dimensions; at most {limits.DIMENSIONS_MAX} are taken"

@@ -1,4 +1,4 @@
-"""How a job's variables and tables are cut into partitions, and which server owns each partition."""
+"""How the variables and tables of a job are cut into partitions, and which server owns each partition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardyard.domain.variables import VariableSpec
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [offset, offset + length) of a variable, at byte `position` of its partition's payload."""
+    """Elements [offset, offset + length) of a variable, at byte `position` of the payload of a partition."""
 
     variable: int
     offset: int
@@ -29,19 +29,19 @@ class PartitionLayout:
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of BLOCK_ALIGN_BYTES: the room that a block takes in a payload."""
+    """`nbytes`, rounded up to a multiple of BLOCK_ALIGN_BYTES. A block takes so many bytes in a payload."""
     return -(-nbytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """Everything a server or worker must know to cut variables into partitions' payloads."""
+    """What a server or worker needs to cut variables into the payloads of partitions."""
 
     variables: tuple[VariableSpec, ...]
     optimizer: OptimizerSpec
     partitions: tuple[PartitionLayout, ...]
     tables: tuple[TableSettings, ...] = ()
-    """Each partition has, of each table, the ids that are its own (shardyard.domain.tables.row_ids.partition_of)."""
+    """Each partition has a part of the ids of each table (shardyard.domain.tables.row_ids.partition_of)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PartitionOwner:
 
 @dataclass(frozen=True, slots=True)
 class PartitionMap:
-    """Who owns which partition; `owners[i].partition == i`."""
+    """The owner of each partition: `owners[i].partition == i`."""
 
     generation: Generation
     owners: tuple[PartitionOwner, ...]

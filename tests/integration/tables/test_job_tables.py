@@ -579,7 +579,7 @@ def test_workers_push_rows_at_the_same_time(yard: Yard) -> None:
     ("settings", "text"),
     [
         ({"job.consistency.mode": "local"}, "job.consistency.mode local"),
-        ({"job.consistency.delay_compensation": 0.1}, "to be compensated.*staleness_scaling works"),
+        ({"job.consistency.delay_compensation": 0.1}, "cannot be compensated.*staleness_scaling works"),
     ],
 )
 def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[str, Any], text: str) -> None:
@@ -592,7 +592,7 @@ def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[st
 def test_ftrl_rows_whose_rate_falls_with_staleness_are_refused(connect: Connect) -> None:
     job = connect(settings=NEVER | {"job.consistency.staleness_scaling": "inverse"})
     model = Model(sy.tables.FTRL())
-    with pytest.raises(errors.ConfigurationError, match="'users', whose optimizer is ftrl"):
+    with pytest.raises(errors.ConfigurationError, match="'users' has the optimizer ftrl"):
         job.prepare(model, dense(model))
 
 

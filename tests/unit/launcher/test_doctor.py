@@ -364,7 +364,7 @@ def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
     assert [each.verdict for each in found] == [Verdict.FAILED] * 3
     assert f"server 1.2 {gone} refuses connections" in found[0].said
     assert "server 1.3 nobody.invalid:1 does not resolve from here" in found[1].said
-    assert "server 1.4 nonsense 'nonsense' is no address" in found[2].said
+    assert "server 1.4 nonsense 'nonsense' is not an address" in found[2].said
 
 
 def test_many_unreachable_members_fill_no_screen() -> None:

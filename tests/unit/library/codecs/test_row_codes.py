@@ -61,8 +61,8 @@ def test_ids_that_do_not_ascend_are_no_list_of_distinct_ones(ids: tuple[int, ...
         ("010107000000000000", "8 or more"),
         ("0102070000000000000009", "ends before its last gap"),
         ("01020700000000000000" + "41" + "00" * 9, "more than 64 bits"),
-        ("0102feffffffffffff7f0101", "beyond the last id"),
-        ("01020000000000000080" + "40" + "ff" * 8, "beyond the last id"),
+        ("0102feffffffffffff7f0101", "beyond the largest id"),
+        ("01020000000000000080" + "40" + "ff" * 8, "beyond the largest id"),
         ("01020700000000000000" + "0106", "other bits than zeros"),
         ("01020700000000000000" + "010100", "1 bytes too many"),
         ("0142" + "0500000000000000" + "00", "10 or more"),
@@ -219,7 +219,7 @@ def test_a_first_code_that_ends_early_is_refused(form: RowCode) -> None:
     for length in (0, 1, 2, len(code) - 1):
         with pytest.raises(MalformedPayload):
             first_code(code[:length], 5, 24)
-    with pytest.raises(MalformedPayload, match="for a block of"):
+    with pytest.raises(MalformedPayload, match="the block has"):
         first_code(code, 4, 24)
     with pytest.raises(MalformedPayload, match="begins with"):
         first_code(memoryview(bytes((CodeId.FP16,)) + bytes(code[1:])), 5, 24)

@@ -14,7 +14,6 @@ from shardyard.config.configuration import (
     SHORT_NAMES,
     Flag,
     environment_name,
-    explain,
     load,
     parse_job_settings,
     parse_set,
@@ -311,7 +310,7 @@ def test_lease_must_outlast_three_heartbeats(write) -> None:
     assert load(file, {}, {"membership.heartbeat_ms": 400}).settings.membership.lease_ms == 1200
     assert problems(file, {}, {"membership.heartbeat_ms": 401}) == [
         "membership.lease_ms (yard.yaml:2) and membership.heartbeat_ms (flag --membership-heartbeat-ms):"
-        " expected lease_ms >= 3 * heartbeat_ms = 1203, so that one lost sign of life is no death,"
+        " expected lease_ms >= 3 * heartbeat_ms = 1203, so that one lost heartbeat does not count as a death,"
         " got lease_ms 1200 with heartbeat_ms 401"
     ]
 
@@ -428,12 +427,16 @@ def test_job_settings_of_a_peer_are_held_against_the_same_rules(text: str, said:
 def test_explanation_has_every_setting_with_value_and_origin(write) -> None:
     file = write("job:\n  seed: 7\n")
     loaded = load(file, {"SHARDYARD_JOB": "ads"}, dict([parse_set("job.consistency.mode=sync")]))
-    rows = {row.path: (row.value, str(row.origin)) for row in explain(loaded)}
-    assert list(rows) == list(KNOWN.settings)
-    assert rows["job.seed"] == (7, f"{file}:2")
-    assert rows["job.name"] == ("ads", "environment SHARDYARD_JOB")
-    assert rows["job.consistency.mode"] == (ConsistencyMode.SYNC, "flag --set job.consistency.mode")
-    assert rows["yard.servers"] == (2, "default")
+    origins = {path: str(origin) for path, origin in loaded.origins.items()}
+    assert list(origins) == list(KNOWN.settings)
+    job = loaded.settings.job
+    assert (job.seed, origins["job.seed"]) == (7, f"{file}:2")
+    assert (job.name, origins["job.name"]) == ("ads", "environment SHARDYARD_JOB")
+    assert (job.consistency.mode, origins["job.consistency.mode"]) == (
+        ConsistencyMode.SYNC,
+        "flag --set job.consistency.mode",
+    )
+    assert (loaded.settings.yard.servers, origins["yard.servers"]) == (2, "default")
 
 
 def test_rendered_explanation_is_an_aligned_table() -> None:

@@ -450,7 +450,7 @@ def test_offer_that_cannot_be_taken_is_no_error_and_the_stream_goes_on() -> None
     memory = SharedMemory(64, read_only=True)
     said, _ = wire.ask(wire.order(attach=dataclasses.replace(memory.ticket(), nonce=bytes(limits.NONCE_BYTES))))
     assert said.attached is False
-    assert "not the memory that was meant" in said.not_attached
+    assert "other memory than was announced" in said.not_attached
     assert said.regions == ()
     assert wire.store.counters.streams_attached == 0
     wire.push(1.0)

@@ -381,8 +381,8 @@ MINE = [int(i) for i in IDS[OWNER == 0]]
 
 WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[ShardyardError], str]] = {
     "ids of another partition": (swapped, InvalidRequest, "in partition"),
-    "an id twice": (lambda: by_hand([MINE[0], MINE[0]]), MalformedPayload, "beyond the last id"),
-    "ids that descend": (lambda: by_hand([MINE[1], MINE[0]]), MalformedPayload, "beyond the last id"),
+    "an id twice": (lambda: by_hand([MINE[0], MINE[0]]), MalformedPayload, "beyond the largest id"),
+    "ids that descend": (lambda: by_hand([MINE[1], MINE[0]]), MalformedPayload, "beyond the largest id"),
     "a NaN": (lambda: not_finite(np.nan), InvalidRequest, "not finite"),
     "an infinity": (lambda: not_finite(-np.inf), InvalidRequest, "not finite"),
     "a table that is not there": (lambda: changed(table=2), InvalidRequest, "the job has 2 tables"),
@@ -597,7 +597,7 @@ def test_tables_travel_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("messages", "kind", "text"),
     [
-        (lambda: [spec(name="")], InvalidRequest, "without a name"),
+        (lambda: [spec(name="")], InvalidRequest, "has no name"),
         (lambda: [spec(), spec()], InvalidRequest, "comes twice"),
         (lambda: [spec(name="x" * 513)], TooLarge, "513 characters"),
         (lambda: [spec(dim=0)], InvalidRequest, "rows of 0 values"),
@@ -622,7 +622,7 @@ FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, opt
     ("stale", "layout", "text"),
     [
         (StaleRule(compensation=0.1), LAYOUT, "to be compensated"),
-        (StaleRule(divides_rate=True), FTRL, "'narrow', whose optimizer is ftrl"),
+        (StaleRule(divides_rate=True), FTRL, "'narrow' has the optimizer ftrl"),
     ],
 )
 def test_jobs_of_which_rows_are_no_part_are_refused(stale: StaleRule, layout: JobLayout, text: str) -> None:

@@ -677,7 +677,7 @@ SPOILT: dict[str, tuple[Callable[[Store], Made], str]] = {
     "bytes cut short": (lambda s: in_bytes(s, bytes(9)), "its header says"),
     "no code of ids": (lambda s: in_bytes(s, b"M" * with_ids(s, ids_of(0, 1))[1].size), "ids"),
     "a table that is not there": (lambda s: of_table(s, 9), "the job has 7 tables"),
-    "a table of another dim": (lambda s: of_table(s, 3), "for a block of 1"),
+    "a table of another dim": (lambda s: of_table(s, 3), "the block has 1"),
     "settings of another optimizer": (lambda s: with_groups(s, *[(1.0,)] * 7), "has 1 values"),
     "settings for other tables": (lambda s: with_groups(s, TABLES[0].group), "settings for 1 tables"),
     "what expires in a table that is not there": (lambda s: with_gone(s, 9, ids_of(0, 1)), "the job has 7 tables"),
