@@ -398,7 +398,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
     "more rows than are coded": (
         lambda: changed(rows=(GOOD[0].rows[0] + 1, GOOD[0].rows[1])), MalformedPayload, "a code of"
     ),
-    "fewer rows than are coded": (lambda: changed(rows=(GOOD[0].rows[0] - 1, GOOD[0].rows[1])), TooLarge, "a code of"),
+    "fewer rows than are coded": (lambda: changed(rows=(GOOD[0].rows[0] - 1, GOOD[0].rows[1])), TooLarge, "a code has"),
     "no rows": (lambda: changed(rows=(0, GOOD[0].rows[1])), MalformedPayload, "no rows in one of the partitions"),
     "too many rows": (
         lambda: changed(rows=(limits.ROWS_PER_PART_MAX + 1, GOOD[0].rows[1])), TooLarge, "for one partition; at most"
@@ -621,7 +621,7 @@ FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, opt
 @pytest.mark.parametrize(
     ("stale", "layout", "text"),
     [
-        (StaleRule(compensation=0.1), LAYOUT, "to be compensated"),
+        (StaleRule(compensation=0.1), LAYOUT, "cannot be compensated"),
         (StaleRule(divides_rate=True), FTRL, "'narrow' has the optimizer ftrl"),
     ],
 )

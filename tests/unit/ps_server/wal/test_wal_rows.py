@@ -478,7 +478,9 @@ def test_a_sender_does_not_say_when_a_push_came(yard: Yard) -> None:
         push_messages.push_from_header(header)
 
 
-@pytest.mark.parametrize(("times", "text"), [((1,), "with 1 times"), ((1, 1 << 47), "at most 140737488355327")])
+@pytest.mark.parametrize(
+    ("times", "text"), [((1,), "have 1 times"), ((1, 1 << 47), "the largest time is 140737488355327")]
+)
 def test_times_of_a_record_that_cannot_be_are_refused(yard: Yard, times: tuple[int, ...], text: str) -> None:
     first = yard.first()
     order, _ = order_with(first, order_of(first, 0), [(TIMED, p, ids_of(i, 2)) for i, p in enumerate(OWNED)])
