@@ -1,9 +1,9 @@
 """Sends gradients to the servers while backward still computes others.
 
 Owns: a thread that sends, which gradients of the next push were sent, and their checksums. Invariants: what is sent
-early counts only once the push names it; what has changed since (clipped, accumulated again) has another checksum, and
-is sent again with the push, whatever changed it; if a stream breaks, what was sent on it is lost with it. Must not
-know: names of pushes, autograd.
+early counts only once the push names it; a gradient that has changed since (it was clipped, or more was added to it)
+has another checksum, and is sent again with the push; if a stream breaks, what was sent on it is lost with it. Must
+not know: names of pushes, autograd.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Overlap:
 
 
 def _sum(payload: Bytes) -> int:
-    """A checksum as fast as memory; different bytes hardly ever have the same. The length is a multiple of 64."""
+    """A checksum as fast as memory. Different bytes almost never have the same one. The length is a multiple of 64."""
     words = payload.view(np.uint64)
     # the second sum notices two words that have changed places
     half = words.size // 2

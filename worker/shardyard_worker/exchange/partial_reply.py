@@ -1,7 +1,7 @@
-"""Values that are still arriving: one server's answer, whose head has come.
+"""Values that are still arriving: one server's answer, whose first frame is there.
 
-Owns: which bytes have come. Invariants: bytes are written to their place, once, and never outside the given memory; a
-waiting thread is woken when its bytes are there, or when they will not come. Must not know: tensors, the sender.
+Owns: which bytes have arrived. Invariants: bytes are written to their place, once, and never outside the given memory;
+a waiting thread is woken when its bytes are there, or when they will not come. Must not know: tensors, the sender.
 """
 
 from __future__ import annotations

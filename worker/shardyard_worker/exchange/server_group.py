@@ -92,7 +92,7 @@ class ServerGroup:
     def detach(self) -> None:
         """Tells the servers that this worker no longer reads their memory."""
         waits: list[str] = []
-        with self._session.wait_registry.over(lambda: f"{waits[-1]} to hear that its memory is not read any more"):
+        with self._session.wait_registry.over(lambda: f"{waits[-1]} to learn that its memory is not read any more"):
             for server, stream in self._streams.items():
                 waits.append(stream.peer.name)
                 stream.detach(self._requests.header(server, detach=True))
@@ -208,7 +208,7 @@ class ServerGroup:
             header = self._requests.header(stream.server)
             return ServerRequest(replace(header, ssp_report=SspReport(SspPhase.RESTS, epoch)))
 
-        self._exchange(make, "word that this worker takes no steps for now")
+        self._exchange(make, "the message that this worker takes no steps for now")
 
     def _exchange(self, make: Make, waiting_for: str) -> list[ExchangeReply]:
         self._drain_overlap(forget=True)
