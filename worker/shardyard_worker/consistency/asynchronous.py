@@ -70,7 +70,7 @@ class AsyncStrategy(Strategy):
             return
         if self.clock.bound is not None:
             self._trainer.values.complete()
-            self._join(anew=self.clock.resting)
+            self._note_step(partial(self.clock.join, anew=self.clock.resting))
         self.clock.resting = False
 
     def rest(self) -> None:
@@ -133,7 +133,7 @@ class AsyncStrategy(Strategy):
         self.clock.change(latest)
         if self.clock.bound is not None and not self.clock.resting:
             self._trainer.values.complete()
-            self._join(anew=True)
+            self._note_step(partial(self.clock.join, anew=True))
 
     # ---- values
 
@@ -148,9 +148,6 @@ class AsyncStrategy(Strategy):
         self._step = answer.version_max
         self._delivery.map_changed |= router is not self._trainer.router
         self._session.reached(self._step)
-
-    def _join(self, *, anew: bool) -> None:
-        self._note_step(partial(self.clock.join, anew=anew))
 
     def _note_step(self, pull: Callable[[], ExchangeResult]) -> ExchangeResult:
         router = self._trainer.router
