@@ -40,7 +40,7 @@ MAY_FAIL = frozenset(
         "wal.before_fence",
     }
 )
-"""Places before an operation that a disk may refuse."""
+"""Failpoints before operations that the disk may refuse."""
 
 
 class Disk:
@@ -54,9 +54,9 @@ class Disk:
         self.has_refused = False
         root.mkdir()
         self._synced: dict[int, bytes] = {}
-        """By inode: what a power failure leaves of it."""
+        """By inode: the content that a power failure leaves."""
         self._named: dict[str, int | None] = {str(root): None}
-        """By path: the inode that durably has this name; None of a folder."""
+        """By path: the inode that durably has this name; None for a folder."""
 
     # ---- what the os module of shipped code does besides
 
@@ -72,7 +72,7 @@ class Disk:
                 self._synced[found.st_ino] = file.read()
 
     def made(self, descriptor: int) -> None:
-        """A file of a number that another one may have had."""
+        """A new file has an inode number that another file may have had before."""
         if os.fstat(descriptor).st_size == 0:
             self._synced.pop(os.fstat(descriptor).st_ino, None)
 
@@ -90,7 +90,7 @@ class Disk:
     # ---- what happens to it
 
     def fail_power(self) -> None:
-        """Nobody runs. The folder becomes what the disk has of it."""
+        """No process runs. The folder becomes what the disk durably has."""
         rng = self.world.rng
         for folder, _, files in sorted(os.walk(self.root)):
             for name in sorted(files):
@@ -123,7 +123,7 @@ class Disk:
             path.write_bytes(kept + (torn if self.world.rng.random() < 0.7 else bytes(len(torn))))
 
     def _forget_undurable(self) -> None:
-        """All that is there now has survived."""
+        """Everything in the folder now is durable."""
         self._synced.clear()
         self._named = {str(self.root): None}
         for folder, folders, files in os.walk(self.root):
@@ -135,7 +135,7 @@ class Disk:
                 self._synced[path.stat().st_ino] = path.read_bytes()
 
     def passing(self, place: str) -> None:
-        """A failpoint of shipped code, which may be where its process dies or the disk refuses."""
+        """A failpoint of the code: its process may die here, or the disk may refuse."""
         task = greenlet.getcurrent()
         if not isinstance(task, Task) or self.world.over:
             return
@@ -183,7 +183,7 @@ class SimulatedOs:
         return descriptor
 
     def close(self, descriptor: int) -> None:
-        """As when a process has ended, its descriptors are closed; what its tasks close then is nothing."""
+        """Closes the descriptors of a process that has ended. What its tasks close afterwards has no effect."""
         task = greenlet.getcurrent()
         if isinstance(task, Task):
             if descriptor not in task.process.descriptors:

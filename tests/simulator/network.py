@@ -26,19 +26,19 @@ from shardyard.wire.v1 import common_pb2 as wire
 from .world import MS, SECOND, Process, Task, World, current
 
 LATE_MAX = 15 * SECOND
-"""How late a second copy of a call may come."""
+"""How much later a second copy of a call may come."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """How bad the network is. Probabilities, for each message."""
+    """The probabilities of faults, for each message."""
 
     lost: float = 0.0
-    """Its connection breaks, and the message is gone."""
+    """The connection breaks, and the message is lost."""
     slow: float = 0.0
-    """It takes up to `slow_max`."""
+    """The message takes up to `slow_max`."""
     twice: float = 0.0
-    """For each call: it comes again later."""
+    """For each call: a copy of it comes later."""
     slow_max: int = 1 * SECOND
 
 
@@ -88,7 +88,7 @@ class Wires:
         self.dead_links.add((source, target))
 
     def mend_link(self, source: str, target: str) -> None:
-        """What was held up comes now, or its connection has broken meanwhile."""
+        """Delayed messages arrive now, unless their connection has broken meanwhile."""
         self.dead_links.discard((source, target))
         for call, deliver in self._stuck.pop((source, target), ()):
             if not self.world.calm and self.world.rng.random() < 0.3:
@@ -107,7 +107,7 @@ class Wires:
 
 
 class Call:
-    """One call: both ends of it. `caller` None: a copy, whose answers nobody hears."""
+    """Both ends of one call. `caller` None: a copy, whose answers are dropped."""
 
     def __init__(self, wires: Wires, method: Method[Any, Any], address: str, caller: Process, *, is_copy: bool) -> None:
         self.wires = wires
@@ -153,7 +153,7 @@ class Call:
         self._go(self._no_more)
 
     def cancel(self) -> None:
-        """The caller does not want it any more."""
+        """The caller has cancelled the call."""
         if not self.closed:
             self.closed = True
             self._forget()
@@ -163,7 +163,7 @@ class Call:
                 self.world.wake(self.waiting)
 
     def break_off(self) -> None:
-        """The connection is gone; each end hears of it in its own time."""
+        """The connection is broken. Each end notices at its own time."""
         if self.broken:
             return
         self.broken = True
@@ -221,7 +221,7 @@ class Call:
             self.world.wake(reader)
 
     def _poll(self) -> None:
-        """As the thread that takes the server's events: answers what it can without waking the handler."""
+        """Does what the thread does that takes the server's events: answers what it can without waking the handler."""
         while self.arrived and not self.gone:
             answer = serve_at_once(self.method, self.at_once, self.arrived[0])
             if answer is None:
@@ -325,7 +325,7 @@ class Call:
 
 
 class SimulatedNetwork:
-    """As one process sees it. See shardyard.transport.interfaces.Network."""
+    """The network of one process. See shardyard.transport.interfaces.Network."""
 
     def __init__(self, wires: Wires, process: Process) -> None:
         self.wires = wires
@@ -406,7 +406,7 @@ class SimulatedPeer:
             self.end(call)
 
     def copy(self, call: Call, sent: Sequence[bytes]) -> None:
-        """What was sent comes a second time, if the seed says so."""
+        """Sends a second copy of the call, if the seed says so."""
         wires = self._network.wires
         if not sent or call.method.name == "Register" or not wires.repeats():
             return

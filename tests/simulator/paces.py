@@ -14,7 +14,7 @@ from shardyard_worker.data.async_feed import AsyncFeed
 
 
 class Paces:
-    """Of one run. A worker's steps are noted when its call has returned: the servers may have one more."""
+    """The steps of each worker in one run. They are noted when a call has returned; the servers may have one more."""
 
     def __init__(self, violate: Callable[[str], None]) -> None:
         self._violate = violate
@@ -23,13 +23,13 @@ class Paces:
         self._switches: dict[JobId, int] = {}
 
     def switched(self, job: JobId, number: int) -> None:
-        """The job is to go by another bound, and does so when its workers have gone over."""
+        """The job was switched to another bound. Its workers follow it one after the other."""
         self._switches[job] = number
         self._steps = {worker: each for worker, each in self._steps.items() if each[0] != job}
 
     def given(self, caller: Caller, steps: int, bound: int, number: int) -> None:
-        """A worker that has taken so many steps was given values to compute the next one on, by the bound that switch
-        `number` of its job has set."""
+        """A worker that has taken `steps` steps got values for the next one, under the bound of its job's switch
+        `number`."""
         worker = caller.incarnation
         if worker in self._gone or number != self._switches.get(caller.job, 0):
             return
@@ -42,13 +42,13 @@ class Paces:
         self._steps.pop(worker, None)
 
     def goes(self, worker: Incarnation) -> None:
-        """Some server refuses it."""
+        """Some server refuses the worker."""
         self._gone.add(worker)
         self._steps.pop(worker, None)
 
 
 def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
-    """Notes what workers do. Call what it returns to undo it."""
+    """Patches the worker, so that its steps are noted. Returns a function that undoes it."""
     real_resume, real_rest = AsyncStrategy.resume, AsyncStrategy.rest
     real_contribute, real_fence = AsyncStrategy.contribute, orders.fence
     real_lease, real_close = AsyncFeed._lease, AsyncFeed._close
@@ -67,7 +67,7 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
         return real_lease(self)
 
     def close(self: Any, lease: Any) -> None:
-        # from when it is closed, which the worker may hear much later, servers that are new do not expect it
+        # servers that start after the lease is closed do not expect this worker; the worker may learn that much later
         paces_now().rests(self._session.caller.incarnation)
         real_close(self, lease)
 

@@ -1,4 +1,4 @@
-"""Runs many seeds, in as many processes as there are cores. Invariant: no process is left, however this ends."""
+"""Runs many seeds, in as many processes as there are cores. Invariant: no process is left, even after an error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KINDS_OF_TEN = {6: "async-rows-lives", 7: "async-rows", 8: "sync-rows", 9: "hybrid"}
-"""What `mixed` makes of seeds by their last figure."""
+"""The kinds that `mixed` gives to seeds, by their last digit."""
 SHM = Path("/dev/shm")
 PID_MAX = 1 << 22
 
 
 def folder_name(pid: int) -> str:
-    """How the names of a process's folders begin: its number tells tests that run at the same time whose they are. As
-    long for each process: a trace lacks the name of its folder, and not its length."""
+    """How the names of a process's folders begin. The process's number tells tests that run at the same time whose they
+    are. The length is always the same: a trace leaves out the name of the folder, but depends on its length."""
     return f"shardyard-sim-{pid:0{len(str(PID_MAX))}}-"
 
 
@@ -32,7 +32,7 @@ def folders_of(pid: int) -> Iterator[Path]:
 
 
 def mixed(seeds: Sequence[int]) -> dict[str, list[int]]:
-    """Seeds by kind, such that four of ten have jobs with a table, which seeds by themselves do not draw."""
+    """Seeds by kind. Four of ten have jobs with a table, which no seed has without a kind."""
     found: dict[str, list[int]] = {"": []}
     for seed in seeds:
         found.setdefault(KINDS_OF_TEN.get(seed % 10, ""), []).append(seed)
@@ -40,7 +40,7 @@ def mixed(seeds: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _lines_of(children: Sequence[subprocess.Popen[str]]) -> Iterator[str]:
-    """What they write, as it comes: one that nobody listens to would wait."""
+    """The lines that the processes write, as they come. All pipes are read: a full one would block its process."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             assert child.stdout is not None

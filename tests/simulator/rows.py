@@ -29,11 +29,11 @@ Doubles = npt.NDArray[np.float64]
 NAME = "rows"
 DIM = 2
 SHARED = 5
-"""Where samples share rows, so many coordinates have any."""
+"""How many coordinates have rows, if samples share rows."""
 SHARED_COUNTED = 12
-"""The same where these rows count."""
+"""The same, for rows that count."""
 CELLS = 1 << 16
-"""Of a filter, so many for so few ids that none is taken for another."""
+"""Cells of a filter: so many for so few ids that no two ids collide."""
 OPTIMIZERS: Mapping[str, row_optimizers.RowOptimizer] = {
     "sgd": row_optimizers.SGD(lr=1.0),
     "adagrad": row_optimizers.Adagrad(lr=0.1),
@@ -45,7 +45,7 @@ OPTIMIZERS: Mapping[str, row_optimizers.RowOptimizer] = {
 
 @functools.cache
 def ids_of(coordinates: int, partitions: int) -> Ids:
-    """Shape (coordinates, partitions): of each the id of its row in each partition."""
+    """Shape (coordinates, partitions): the id of each coordinate's row in each partition."""
     found: list[list[int]] = [[] for _ in range(partitions)]
     begin = -coordinates * partitions  # negative ones are ids as well
     while min(map(len, found)) < coordinates:
@@ -58,7 +58,7 @@ def ids_of(coordinates: int, partitions: int) -> Ids:
 
 @functools.cache
 def has_row(coordinates: int, partitions: int) -> Bools:
-    """Shape (coordinates, partitions): some have rows in some partitions, some in none, the last in all."""
+    """Shape (coordinates, partitions). Some coordinates have rows in some partitions, some in none, the last in all."""
     coordinate, partition = np.indices((coordinates, partitions))
     found: Bools = (coordinate % 3 != 0) & ((coordinate + partition) % 4 != 0)
     found[-1] = True
@@ -66,13 +66,13 @@ def has_row(coordinates: int, partitions: int) -> Bools:
 
 
 def counted(counts: Doubles, partitions: int) -> bytes:
-    """The rows where each coordinate has counted so often."""
+    """The rows if each coordinate has counted as often as `counts` says."""
     rows = np.where(has_row(counts.size, partitions), counts[:, None], 0.0)
     return np.repeat(rows[:, :, None], DIM, axis=2).tobytes()
 
 
 def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions: int) -> bytes:
-    """Shape (coordinates, partitions, DIM), float64, zeros where there is no row. Rows that nobody has are refused."""
+    """Shape (coordinates, partitions, DIM), float64, zeros where there is no row. Fails for rows of unknown ids."""
     every = ids_of(coordinates, partitions)
     found = np.zeros((coordinates, partitions, DIM))
     order = np.argsort(every, axis=None)
@@ -84,8 +84,8 @@ def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions
 
 
 class Lives(NamedTuple):
-    """Which ids have a row. `age`: after so many steps without a push it expires; 0: never. `admitted`: it is there
-    from so many pushes on; `estimated`: these are counted by a filter."""
+    """Which ids have a row. `age`: a row expires after this many steps without a push; 0: never. `admitted`: a row is
+    created at this push; `estimated`: a filter counts the pushes."""
 
     age: int = 0
     admitted: int = 1
@@ -96,8 +96,8 @@ ALL: Final = Lives()
 
 
 class Rows:
-    """One worker's end of the table. `coordinates`: how many there are, with one more at the end for what each push may
-    count in."""
+    """One worker's end of the table. `coordinates`: how many there are, with one more at the end, in which each push
+    may be counted."""
 
     def __init__(self, optimizer: str, coordinates: int, partitions: int, lives: Lives) -> None:
         self.table = Table(
@@ -114,24 +114,24 @@ class Rows:
 
     @property
     def last(self) -> Ids:
-        """Of the rows that the last coordinate has, one in each partition."""
+        """The ids of the last coordinate's rows, one in each partition."""
         return self.ids([self._coordinates - 1])
 
     def ids(self, coordinates: npt.ArrayLike) -> Ids:
-        """Of the rows that these have."""
+        """The ids of these coordinates' rows."""
         chosen = np.unique(np.asarray(coordinates, np.int64))
         shape = self._coordinates, self._partitions
         return ids_of(*shape)[chosen][has_row(*shape)[chosen]]
 
     def look_up(self, ids: Ids) -> npt.NDArray[np.float32]:
-        """As a forward does. Shape (n, DIM)."""
+        """Looks rows up as a forward does. Shape (n, DIM)."""
         source = self.table.source
         once = source.once(self.table, ids)
         (found,) = source.fetch([RowsNeeded(self.table, once)])
         return np.asarray(found)[once.places]
 
     def add(self, ids: Ids, gradients: npt.NDArray[np.float32] | float) -> None:
-        """As a backward does. `ids`: each once; `gradients`: shape (n, DIM), or the same for all."""
+        """Adds gradients as a backward does. `ids`: each once; `gradients`: shape (n, DIM), or the same for all."""
         if ids.size:
             once = self.table.source.once(self.table, ids)
             sums = np.empty((ids.size, DIM), np.float32)

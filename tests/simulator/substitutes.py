@@ -44,7 +44,7 @@ def _us(seconds: float | None) -> int | None:
 
 
 class Lock:
-    """threading.Lock; `depth` lets RLock be one too. Whoever is woken may find it taken again."""
+    """threading.Lock; with `depth` also RLock. A task that is woken may find the lock taken again."""
 
     reentrant = False
 
@@ -277,7 +277,7 @@ class Future:
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
-    """concurrent.futures.wait for all of them, whose answer nobody uses."""
+    """concurrent.futures.wait for all of them, without its answer, which is not used."""
     for future in futures:
         future._wait(timeout)
 
@@ -427,7 +427,7 @@ def _pid() -> int:
 
 
 def substitutes(os_: Any) -> dict[int, Any]:
-    """By the identity of what they replace. `os_`: the os module as shipped code sees it."""
+    """The substitutes, by the identity of what they replace. `os_`: the os module that the code sees."""
     found = [
         (
             threading,
@@ -484,7 +484,7 @@ def substitutes(os_: Any) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def installed(os_: Any, more: dict[int, Any]) -> Iterator[None]:
-    """The shipped modules see the substitutes, and those of `more`, while this lasts."""
+    """Within the block, the modules of the code have the substitutes, and those of `more`."""
     table = substitutes(os_) | more
     replaced: list[tuple[Any, str, Any]] = []
     modules = [m for n, m in sorted(sys.modules.items()) if n.partition(".")[0] in PACKAGES and ".wire.v1" not in n]

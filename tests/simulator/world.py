@@ -27,15 +27,15 @@ SECOND = 1_000_000
 """Times are whole microseconds."""
 EPOCH_S = 1_700_000_000
 SWITCHES_MAX = 60_000
-"""In one run; a few thousand are usual."""
+"""Switches between tasks in one run. A few thousand are usual."""
 
 
 class Stuck(AssertionError):
-    """Nothing is due any more, or far too much."""
+    """Nothing is due any more, or far too much happens."""
 
 
 class Task(greenlet.greenlet):
-    """A thread. `woken` counts the times that it was given the baton; what was due before counts no more."""
+    """A simulated thread. `woken` counts how often it was made to run. Wake-ups that were due before are ignored."""
 
     def __init__(self, world: World, process: Process, work: Callable[[], Any], name: str) -> None:
         super().__init__(self._main, world.hub)
@@ -65,7 +65,7 @@ class Task(greenlet.greenlet):
                 world.wake(waiter)
 
     def where(self) -> str:
-        """The innermost lines of what it waits in, for who asks why nothing goes on."""
+        """The innermost lines of the code in which it waits, to explain why nothing happens."""
         if self.gr_frame is None:
             return "not begun"
         frames = [f for f in traceback.extract_stack(self.gr_frame) if "/simulator/" not in f.filename]
@@ -85,7 +85,7 @@ class Process:
         self.tasks: dict[Task, None] = {}
         self.held: list[tuple[Task | None, int, Any]] = []
         self.at_end: dict[Callable[[], None], None] = {}
-        """Called when it has ended, however: its sockets, its descriptors."""
+        """Called when the process has ended in any way. They close its sockets and descriptors."""
         self.descriptors: set[int] = set()
         self.exit: str | None = None
 
@@ -99,12 +99,12 @@ class Process:
         return task
 
     def broken(self, task: Task, error: BaseException) -> None:
-        """A task ended by an error that nobody took."""
+        """A task ended by an error that was not caught."""
         told = "".join(traceback.format_exception(error)).strip()
         self.world.violations.append(f"{self} task {task.name}: {told}")
 
     def kill(self, how: str) -> None:
-        """As kill -9."""
+        """Ends the process as kill -9 does."""
         if not self.alive:
             return
         self.alive = False
@@ -134,7 +134,7 @@ class World:
         self.hub = greenlet.getcurrent()
         self.over = False
         self.calm = False
-        """True once nothing fails any more."""
+        """Whether no more faults happen."""
         self.preempt = preempt
         self.digest = 0
         self.switches = 0
@@ -144,7 +144,7 @@ class World:
         self.numbers = iter(range(1, 1 << 60))
         self.trace = trace
         self.unnoted = b""
-        """What may differ between two runs of a seed: the name of a folder."""
+        """Text that may differ between two runs of a seed: the name of a folder."""
         self._pids = iter(range(100, 1 << 30))
         self._due: list[tuple[int, int, Process | None, Task | None, int, Any]] = []
         self._order = iter(range(1 << 60))
@@ -160,16 +160,16 @@ class World:
         heapq.heappush(self._due, (self.now + after, next(self._order), process, task, token, value))
 
     def wake(self, task: Task, after: int = 0) -> None:
-        """Gives the task the baton, unless something else does before."""
+        """Makes the task run at that time, unless something else makes it run before."""
         self.push(after, task.process, task, task.woken, True)
 
     def call(self, after: int, function: Callable[[], None], process: Process | None = None) -> None:
-        """Calls a function that does not wait. `process`: whose doing it is, which may be frozen or dead then."""
+        """Calls a function later, which must not wait. `process`: whose call it is; it may be frozen or dead then."""
         self.push(after, process, None, 0, function)
 
     def run(self, until: Callable[[], bool], *, limit: int) -> None:
-        """Goes on until `until`, asked whenever something has happened. Raises Stuck at the time `limit`, or where far
-        too much happens."""
+        """Runs until `until` returns True. It is called whenever something has happened. Raises Stuck at the time
+        `limit`, or if far too much happens."""
         due = self._due
         while not until():
             if not due:
@@ -196,7 +196,7 @@ class World:
                 task.switch(value)
 
     def note(self, data: bytes) -> None:
-        """Makes data a part of the trace: its bytes, in no order, since protobuf's maps have none."""
+        """Adds data to the digest. The order of its bytes does not count, because protobuf's maps have no order."""
         if self.unnoted:
             data = data.replace(self.unnoted, b"")
         self.digest = zlib.crc32(np.sort(np.frombuffer(data, np.uint8)).data, self.digest)
@@ -208,7 +208,7 @@ class World:
     # ---- for tasks
 
     def park(self, timeout: int | None = None) -> bool:
-        """Waits to be woken; False after `timeout`."""
+        """Waits until it is woken. Returns False after `timeout`."""
         task = greenlet.getcurrent()
         assert isinstance(task, Task), "only a task can wait"
         if self.over:
@@ -222,7 +222,7 @@ class World:
         self.park(duration)
 
     def maybe_pause(self) -> None:
-        """At a place where a thread may be held up."""
+        """Called where a thread may be interrupted."""
         if self.preempt and not self.over and self.rng.random() < self.preempt:
             task = greenlet.getcurrent()
             if isinstance(task, Task):
@@ -244,7 +244,7 @@ class World:
         self.graves.clear()
 
     def standing(self) -> str:
-        """What everybody waits in."""
+        """Where each task waits, as text."""
         lines = []
         for process in self.processes:
             if process.alive:
@@ -255,7 +255,7 @@ class World:
 
 
 def current() -> Task:
-    """The task that has the baton."""
+    """The task that runs."""
     task = greenlet.getcurrent()
     assert isinstance(task, Task), "not in a simulated process"
     return task

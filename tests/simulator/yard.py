@@ -1,17 +1,23 @@
-"""One run: a seed makes a yard, has it train while things go wrong, lets nothing go wrong any more, and judges.
+"""One run of the simulator: a seed makes a yard, which trains while faults happen. Then no more faults happen, the job
+must end in time, and the result is judged.
 
-The processes are the shipped ones: `serve` of the coordinator and of the server, and a training script over
-`shardyard.connect`'s job, with gRPC's network and listener replaced by the simulated ones. Who dies is started again at
-its place, as the launcher and the agents do.
+The processes are those that ship: `serve` of the coordinator and of the server, and a training script over
+`shardyard.connect`'s job. gRPC's network and listener are replaced by simulated ones. A process that dies is started
+again at its place, as the launcher and the agents do.
 
-The oracle. Asynchronous: SGD at rate 1, and each sample of each epoch owns a coordinate in every partition, to which
-its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous: the gradient depends on every bit of
-all values, so the last bits must be those of a run in which nothing happens. Rows of tables: as values, in the same
-pushes; where a synchronous job updates them as they come (hybrid), they count, and nothing depends on them. Whoever
-looks up rows that count finds none that has counted twice. Beside that: nobody whom a server was told to refuse, or
-whose token was overtaken, has anything counted there; what took effect by a log is what its successors read of it; the
-checkpoint of the end is whole and says the same; no error but those that are told to people whose peers die; nobody is
-given values beyond the bound on staleness; the job is finished in time.
+How a result is judged:
+
+- Asynchronous jobs. SGD has rate 1, and each sample of each epoch owns a coordinate in every partition, to which its
+  batch adds 1. A lost or doubled push shows as a whole number.
+- Synchronous jobs. The gradient depends on every bit of all values, so the last bits must equal those of a run without
+  faults.
+- Rows of tables: as values, in the same pushes. Where a synchronous job updates rows as they come (hybrid), rows count,
+  and nothing depends on them. A look-up of rows that count never finds one that has counted twice.
+- A server counts nothing from a process that it was told to refuse, or under a token that was overtaken.
+- What took effect by a log is what its successors read of the log.
+- The checkpoint of the end is undamaged, and has the same values.
+- There is no error, except those that people see when peers die.
+- No worker gets values beyond the bound on staleness.
 """
 
 from __future__ import annotations
@@ -83,20 +89,20 @@ PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
 ROWS_IN_MEMORY = 2
-"""Of each table, where servers have no memory for rows: there are a few dozen."""
+"""Rows of each table that servers keep in memory if they have no memory for rows. A table has a few dozen rows."""
 TO_STEPS = -1
 SWITCH_TRIES = 20
 STOP_CHANCE = 0.1
-"""After a batch, where a job is to be told to stop."""
+"""That a worker stops the job after a batch, in jobs that are to be stopped."""
 BACKUP_CHANCE = 0.25
-"""Of a synchronous job whose seed decides all, that its steps do not wait for the latest rank."""
+"""That a synchronous job has backup workers, if the seed decides everything."""
 CLIP_CHANCE = 0.4
-"""Of kinds of synchronous work that clip by norm."""
+"""That a kind of synchronous work clips by norm."""
 SYNC_WORKS = 16
-"""Kinds of synchronous work, each of which is done undisturbed once."""
+"""Kinds of synchronous work. Each kind is done once without faults, for comparison."""
 WRONGS = ("nan", "overflow")
 SYNC_ELEMENTS = 5
-"""Of each variable of a synchronous job."""
+"""Elements of each variable of a synchronous job."""
 
 EXPECTED = (
     errors.Unavailable,
@@ -105,7 +111,7 @@ EXPECTED = (
     errors.ServerLost,
     errors.NotReady,
 )
-"""What a process may end by while others die."""
+"""Errors by which a process may end while other processes die."""
 
 
 @dataclass(frozen=True)
@@ -128,39 +134,39 @@ class Plan:
     window: int
     every_s: int
     compute: int
-    """Microseconds that a batch takes at most."""
+    """The longest time of a batch, in microseconds."""
     drops: bool
     calm_at: int
     faults: tuple[tuple[int, str], ...]
     weather: Weather
     preempt: float
     staleness: int | None
-    """The bound of an asynchronous job that has one."""
+    """The staleness bound of a bounded job; None: no bound."""
     stops: bool
-    """Workers tell the job to stop, at some batch."""
+    """Whether workers stop the job after some batch."""
     clipping: Clipping
-    """Of a synchronous job: with a norm, each step waits for a verdict."""
+    """For synchronous jobs. With a norm, each step waits for a verdict."""
     wrong: str = ""
     """What is wrong with the gradients of some batches: "nan", or "overflow" under loss scaling."""
     backups: int = 0
-    """Of a synchronous job: so many ranks are left out of a step. Its bits depend on who was late, so samples are
-    counted."""
+    """For synchronous jobs: how many ranks a step may leave out. The bits depend on which ranks were late, so samples
+    are counted instead."""
     switches: tuple[tuple[int, int | None], ...] = ()
-    """When a person switches the job to which bound on staleness; None: to none; TO_STEPS: to synchronous updates."""
+    """When a person switches the job, and to which staleness bound. None: asynchronous; TO_STEPS: synchronous."""
     lag: int = 0
-    """Microseconds that the first worker takes longer for a batch than the others, at most."""
+    """How much longer than the others the first worker takes for a batch, at most, in microseconds."""
     rows: str = ""
     """The optimizer of the job's table, if it has one (rows.OPTIMIZERS)."""
     lives: Lives = ALL
     """Which ids have a row."""
     shares_rows: bool = False
-    """Of an asynchronous job: samples share rows, and each push is of one sample."""
+    """For asynchronous jobs: samples share rows, and each push has one sample."""
     cold: bool = False
-    """Servers have no memory for rows: all go to files."""
+    """Whether servers have no memory for rows, so that all rows go to files."""
     hybrid: bool = False
-    """Of a synchronous job: rows are updated as they come."""
+    """For synchronous jobs: rows are updated as they come."""
     looks_ahead: bool = False
-    """The script says which rows it will look up."""
+    """Whether the script announces which rows it will look up."""
 
     @property
     def counts(self) -> bool:
@@ -169,12 +175,12 @@ class Plan:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether the job goes over to synchronous updates at some time."""
+        """Whether the job switches to synchronous updates at some time."""
         return any(target == TO_STEPS for _, target in self.switches)
 
     @property
     def rows_count(self) -> bool:
-        """Whether rows do."""
+        """Whether rows say how often each sample of each epoch has counted."""
         return bool(self.rows) and (self.counts or self.hybrid)
 
     @property
@@ -184,12 +190,12 @@ class Plan:
 
     @property
     def row_coordinates(self) -> int:
-        """Those that have rows. The last is for all pushes of a hybrid job, which are counted there."""
+        """The coordinates that have rows. The last one counts all pushes of a hybrid job."""
         return self.coordinates + 1
 
     @property
     def undisturbed(self) -> Plan:
-        """The same work by nobody but one, in a quiet place."""
+        """The same work with one worker, one server and no faults."""
         return replace(
             self,
             seed=0,
@@ -227,22 +233,25 @@ FAULTS = (
 
 
 def make_plan(seed: int, kind: str = "") -> Plan:
-    """`kind`: "async", "bounded", "sync" or "hybrid", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody
-    else dies; by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong;
-    "rows": the job has a table, as one in hybrid mode always has; behind that, "cold": servers have no memory for rows,
-    and, of an asynchronous job, "lives": ids get their rows late, or lose them, and some servers are cold; "clip",
-    behind "sync": the job clips by norm; "backup": it has backup workers; behind a mode, "switch": a person switches
-    the job, one that is "sync" to asynchronous updates first; "over": there and back between synchronous and
-    asynchronous updates; and, behind "async" or "bounded", "lag": one worker is far slower than the others, and a
-    server is killed. What it does not say is the seed's, but for tables, switches and laggards, of which it says
-    none."""
+    """`kind`: words joined by "-"; what it does not say, the seed decides. Tables, switches and laggards are only there
+    if `kind` says so.
+
+    - "async", "bounded", "sync" or "hybrid", then "wal" or "checkpoint"; or "coordinator": only the coordinator dies.
+    - "stop": workers stop the job. "nan", "overflow": Plan.wrong.
+    - "rows": the job has a table; hybrid jobs always do. "cold": servers have no memory for rows. "lives", for
+      asynchronous jobs: ids get their rows late or lose them, and some servers are cold.
+    - "clip", after "sync": the job clips by norm. "backup": it has backup workers.
+    - "switch": a person switches the job; a synchronous one to asynchronous updates first. "over": back and forth
+      between synchronous and asynchronous updates.
+    - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
+    """
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
     others = ("stop", "clip", "backup", "switch", "over", "lag", "rows", "lives", "cold", *WRONGS)
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
-    lonely = mode == "coordinator"  # nothing else than its ends
+    lonely = mode == "coordinator"  # only the coordinator dies
     bounded, hybrid = mode == "bounded", mode == "hybrid"
     mode = "async" if lonely or bounded else "sync" if hybrid else mode
     weather = Weather(
@@ -334,7 +343,7 @@ def _with_steps(plan: Plan) -> Plan:
 
 def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
     rng, work = random.Random(f"rows {plan.seed}"), random.Random(f"rows {plan.seed % SYNC_WORKS}")
-    rng.choice((0, 1, 2))  # decides nothing; without it each seed would have another plan
+    rng.choice((0, 1, 2))  # keeps the plans of seeds as they are; its result is not used
     looks_ahead = rng.random() < 0.6
     if plan.mode == "sync" and not hybrid:
         age = random.Random(f"age {plan.seed % SYNC_WORKS}").choice((0, 1, 2))
@@ -357,7 +366,7 @@ def _with_lives(plan: Plan) -> Plan:
 
 
 def _with_laggard(plan: Plan) -> Plan:
-    """As it is where a job goes on without its slowest worker if nothing but the server that was killed knew of it."""
+    """A plan in which the job would continue without its slowest worker, if only the killed server knew that worker."""
     rng = random.Random(f"lag {plan.seed}")
     return replace(
         plan,
@@ -374,7 +383,7 @@ def _with_laggard(plan: Plan) -> Plan:
 
 @dataclass
 class Ending:
-    """How a run ended. `violations`: what was broken; none is good."""
+    """How a run ended. `violations`: which rules were broken."""
 
     plan: Plan
     violations: list[str] = field(default_factory=list)
@@ -385,7 +394,7 @@ class Ending:
     starts: int = 0
     values: dict[str, bytes] = field(default_factory=dict)
     versions: dict[int, dict[str, bytes]] = field(default_factory=dict)
-    """Of a synchronous job: the values at each step that was computed."""
+    """For synchronous jobs: the values at each step that was computed."""
     pushes: dict[int, int] = field(default_factory=dict)
     """Yard.pushes."""
     standing: str = ""
@@ -411,23 +420,23 @@ class Yard:
         self.finished: dict[str, dict[str, bytes]] = {}
         self.happened: list[str] = []
         self.unfinished: dict[object, None] = {}
-        """Jobs that were begun and have not ended."""
+        """Jobs that began and have not ended."""
         self.jobs_finished = 0
         self._goodbyes = 0
         self.versions: dict[int, dict[str, bytes]] = {}
         self.pushes: dict[int, int] = {}
-        """Of a hybrid job, by step: so many pushes at least were in the rows that it was computed on."""
+        """For hybrid jobs, by step: the least number of pushes in the rows on which the step was computed."""
         self.pushes_before: dict[int, int] = {}
-        """By step: how many there are of the steps before."""
+        """By step: how many pushes the steps before it have."""
         self.left_out: dict[object, set[int]] = {}
-        """By run of the job: the coordinates whose batches do not count, by the coordinator's word."""
+        """By run of the job: the coordinates whose batches the coordinator has put into quarantine."""
         self.stops: dict[object, int | None] = {}
-        """By run of the job: the step before which it was told to stop."""
+        """By run of the job: the step before which it stops."""
         self.has_checkpoint = False
-        """Whether any was ever committed."""
+        """Whether a checkpoint was ever committed."""
         self.paces = Paces(self.world.violations.append)
         self.effective: dict[Path, Mark] = {}
-        """By folder of a log: the end of the last record that has taken effect."""
+        """By the folder of a log: the end of the last record that has taken effect."""
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
         for index in range(plan.servers):
             self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
@@ -544,14 +553,14 @@ class Yard:
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
             rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.lives) if plan.rows else None
-            if rows is not None:  # as job.prepare does, which a model's parameters come with
+            if rows is not None:  # job.prepare does this for the tables of a model
                 job._loop.begin = functools.partial(job._loop.begin, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
             dataset = TensorDataset(torch.arange(plan.samples))
             ahead = functools.partial(self._ahead, rows) if rows is not None and plan.looks_ahead else None
             for _ in range(plan.feeds):
                 batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs, look_ahead=ahead)
-                # else a loop that ends by an error is closed by whoever collects its traceback
+                # otherwise a loop that ends by an error is closed when its traceback is collected
                 with contextlib.closing(batches):
                     if plan.mode == "async" and not plan.takes_steps:
                         self._train_async(job, names, size, rows, batches)
@@ -578,14 +587,14 @@ class Yard:
         return {"optimizer": "sgd", "lr": 1.0}
 
     def _ahead(self, rows: Rows, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
-        """Of a batch that is to come, whose epoch nobody says: those of all."""
+        """The rows of a later batch. Its epoch is not known, so the rows of all epochs."""
         (chosen,), plan = batch, self.plan
         places = torch.arange(0, plan.coordinates, plan.samples)
         ids = self._row_ids(rows, (chosen[:, None] + places).flatten())
         return rows.announced(np.concatenate([ids, rows.last]) if plan.hybrid else ids)
 
     def _row_ids(self, rows: Rows, coordinates: torch.Tensor) -> Any:
-        """Of what samples of these look up, where rows count."""
+        """The ids that the samples at these coordinates look up, if rows count."""
         if self.plan.shares_rows:
             return np.concatenate([rows.ids(coordinates % SHARED_COUNTED), rows.last])
         return rows.ids(coordinates)
@@ -596,14 +605,14 @@ class Yard:
         rows.add(ids, -1.0)
 
     def _check_counts(self, found: Any) -> None:
-        """Of rows that count: none has counted twice."""
+        """Checks that no row has counted twice."""
         most = self.plan.coordinates if self.plan.shares_rows else 1
         if not np.isin(found, np.arange(most + 1)).all():
             self.world.violations.append(f"{current().process} has looked up {found.tolist()}")
 
     def _judge_pushes(self, step: int, pushes: int) -> None:
-        """Of a hybrid job: how many pushes are in the rows that a step was computed on which has counted, in the
-        partition that has least. They lack none of the steps before, of whichever rank."""
+        """Checks a step of a hybrid job that has counted. `pushes`: how many pushes are in the rows on which it was
+        computed, in the partition that has fewest. All pushes of the steps before must be there."""
         least = self.pushes_before.get(step, 0)
         if pushes < least:
             self.world.violations.append(
@@ -636,8 +645,8 @@ class Yard:
             if left == 0 and dropped:
                 continue
             overflows = plan.wrong == "overflow" and name.first == name.last and self._is_wrong(source, name.last)
-            # what is accumulated before a data shard's last batch does not count if that is listed,
-            # be it for the batch before it
+            # what is accumulated before a data shard's last batch does not count if that batch is in quarantine,
+            # even if only because of the batch before it
             alone = overflows or (plan.wrong == "overflow" and self._is_wrong(source, name.last + 1))
             if plan.wrong == "nan" and left == 1:
                 alone = self._is_wrong(source, name.last) or self._is_wrong(source, name.last + 1)
@@ -651,7 +660,8 @@ class Yard:
         world = self.world
         for (chosen,) in batches:
             coordinates = self._planned(job, chosen)
-            # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
+            # from torch's own generator, which the feed has seeded (rule B5). All simulated processes share it, so this
+            # task draws before it pauses
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
             generation = job._loop.trainer.router.generation
             values = job.pull()
@@ -670,13 +680,15 @@ class Yard:
             if wrong == "nan":
                 sent[names[-1]][0] = float("nan")
             self._push(job, sent, rows, overflow=wrong == "overflow")
-            if pushes is not None and job._loop.trainer.router.generation == generation:  # else it may not have counted
+            if (
+                pushes is not None and job._loop.trainer.router.generation == generation
+            ):  # otherwise the step may not have counted
                 self._judge_pushes(step, pushes)
             self._stop_by_chance(job)
 
     def _count_pushes(self, rows: Rows, coordinates: torch.Tensor) -> int:
-        """Looks up, and gives gradients, where rows are updated as they come. How many pushes they have, in the
-        partition that has least."""
+        """Looks rows up and adds gradients, where rows are updated as they come. Returns how many pushes the rows have,
+        in the partition that has fewest."""
         rows.clear()
         ids = np.concatenate([rows.ids(coordinates), rows.last])
         found = rows.look_up(ids)
@@ -685,7 +697,7 @@ class Yard:
         return int(found[-self.plan.partitions :].min())
 
     def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, total: float) -> float:
-        """Looks up, and gives gradients. What variables' gradients depend on."""
+        """Looks rows up and adds gradients. Returns a number on which the gradients of variables depend."""
         rows.clear()
         ids = rows.ids(coordinates % SHARED)
         found = rows.look_up(ids)
@@ -693,8 +705,8 @@ class Yard:
         return float(found.sum(dtype=np.float64))
 
     def _planned(self, job: Any, chosen: torch.Tensor) -> torch.Tensor:
-        """The coordinates of a batch: of a synchronous job, where samples may be made up for, or of one that has gone
-        over from there."""
+        """The coordinates of a batch, in a job that takes steps at some time. In a synchronous job a batch may make up
+        for a dropped one."""
         feed, name = job._loop.feed, job._loop.feed.work.name
         if isinstance(name.key.source, DataShardSource):
             return chosen + self._place(feed._number, name.key.source.epoch)
@@ -703,7 +715,7 @@ class Yard:
         return chosen + self._place(feed._number, epoch)
 
     def _push(self, job: Any, gradients: dict[str, torch.Tensor], rows: Rows | None, *, overflow: bool) -> None:
-        """Also of an overflow the gradients are sent, so that it shows if they count."""
+        """Pushes gradients. Those of an overflow are sent, too, so that it shows if they count."""
         if rows is None and not overflow:
             job.push(gradients)
             return
@@ -716,7 +728,7 @@ class Yard:
         return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
 
     def _train_counting(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
-        """Where what a sample adds does not depend on its share of a step."""
+        """Trains a job in which a sample always adds the same, whatever its share of a step."""
         world = self.world
         gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
@@ -736,8 +748,8 @@ class Yard:
             self._stop_by_chance(job)
 
     def _accumulates(self, name: PushName) -> bool:
-        """Whether a batch of a data shard is pushed with the next one: partitions that go back count fewer updates, or
-        more, than the others then."""
+        """Whether a batch of a data shard is pushed together with the next one. Partitions that go back then count
+        another number of updates than the others."""
         source = name.key.source
         if not (self.plan.takes_steps and isinstance(source, DataShardSource)):
             return False
@@ -752,16 +764,16 @@ class Yard:
         return min(self.plan.per_shard, total - source.index * self.plan.per_shard)
 
     def _place(self, feed: int, epoch: int) -> int:
-        """Of an epoch's first coordinate."""
+        """The first coordinate of an epoch."""
         return (feed * self.plan.epochs + epoch) * self.plan.samples
 
     def _drops(self, source: DataShardSource) -> bool:
         return self.plan.drops and source.index % 3 == 1
 
-    # ---- who switches the job
+    # ---- the person who switches the job
 
     def _switch(self) -> None:
-        """A person at a machine of their own, who asks again whatever is answered, until it is too late."""
+        """A person on another machine asks for each switch, and asks again after each refusal, SWITCH_TRIES times."""
         network = SimulatedNetwork(self.wires, current().process)
         for at, bound in self.plan.switches:
             self.world.pause(max(0, at - self.world.now))
@@ -781,7 +793,7 @@ class Yard:
                     peer.close()
                 self.world.pause(300 * MS)
 
-    # ---- what goes wrong
+    # ---- faults
 
     def schedule(self) -> None:
         if self.plan.switches:
@@ -849,7 +861,7 @@ class Yard:
         return all(not p.alive for place, p in self.places.items() if place.startswith("worker"))
 
     def note(self, kind: str, body: Any) -> None:
-        """A record of the coordinator's."""
+        """The coordinator has written this record."""
         if kind == "job_started":
             self.unfinished[body["job"]] = None
             self.stops[body["job"]] = None
@@ -861,9 +873,9 @@ class Yard:
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
             code = "" if body["failure"] is None else body["failure"]["code"]
-            # nobody knows that scripts are done whose processes were killed before a goodbye was heard
+            # the coordinator does not know that a script is done if its process was killed before it said goodbye
             unheard = code == "WorkerFailed" and bool(self.finished) and not self._goodbyes
-            # nor is there a job to go back to where a disk has refused its every checkpoint
+            # a job has no checkpoint to go back to if the disk has refused all of them
             lost = code == "ServerLost" and not self.has_checkpoint and len(self.finished) == self.plan.workers
             if code == "ServerLost" and self.plan.durability == "wal" and not lost:
                 self.world.violations.append(f"a job with logs ended by a server: {body['failure']['what']}")
@@ -958,8 +970,8 @@ class Yard:
                 self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
 
     def _with_those_that_went(self, values: bytes, wanted: bytes) -> bytes:
-        """What rows that may expire, and be made anew, can have of what they would have; the last ones are in each
-        push."""
+        """The wanted values of rows that may expire and be created again: whatever they have, between 0 and what they
+        would have without expiry. The last rows are in each push, and never expire."""
         found = np.frombuffer(values).reshape(self.plan.row_coordinates, -1)
         least = np.zeros_like(found)
         most = np.frombuffer(wanted).reshape(found.shape)
@@ -967,7 +979,8 @@ class Yard:
         return np.clip(np.round(found), least, most).tobytes()
 
     def _without_left_out(self, values: dict[str, bytes], wanted: dict[str, bytes]) -> dict[str, bytes]:
-        """What the coordinator lists as not finite has not counted; of several runs, what is the values."""
+        """The wanted values without what the coordinator lists as not finite. Of several runs, the one that fits the
+        values."""
         ends = []
         for left_out in self.left_out.values():
             arrays = {name: np.frombuffer(array, np.float64).copy() for name, array in wanted.items()}
@@ -978,14 +991,14 @@ class Yard:
         return values if values in ends else ends[-1]
 
     def _coordinates(self, source: DataShardSource, batch: int) -> list[int]:
-        """Of a batch's samples."""
+        """The coordinates of a batch's samples."""
         plan = self.plan
         indices = order(seed=7, feed=source.feed, epoch=source.epoch, samples=plan.samples, shuffle=True)
         at = (source.index * plan.per_shard + batch) * plan.batch
         return (indices[at : at + plan.batch] + self._place(source.feed, source.epoch)).tolist()
 
     def _wanted_at(self, values: dict[str, bytes]) -> dict[str, bytes]:
-        """What a synchronous job has that was told to stop; of several runs, what is nearest to the values."""
+        """The wanted values of a synchronous job that was stopped. Of several runs, the one that fits the values."""
         undisturbed = _undisturbed(self.plan.undisturbed)
         ends = [
             undisturbed.versions.get(-1 if step is None else step, undisturbed.values) for step in self.stops.values()
@@ -994,7 +1007,7 @@ class Yard:
         return (found or ends)[-1]
 
     def _look_at_counts(self, whose: str, values: dict[str, bytes]) -> None:
-        """A job that was stopped has counted some of its samples, none of them twice."""
+        """Checks that a stopped job has counted no sample twice."""
         for name in sorted(self._wanted()):
             counts = np.frombuffer(values[name], np.float64)
             if not np.isin(counts, (0.0, 1.0)).all():
@@ -1036,7 +1049,7 @@ def _undisturbed(plan: Plan) -> Ending:
 
 
 def prepare(plan: Plan) -> None:
-    """Does the work undisturbed that a run is held against, where that is needed and has not been done."""
+    """Does the work without faults with which a run is compared, if that is needed and was not done before."""
     if not plan.counts:
         _undisturbed(plan.undisturbed)
 
@@ -1054,14 +1067,14 @@ class _Listener:
         _yard().wires.listen(self.address, self._services)
 
     def set_ready(self, *, ready: bool) -> None:
-        """Nobody asks."""
+        """Does nothing: readiness is not simulated."""
 
     def stop(self, grace_ms: int = 500) -> None:
         _yard().wires.leave(self.address)
 
 
 class SimulatedJournal(Journal):
-    """The shipped one, on its own file; its process may die before and after each write."""
+    """The journal that ships, on its own file. Its process may die before and after each write."""
 
     def __init__(self, folder: Path | None, **_: object) -> None:
         super().__init__(folder, wall_clock=lambda: float(EPOCH_S))
@@ -1093,7 +1106,7 @@ def _network() -> SimulatedNetwork:
 
 
 class _Watch(logging.Handler):
-    """A traceback in a log is a defect."""
+    """Reports a traceback in a log as a violation."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _running and _yard().world.trace is not None:
@@ -1107,7 +1120,7 @@ class _Watch(logging.Handler):
 
 
 def _watch_ledgers() -> Callable[[], None]:
-    """No token that was overtaken, and nobody who is fenced, has anything counted."""
+    """Watches that servers count nothing under an overtaken token, and nothing from a fenced worker."""
     real_open, real_advance, real_restore = Ledger.open, Ledger.advance, Ledger.restore
     real_fence, real_push, real_become = orders.fence, pushes.push, Store.become
 
@@ -1152,7 +1165,7 @@ def _watch_ledgers() -> Callable[[], None]:
 
 
 def _watch_logs() -> Callable[[], None]:
-    """What has taken effect by a log is what its successors read of it: the log ends for them behind it (rule C2)."""
+    """Watches that successors read of a log all that took effect by it (rule C2)."""
     real_append, real_end_turn, real_take_over = Wal.append, Wal._end_turn, LogFiles.take_over
 
     def check(folder: Path, end: Mark) -> None:
@@ -1188,8 +1201,8 @@ def _watch_logs() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def simulation(level: int = logging.ERROR) -> Iterator[None]:
-    """Everything shipped is simulated while this lasts; `run_plan` runs within. Not reentrant. `level`: of what is
-    logged into a trace."""
+    """Simulates clock, threads, network and disk within the block. `run_plan` runs in it. Not reentrant. `level`: which
+    log messages a trace has."""
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.transport.grpc_server import GrpcServer
     from shardyard.transport.malloc import tune_malloc
@@ -1217,7 +1230,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     root.propagate = False
     _os.append(os_)
     gc.collect()
-    gc.freeze()  # so that what a run leaves is found without a look at all else
+    gc.freeze()  # so that a collection looks only at what a run leaves
     try:
         with installed(os_, more):
             yield
@@ -1244,7 +1257,7 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
         prepare(plan)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM if SHM.is_dir() else None))
     was = gc.isenabled()
-    gc.disable()  # what it finds ends in whichever task has the baton
+    gc.disable()  # finalizers would run in whichever task is running
     yard = Yard(plan, folder, trace)
     if judged and plan.hybrid:
         yard.pushes_before = _undisturbed(plan.undisturbed).pushes
