@@ -85,7 +85,7 @@ def test_worker_that_is_told_to_stay_goes_on_with_its_data_shards(tmp_path: Path
             if at == 4:
                 assert here.switch(SYNC).first
                 assert here.job_status().consistency.consistency.mode == SYNC
-                with pytest.raises(errors.NotReady, match="is going over to sync"):
+                with pytest.raises(errors.NotReady, match="is switching to sync"):
                     here.switch(BOUNDED, 3)
                 assert here.switch(ASYNC).first
                 assert not here.job_status().HasField("consistency")
