@@ -19,7 +19,7 @@ import shardyard as sy
 from shardyard.checkpoints import layout as layouts
 from shardyard.checkpoints import rows_file
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, tables_from_wire, tables_to_wire
-from shardyard.checkpoints.library import CheckpointLibrary, Finding, read_partition
+from shardyard.checkpoints.library import CheckpointLibrary, Finding
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, TableEntry, decode, encode
 from shardyard.checkpoints.rows_file import Cells, Entries, Removed, RowsFileKey
 from shardyard.domain import limits
@@ -340,24 +340,6 @@ def test_increments_of_a_zipf_load_are_a_tenth_of_the_table_at_most(tmp_path: Pa
 
 
 # ---- one moment
-
-
-def test_a_cut_has_the_tables_of_its_moment_whatever_is_pushed_while_it_is_written(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
-    then = contents(store)
-    pushes = iter(range(2, 99))
-
-    class Busy(LocalStorage):
-        def write(self, path: str, pieces: Iterable[Buffer]) -> Written:
-            train(store, next(pushes))
-            return super().write(path, pieces)
-
-    saved = store.hosted()[0].saver.save(partitions(store)[:1], SaveRequest(1, None, 0, 0), Busy(tmp_path))
-    other = server()
-    partitions(other)[0].restore(read_partition(LocalStorage(tmp_path), LAYOUT, entry_of(tmp_path, saved[0])))
-    assert contents(other)[:2] == then[:2]
-    assert next(pushes) > 4
 
 
 def test_a_cut_waits_for_nobody_who_reads_a_whole_table_but_says_so(tmp_path: Path) -> None:

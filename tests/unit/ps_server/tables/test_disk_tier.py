@@ -235,44 +235,6 @@ def expire(table: Table, step: int) -> np.ndarray:
     return gone
 
 
-def test_rows_in_the_file_expire_are_removed_and_loaded_as_others_are() -> None:
-    expiry = ExpirySettings(norm_min=1.0, age_steps=50)
-    tables = [make(Budget(1, in_memory), expiry=expiry), make(None, expiry=expiry)]
-    ids = many(5_000)
-    for table in tables:
-        table.push(ids, gradients(ids.size), 1)
-        table.remove(ids[::3])
-        table.load(ids[::5], gradients(ids[::5].size, 3))
-        gone = [expire(table, 2)]
-        table.push(ids[::7], gradients(ids[::7].size, 4), 60)
-        gone.append(expire(table, 61))
-        assert all(each.size for each in gone)
-    assert contents(tables[0]) == contents(tables[1])
-    tables[0].remove(ids)
-    assert (tables[0].rows, tables[0].use().cold_rows) == (0, 0)
-
-
-def test_a_cut_is_of_its_moment_while_rows_go_to_the_file_and_come_back() -> None:
-    table = make(Budget(1, in_memory))
-    ids = many(5_000)
-    table.push(ids, gradients(ids.size), 1)
-    for since in (None, "all"):
-        then = contents(table)
-        with table.cuts.take(None if since is None else table.cuts.generation) as cut:
-            found = []
-            for step, chunk in enumerate(cut, table.state.updates + 1):
-                found.append(chunk)
-                table.push(ids[step % 7 :: 7], gradients(ids[step % 7 :: 7].size, step), step)
-                table.remove(ids[step : step + 3])
-        got = {
-            number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
-            for chunk in found
-            for i, number in enumerate(chunk.ids.tolist())
-        }
-        assert got == then if since is None else got.items() <= then.items()
-        table.push(ids, gradients(ids.size, 8), table.state.updates + 1)
-
-
 def test_a_table_that_may_lie_in_a_file_is_full_at_its_bound_too() -> None:
     group = make_group("sgd", {"lr": 1.0})
     table = Table(TableSettings("t", DIM, "sgd", group, rows_max=1_000), Budget(1, in_memory))
