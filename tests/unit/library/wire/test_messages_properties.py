@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,10 +14,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.domain import limits, optimizers
 from shardyard.domain.consistency import Clipping, Stop
-from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
 from shardyard.domain.layout.layouts import (
     Block,
@@ -69,10 +67,7 @@ from shardyard.wire import (
     push_messages,
 )
 from shardyard.wire.frames import Assembler, Frame
-from shardyard.wire.v1 import common_pb2 as common
-from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
-from shardyard_coordinator.service.rpcs import jobs, members
 
 bounded = settings(max_examples=100, deadline=None)
 
@@ -568,59 +563,3 @@ def test_answer_about_other_partitions_than_were_asked_for_is_malformed(
         return
     with pytest.raises(MalformedPayload):
         push_messages.results_from_wire(message, other)
-
-
-# ---- arbitrary bytes at the door
-
-
-@bounded
-@given(st.binary(max_size=120))
-def test_arbitrary_bytes_as_a_header_are_an_order_or_a_typed_error(header: bytes) -> None:
-    try:
-        order = push_messages.push_from_header(header)
-    except (MalformedPayload, TooLarge, InvalidRequest):
-        pass
-    else:
-        assert math.isfinite(order.weight)
-        assert order.payload_bytes <= limits.PUSH_BYTES_MAX
-    with contextlib.suppress(MalformedPayload, TooLarge, InvalidRequest):
-        push_messages.pulled_from_header(header, (PartitionId(0), PartitionId(1)))
-
-
-DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
-    (common.JobLayout, layout_messages.layout_from_wire),
-    (common.PartitionMap, layout_messages.map_from_wire),
-    (common.OptimizerSpec, layout_messages.optimizer_from_wire),
-    (common.VariableSpec, layout_messages.variable_from_wire),
-    (common.PushName, common_messages.name_from_wire),
-    (server.PullRequest, pull_messages.pull_from_wire),
-    (server.PinRequest, pull_messages.pin_from_wire),
-    (server.PinReply, lambda message: pull_messages.pinned_from_wire(message, (PartitionId(0), PartitionId(1)))),
-    (server.PushReply, lambda message: push_messages.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
-    (server.SharedMemory, pull_messages.ticket_from_wire),
-    (coordinator.DataLease, lease_messages.data_lease_from_wire),
-    (coordinator.HandOver, handed_from_wire),
-    (coordinator.LeaveRequest, members.leave_event),
-    (coordinator.FollowJobRequest, jobs.follow_job_event),
-    (coordinator.ReportEvaluationRequest, lambda message: jobs.report_evaluation_event(message, 0)),
-    (coordinator.Stop, lease_messages.stop_from_wire),
-]
-
-
-@pytest.mark.parametrize(("kind", "taken"), DOORS, ids=[kind.DESCRIPTOR.name for kind, _ in DOORS])
-def test_arbitrary_bytes_at_a_door_are_a_value_or_a_typed_error(
-    kind: type[Any], taken: Callable[[Any], object]
-) -> None:
-    @bounded
-    @given(st.lists(fields, max_size=6).map(b"".join))
-    def run(data: bytes) -> None:
-        try:
-            message = kind.FromString(data)
-        except DecodeError:
-            return
-        try:
-            taken(message)
-        except (MalformedPayload, TooLarge, InvalidRequest):
-            return
-
-    run()

@@ -24,12 +24,12 @@ from shardyard.domain.errors import (
     StaleTerm,
     TooLarge,
 )
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
-from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, PushPart
+from shardyard.domain.pushes import ExchangeReply, PartResult, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
@@ -402,32 +402,6 @@ def test_each_partition_takes_its_own_piece_of_the_payload() -> None:
     assert values(here) == {0: [0.0] * 8 + [-float(x) for x in range(16, 24)], 2: [-float(x) for x in range(16)]}
 
 
-def test_rule_a2_duplicate_is_answered_for_every_partition() -> None:
-    here = server()
-    send(here, order())
-    before = values(here)
-    assert send(here, order()) == tuple(
-        PartResult(PartitionId(p), Outcome.DUPLICATE, next=1, version=Version(1, 1)) for p in OWNED
-    )
-    assert values(here) == before
-
-
-def test_rule_a3_push_advances_the_listed_partitions_only() -> None:
-    here = server()
-    send(here, empty(owned=[2]))
-    hosted = here.hosted()[0]
-    ((_, marks),) = pushes.read_ledger(hosted, [(SourceKey(SHARD), Token(0))])
-    assert [(mark.partition, mark.next) for mark in marks] == [(0, 0), (2, 1)]
-
-
-def test_rule_a4_named_empty_push_advances_and_changes_no_value() -> None:
-    here = server()
-    results = send(here, empty())
-    assert {(result.outcome, result.next) for result in results} == {(Outcome.APPLIED, 1)}
-    assert values(here) == {0: [0.0] * 16, 2: [0.0] * 16}
-    assert {result.outcome for result in send(here, order(sequence=1))} == {Outcome.APPLIED}
-
-
 def test_rule_a4_all_parts_are_judged_before_any_is_applied() -> None:
     here = server()
     send(here, order(sequence=0))
@@ -447,14 +421,6 @@ def test_rule_a4_rates_that_one_partition_refuses_are_recorded_by_none() -> None
     with pytest.raises(RateMismatch):
         send(here, order(RankSource(Rank(0))))
     assert state(here) == before
-
-
-def test_partition_that_has_a_push_skips_it_and_the_other_applies_it() -> None:
-    here = server()
-    send(here, order(parts=parts([0])))
-    results = send(here, order())
-    assert [result.outcome for result in results] == [Outcome.DUPLICATE, Outcome.APPLIED]
-    assert values(here) == {0: [-1.0] * 16, 2: [-1.0] * 16}
 
 
 @pytest.mark.parametrize("change", ["fenced", "moved"])
