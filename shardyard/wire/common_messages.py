@@ -29,8 +29,13 @@ class EnumNumbers(Generic[K]):
     A number's name in the .proto file is `prefix` and the member's name. `unspecified`: what 0 means; None: nothing."""
 
     def __init__(self, kind: type[K], numbers: Any, prefix: str, what: str, unspecified: K | None = None) -> None:
-        self._numbers = {each: 0 if each is unspecified else numbers.Value(prefix + each.name) for each in kind}
+        named = dict(numbers.items())
+        self._numbers = {each: named[prefix + each.name] for each in kind if each is not unspecified}
+        if unspecified is not None:  # 0, unless it has a number too, which is then what is sent
+            self._numbers[unspecified] = named.get(prefix + unspecified.name, 0)
         self._members = {number: each for each, number in self._numbers.items()}
+        if unspecified is not None:
+            self._members[0] = unspecified
         self._what = what
 
     def to_wire(self, member: K) -> Any:

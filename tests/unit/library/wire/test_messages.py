@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from shardyard.domain import limits, optimizers
-from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.consistency import Durability, StaleRule, UpdateMode
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, PartitionId, Rank, Term, Token
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
@@ -357,3 +357,10 @@ def test_only_gradients_overflow(kind: PushKind) -> None:
     ).SerializeToString()
     with pytest.raises(InvalidRequest, match="overflow"):
         push_messages.push_from_header(header)
+
+
+def test_durability_has_its_number_and_is_a_checkpoint_where_none_is_given() -> None:
+    numbers = {each: common_messages.DURABILITIES.to_wire(each) for each in Durability}
+    assert numbers == {Durability.CHECKPOINT: common.DURABILITY_CHECKPOINT, Durability.WAL: common.DURABILITY_WAL}
+    for number in (common.DURABILITY_UNSPECIFIED, common.DURABILITY_CHECKPOINT):
+        assert common_messages.DURABILITIES.from_wire(number) is Durability.CHECKPOINT
