@@ -357,7 +357,7 @@ def _rows(partition: Partition) -> list[object]:
     return [
         (name, sorted(zip(chunk.ids.tolist(), map(bytes, chunk.records), chunk.frequencies.tolist(), strict=False)))
         for name, table in partition.tables.items()
-        for chunk in table.items()
+        for chunk in table.cuts.items()
     ]
 
 

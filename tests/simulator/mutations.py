@@ -232,7 +232,7 @@ def a_straddling_range_counts(patch: Patch) -> None:
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A11", "sync-checkpoint", 27)
+@mutation("A11", "sync-checkpoint", 10)
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
     """who waits for the end of a synchronous job's data does not see that it went back"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
@@ -329,7 +329,7 @@ def a_verdict_of_another_step(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
-@mutation("B6", "sync-wal-clip", 129)
+@mutation("B6", "sync-wal-clip", 10)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
     real = gate.StepGate.gathered
@@ -448,7 +448,7 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 16, 57)
+@mutation("C2", "async-wal", 154)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """who was only asleep goes on with a log that was taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
@@ -520,7 +520,7 @@ def rows_of_a_duplicate_count(patch: Patch) -> None:
     patch.setattr(pushes, "apply_push", apply_push)
 
 
-@mutation("A8", "sync-checkpoint-rows", 6, 10)
+@mutation("A8", "sync-checkpoint-rows", 17)
 def rows_do_not_go_back(patch: Patch) -> None:
     """a partition that goes back to a checkpoint keeps the rows that it has"""
     real = PartitionTables.become
@@ -545,26 +545,26 @@ def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch)
     patch.setattr(TableOfPartition, "load", load)
 
 
-@mutation("A8", "async-checkpoint-rows-lives", 33, 59)
+@mutation("A8", "async-checkpoint-rows-lives", 24)
 def filters_do_not_come_back(patch: Patch) -> None:
     """what a filter has counted is not read from a checkpoint"""
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 61)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 61)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not say which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 61)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint says of rows, as of variables, that none of the next step has counted"""
     real = checkpoint_cuts._cut

@@ -21,7 +21,7 @@ from shardyard.domain.failpoints import EXIT_CODE
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_coordinator.work import straggler_verdicts
 from shardyard_coordinator.work.step_times import StepTimes
 from shardyard_launcher.commands import audit
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
@@ -200,13 +200,13 @@ def verdicts_of(yard: RoleYard, job: str) -> Verdicts:
 def undisturbed(monkeypatch: pytest.MonkeyPatch, verdicts: Verdicts) -> list[str]:
     """The digests of a run in which nobody dies, and the same ranks come late."""
 
-    def due(self: StepLedger, step: int) -> tuple[int, ...] | None:
-        told, present = self.verdicts._present
+    def due(self: straggler_verdicts.StepVerdicts, step: int, working: object) -> tuple[int, ...] | None:
+        told, present = self._present
         wanted = verdicts[step]
-        there = step == told == self.verdicts.decided and present >= set(range(RANKS)) - set(wanted)
+        there = step == told == self.decided and present >= set(range(RANKS)) - set(wanted)
         return wanted if there else None
 
-    monkeypatch.setattr(StepLedger, "due", due)
+    monkeypatch.setattr(straggler_verdicts.StepVerdicts, "due", due)
     options = argparse.Namespace(mode="model", samples=180, epochs=3, pause_ms=0, compile="", stop_at=0, hold_at=0)
 
     def work(job: sy.Job, _: int) -> str:

@@ -17,11 +17,12 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain.ids import Rank
-from shardyard.domain.pushes import PushHeader, StepVerdict
+from shardyard.domain.pushes import StepVerdict
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.exchange.request_builder import ServerRequest
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.job import connect as worker
@@ -198,9 +199,9 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         assert verdict == StepVerdict(0, 32.0)
         streams = list(router._streams.values())[:brought_to]
 
-        def bring(stream: ServerStream) -> tuple[PushHeader, tuple[()], tuple[()]] | None:
+        def bring(stream: ServerStream) -> ServerRequest | None:
             header = replace(router._requests.header(stream.server), verdict=verdict)
-            return (header, (), ()) if stream in streams else None
+            return ServerRequest(header) if stream in streams else None
 
         router._exchange(bring, "a verdict to be brought")
         first.close()

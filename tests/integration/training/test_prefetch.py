@@ -392,7 +392,7 @@ def test_job_that_is_left_leaves_whole_values_and_plain_tensors(connect: Connect
     [
         (lambda frame: frame._replace(offset=1 << 40), "of 1024 bytes"),
         (lambda frame: frame._replace(data=bytes(1 << 20)), "of 1024 bytes"),
-        (lambda frame: frame._replace(offset=0, data=bytes(64)), "some have come before"),
+        (lambda frame: frame._replace(offset=0, data=bytes(64)), "some of them have come before"),
         (lambda frame: frame._replace(data=b""), "without data"),
     ],
     ids=["beyond the end", "too much", "twice", "nothing"],

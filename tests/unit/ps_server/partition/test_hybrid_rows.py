@@ -351,7 +351,7 @@ def test_the_coordinator_refuses_tables_that_a_hybrid_job_cannot_have(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"backup_workers": 1, "logical_ranks": 3}, "backup workers in sync mode only"),
+        ({"backup_workers": 1, "logical_ranks": 3}, "expected backup workers only in"),
         ({"staleness_scaling": "inverse"}, "mode async or bounded with staleness_scaling"),
         ({"delay_compensation": 1.0}, "mode async or bounded with delay_compensation"),
     ],

@@ -397,7 +397,7 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
         {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "which it does not pull"
     ),
     "no such table": ({"wanted": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"),
-    "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "name a table twice"),
+    "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "names a table twice"),
     "more than is given at a time": (
         {"wanted": (RequestedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
     ),

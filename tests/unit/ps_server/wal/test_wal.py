@@ -405,7 +405,7 @@ def test_rates_of_stale_gradients_come_back_to_the_bit(tmp_path: Path) -> None:
 def test_compensation_is_refused_where_it_could_not_be_replayed(tmp_path: Path) -> None:
     with (
         yard_of(tmp_path, stale=StaleRule(compensation=0.1)) as yard,
-        pytest.raises(InvalidRequest, match="cannot be compensated") as refused,
+        pytest.raises(InvalidRequest, match="which has a log, to be compensated") as refused,
     ):
         yard.first()
     assert "set job.consistency.delay_compensation to 0" in str(refused.value)

@@ -283,5 +283,5 @@ def test_rows_that_do_not_fit_are_refused(
 ) -> None:
     servers = two()
     servers[0].all_rows = lambda: iter(frames)
-    with pytest.raises(MalformedPayload, match="of rows of 12 as those from"):
+    with pytest.raises(MalformedPayload, match="of rows of 12 bytes from row"):
         made(servers, pool, wait_registry).read_rows(0, 1, PARTITIONS[0])
