@@ -29,7 +29,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
-from shardyard_ps_server.wal.segments import LogRoot
+from shardyard_ps_server.wal.segments import FENCED, LogFiles, LogRoot
 from tests.simulation.exactly_once import JOB, Groups, incarnation_of, layout_of, newest_values
 
 HERE = incarnation_of(0)
@@ -146,6 +146,15 @@ def pulls_of_what_a_push_will_bring(_: Path) -> list[str]:
     return [] if done else ["a push waits for the threads that wait for it"]
 
 
+def a_log_that_was_taken_over_after_an_order(folder: Path) -> list[str]:
+    logs = LogRoot(folder)
+    taken = logs.log(JOB, HERE)
+    taken.folder.mkdir(parents=True)
+    (taken.folder / FENCED).write_bytes(b"3\n")
+    logs.prune(JOB, incarnation_of(1), Generation(2), ())
+    return [] if taken.folder.exists() else ["an order of generation 2 deletes a log fenced under generation 3"]
+
+
 # ---- the rules, switched off
 
 
@@ -166,6 +175,10 @@ def reads_are_held_for_as_long_as_it_takes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pulls, "hold_version", lambda *given: real(*given[:-1], time.monotonic() + FOR_EVER_S))
 
 
+def fences_are_of_any_generation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogFiles, "fenced_under", property(lambda self: Generation(0) if self.is_fenced else None))
+
+
 @dataclass(frozen=True)
 class Case:
     rule: str
@@ -175,6 +188,7 @@ class Case:
 
 CASES = (
     Case("A4", a_push_that_one_partition_refuses, parts_are_not_judged_beforehand),
+    Case("C2", a_log_that_was_taken_over_after_an_order, fences_are_of_any_generation),
     Case("C4", an_order_of_a_coordinator_that_was_replaced, terms_are_not_looked_at),
     Case("C5", a_gradient_that_changes_while_it_is_logged, shared_memory_is_not_copied),
     Case("C6", pulls_of_what_a_push_will_bring, reads_are_held_for_as_long_as_it_takes),

@@ -473,12 +473,6 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     patch.setattr(LogFiles, "_find_end", find_end)
 
 
-@mutation("C2", "sync-wal", 7422)
-def late_orders_judge_logs_of_later_owners(patch: Patch) -> None:
-    """who was given up, and wakes, deletes the log of one that became an owner since, and died"""
-    patch.setattr(LogFiles, "fenced_under", property(lambda self: Generation(0) if self.is_fenced else None))
-
-
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """values are given however far behind another worker is"""
