@@ -97,8 +97,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SwitchPoint:
-    """A synchronous job goes over to another mode before step `step`, once that is `settled`: workers compute the steps
-    before it, and begin none from it on. `number` counts the halts of a job. `drains`: an asynchronous job goes over to
+    """A synchronous job changes to another mode before step `step`, once that is `settled`: workers compute the steps
+    before it, and begin none from it on. `number` counts the halts of a job. `drains`: an asynchronous job changes to
     steps, of which `step` is the first: data shards that were begun are done, and nothing else is pushed."""
 
     number: int

@@ -36,7 +36,7 @@ class ModeSetting:
         self._asking = False
         self._retry_at_ms = 0
         self._left: Generation | None = None
-        """The last map of partitions of another kind, of a job that went over from them."""
+        """The last map before the job changed between steps and data shards."""
         self._by = 0
         """The checkpoint by way of which it did."""
         self._acknowledged: dict[Incarnation, int] = {}
