@@ -115,21 +115,21 @@ class DoneDataShards:
 
 @dataclass(frozen=True, slots=True)
 class RankLease:
-    """A lease on a logical rank. Steps before `careful_below` are announced to the coordinator before they are
+    """A lease on a logical rank. Steps before `announce_until` are announced to the coordinator before they are
     computed."""
 
     rank: Rank
     token: Token
-    careful_below: int = 0
+    announce_until: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataLease:
-    """A lease on the indices [begin, end) of the epoch's permutation. Batches before `careful_below` are announced to
+    """A lease on the indices [begin, end) of the epoch's permutation. Batches before `announce_until` are announced to
     the coordinator before they are computed."""
 
     source: DataShardSource
     token: Token
     begin: int
     end: int
-    careful_below: int = 0
+    announce_until: int = 0

@@ -78,12 +78,13 @@ def watermarks_from_wire(
 
 def rank_leases_to_wire(leases: Iterable[RankLease]) -> list[coordinator.RankLease]:
     return [
-        coordinator.RankLease(rank=lease.rank, token=lease.token, careful_below=lease.careful_below) for lease in leases
+        coordinator.RankLease(rank=lease.rank, token=lease.token, announce_until=lease.announce_until)
+        for lease in leases
     ]
 
 
 def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[RankLease, ...]:
-    return tuple(RankLease(Rank(m.rank), Token(m.token), m.careful_below) for m in messages)
+    return tuple(RankLease(Rank(m.rank), Token(m.token), m.announce_until) for m in messages)
 
 
 def consistency_to_wire(consistency: Consistency) -> coordinator.Consistency:
@@ -130,10 +131,10 @@ def halt_from_wire(message: coordinator.Halt) -> SwitchPoint:
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:
     name = common.DataShardName(feed=lease.source.feed, epoch=lease.source.epoch, index=lease.source.index)
     return coordinator.DataLease(
-        data_shard=name, token=lease.token, begin=lease.begin, end=lease.end, careful_below=lease.careful_below
+        data_shard=name, token=lease.token, begin=lease.begin, end=lease.end, announce_until=lease.announce_until
     )
 
 
 def data_lease_from_wire(message: coordinator.DataLease) -> DataLease:
     source, token = data_shard_from_wire(message.data_shard), Token(message.token)
-    return DataLease(source, token, message.begin, message.end, message.careful_below)
+    return DataLease(source, token, message.begin, message.end, message.announce_until)

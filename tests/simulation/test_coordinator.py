@@ -64,7 +64,7 @@ class Process:
     batch: int = 0
     sent_to: int = 0
     highest: int = 0
-    careful_below: int = 0
+    announce_until: int = 0
     skips: bool = False
     saw_done: bool = False
 
@@ -264,7 +264,7 @@ class Yard:
         answer = self.handle(events.LeaseRequested(self.caller(process), 0))
         if isinstance(answer, DataLease):
             self.books.granted(answer, process.incarnation)
-            process.lease, process.sent_to, process.careful_below = answer, 0, answer.careful_below
+            process.lease, process.sent_to, process.announce_until = answer, 0, answer.announce_until
             starts = []
             for partition in self.partitions:
                 if process.incarnation in self.refused[partition.server]:
@@ -315,7 +315,7 @@ class Yard:
 
     def _begin(self, process: Process, lease: DataLease) -> bool:
         """Whether the batch is to be computed."""
-        if process.batch >= process.careful_below:
+        if process.batch >= process.announce_until:
             return True
         event = events.BatchBegun(
             self.caller(process), lease.source, lease.token, process.batch, max(process.highest, process.batch)
@@ -324,7 +324,7 @@ class Yard:
         assert isinstance(answer, effects.BatchVerdict)
         assert answer.counts is not None, "no checkpoint is under way"
         assert self.handle(event) == answer, "a retry is answered alike"
-        process.careful_below = answer.careful_below
+        process.announce_until = answer.announce_until
         return answer.counts
 
     def _close(self, process: Process) -> None:

@@ -316,11 +316,11 @@ class LeaseClosed:
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdict:
-    """Whether an announced batch is to be computed; None: not decided yet. `careful_below`: the worker announces this
+    """Whether an announced batch is to be computed; None: not decided yet. `announce_until`: the worker announces this
     source's batches with lower sequences."""
 
     counts: bool | None
-    careful_below: int
+    announce_until: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
         first = job.first_of(answer.source)
         leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
     if isinstance(answer, DataLease):
-        answer = replace(answer, careful_below=work_verdicts.announce_until(job, answer.source))
+        answer = replace(answer, announce_until=work_verdicts.announce_until(job, answer.source))
     return [*job.records(leased), Reply(answer)]
 
 

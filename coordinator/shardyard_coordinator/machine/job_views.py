@@ -51,7 +51,7 @@ def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:
 
 def ranks_of(job: JobState, worker: Incarnation) -> tuple[RankLease, ...]:
     leases = () if job.ranks is None else job.ranks.of(worker)
-    return tuple(replace(lease, careful_below=announce_until(job, RankSource(lease.rank))) for lease in leases)
+    return tuple(replace(lease, announce_until=announce_until(job, RankSource(lease.rank))) for lease in leases)
 
 
 def samples(job: JobState) -> int:

@@ -195,14 +195,14 @@ class TableRows(_message.Message):
     def __init__(self, job: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RankLease(_message.Message):
-    __slots__ = ("rank", "token", "careful_below")
+    __slots__ = ("rank", "token", "announce_until")
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_UNTIL_FIELD_NUMBER: _ClassVar[int]
     rank: int
     token: int
-    careful_below: int
-    def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
+    announce_until: int
+    def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ..., announce_until: _Optional[int] = ...) -> None: ...
 
 class SaveFeedback(_message.Message):
     __slots__ = ("number", "url")
@@ -421,18 +421,18 @@ class LeaseDataRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ...) -> None: ...
 
 class DataLease(_message.Message):
-    __slots__ = ("data_shard", "token", "begin", "end", "careful_below")
+    __slots__ = ("data_shard", "token", "begin", "end", "announce_until")
     DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_UNTIL_FIELD_NUMBER: _ClassVar[int]
     data_shard: _common_pb2.DataShardName
     token: int
     begin: int
     end: int
-    careful_below: int
-    def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., token: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
+    announce_until: int
+    def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., token: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., announce_until: _Optional[int] = ...) -> None: ...
 
 class LeaseWait(_message.Message):
     __slots__ = ("retry_ms", "waiting_for")
@@ -539,14 +539,14 @@ class BeginBatchRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., token: _Optional[int] = ..., sequence: _Optional[int] = ..., highest: _Optional[int] = ...) -> None: ...
 
 class BeginBatchReply(_message.Message):
-    __slots__ = ("quarantined", "retry_ms", "careful_below")
+    __slots__ = ("quarantined", "retry_ms", "announce_until")
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     RETRY_MS_FIELD_NUMBER: _ClassVar[int]
-    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_UNTIL_FIELD_NUMBER: _ClassVar[int]
     quarantined: bool
     retry_ms: int
-    careful_below: int
-    def __init__(self, quarantined: bool = ..., retry_ms: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
+    announce_until: int
+    def __init__(self, quarantined: bool = ..., retry_ms: _Optional[int] = ..., announce_until: _Optional[int] = ...) -> None: ...
 
 class ReportNotFiniteRequest(_message.Message):
     __slots__ = ("caller", "source", "token", "first", "last", "parameter", "count", "in_a_row", "step", "highest")

@@ -57,7 +57,7 @@ class LogicalRanks:
 
     def announce_until(self, rank: Rank) -> int:
         """Steps of the rank before this one are announced (rule A13)."""
-        return max((lease.careful_below for lease in self._session.ranks if lease.rank == rank), default=0)
+        return max((lease.announce_until for lease in self._session.ranks if lease.rank == rank), default=0)
 
     def highest(self, rank: Rank) -> int:
         """The highest next step of the rank over all partitions."""

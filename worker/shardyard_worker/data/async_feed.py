@@ -120,7 +120,7 @@ class AsyncFeed(Feed):
         nexts = [mark.next for mark in marks]
         pending: Work | None = None
         self._early.clear()
-        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.careful_below)
+        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.announce_until)
         for sequence in range(min(nexts), shard.batches):
             if self._is_told_to_stop:
                 if pending is not None:

@@ -181,7 +181,7 @@ class Feed(ABC):
                 reply = session.ask(methods.BEGIN_BATCH, request)
         if reply.quarantined:
             log.warning("#%d of %s is in quarantine; it does not count", sequence, source)
-        return not reply.quarantined, reply.careful_below
+        return not reply.quarantined, reply.announce_until
 
     def _fetch(self, seed: tuple[int, ...], chosen: Indices) -> Any:
         """The current batch. Afterwards the generators are as reading it has left them."""

@@ -88,7 +88,7 @@ def begin_batch_reply(verdict: BatchVerdict) -> wire.BeginBatchReply:
     return wire.BeginBatchReply(
         quarantined=verdict.counts is False,
         retry_ms=parts.RETRY_MS if verdict.counts is None else 0,
-        careful_below=verdict.careful_below,
+        announce_until=verdict.announce_until,
     )
 
 

@@ -142,7 +142,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     yard.kill(worker)
     checkpoint_copy.reopen(job.feeds, job.book.committed.data_ledger)
     again = yard.lease(yard.hire())
-    assert (again.source, again.careful_below) == (SHARD, 4), "announced as far as there is something to hear"
+    assert (again.source, again.announce_until) == (SHARD, 4), "announced as far as there is something to hear"
 
 
 # ---- synchronous
@@ -150,7 +150,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
 
 def rank_lease(yard: Yard, worker: Incarnation, rank: int = 0) -> tuple[Token, int]:
     found = next(each for each in job_views.ranks_of(yard.machine.jobs[0], worker) if each.rank == rank)
-    return found.token, found.careful_below
+    return found.token, found.announce_until
 
 
 def test_step_of_a_logical_rank_that_kills_its_workers_does_not_count() -> None:
@@ -160,8 +160,8 @@ def test_step_of_a_logical_rank_that_kills_its_workers_does_not_count() -> None:
     yard.kill(yard.first)
     for _ in range(2):
         worker = yard.hire()
-        token, careful_below = rank_lease(yard, worker)
-        assert careful_below == MAX
+        token, announce_until = rank_lease(yard, worker)
+        assert announce_until == MAX
         assert yard.begin(worker, source, token, 3).counts
         assert yard.begin(worker, RankSource(Rank(1)), rank_lease(yard, worker, 1)[0], 3).counts
         assert yard.begin(worker, source, token, 4).counts
