@@ -83,7 +83,7 @@ def _rows_refs(messages: Sequence[server.CheckpointFile]) -> tuple[FileRef, ...]
     return found
 
 
-def handed_from_wire(message: coordinator.HandOver) -> ResidualFile:
+def residual_from_wire(message: coordinator.CheckpointResidual) -> ResidualFile:
     name = common_messages.text(message.worker, "a worker's name", limits.JOB_NAME_CHARACTERS_MAX)
     return ResidualFile(name, _ref(message.path, message.length, message.sha256))
 

@@ -117,14 +117,14 @@ def stop_from_wire(message: coordinator.Stop) -> Stop:
     return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
 
 
-def halt_to_wire(halt: SwitchPoint) -> coordinator.Halt:
-    return coordinator.Halt(number=halt.number, settled=halt.settled, step=halt.step, drains=halt.drains)
+def switch_point_to_wire(point: SwitchPoint) -> coordinator.SwitchPoint:
+    return coordinator.SwitchPoint(number=point.number, settled=point.settled, step=point.step, drains=point.drains)
 
 
-def halt_from_wire(message: coordinator.Halt) -> SwitchPoint:
+def switch_point_from_wire(message: coordinator.SwitchPoint) -> SwitchPoint:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a halt at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
+        raise TooLarge(f"a switch at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
     return SwitchPoint(message.number, message.settled, message.step, message.drains)
 
 

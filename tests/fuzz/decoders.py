@@ -18,7 +18,7 @@ import numpy as np
 
 from shardyard.checkpoints import layout as layouts
 from shardyard.checkpoints import manifest, partition_file, residual_file, rows_file
-from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
+from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, residual_from_wire
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
 from shardyard.codecs.dense.decoding import apply, decode
@@ -166,7 +166,7 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
         (server.Clipping, [server.Clipping(norm=1.0, value=0.5)], common_messages.clipping_from_wire),
         (server.RestoredPartition, [restored], entry_from_wire),
         (server.CheckpointFile, list(restored.files), file_from_wire),
-        (coordinator.HandOver, [_handed()], handed_from_wire),
+        (coordinator.CheckpointResidual, [_handed()], residual_from_wire),
         (
             coordinator.LeaseDataReply,
             [coordinator.LeaseDataReply.FromString(golden["LeaseDataReply.lease"])],
@@ -401,9 +401,11 @@ def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
     )
 
 
-def _handed() -> coordinator.HandOver:
+def _handed() -> coordinator.CheckpointResidual:
     path = manifest.feedback_path(7, "100000005")
-    return coordinator.HandOver(generation=2, worker="100000005", url="u", path=path, length=9, sha256=bytes(32))
+    return coordinator.CheckpointResidual(
+        generation=2, worker="100000005", url="u", path=path, length=9, sha256=bytes(32)
+    )
 
 
 def _journals(folder: Path) -> Iterator[Decoder]:

@@ -434,7 +434,7 @@ class CoordinatorWorld:
             ],
             "Heartbeat": [
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x")),
-                encoded(wire.HeartbeatRequest(caller=caller, step=3, stop_heard={"reached": 4})),
+                encoded(wire.HeartbeatRequest(caller=caller, step=3, stop_reached={"reached": 4})),
             ],
             "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no", residual_lost=0.5))],
             "ReportExit": [

@@ -76,7 +76,7 @@ ALL_KINDS = {
     "steps_decided",
     "stop_settled",
     "consistency_switched",
-    "worker_gone_over",
+    "worker_switched",
     "variables_committed",
     "variables_registered",
     "worker_admitted",
@@ -534,7 +534,7 @@ CROSSINGS = range(40)
 BACK = 24
 """Seeds from here on begin with data shards."""
 CROSSING_EVENTS = 250
-CROSSING_KINDS = {"halt_asked", "halt_settled", "halt_given_up", "job_went_over", "consistency_switched"}
+CROSSING_KINDS = {"switch_asked", "switch_settled", "switch_cancelled", "job_switched", "consistency_switched"}
 
 
 class Crossing(Beginning):
@@ -590,7 +590,7 @@ class Crossing(Beginning):
                 events.HeartbeatReceived(self.worker, Report(self.stands, switch_reached=halted, switches=number))
             )
             assert isinstance(standing, effects.HeartbeatReply)
-            self.halt = standing.halt
+            self.halt = standing.switch_point
         else:
             super().step()
 

@@ -883,10 +883,10 @@ class Yard:
         elif kind == "consistency_switched":
             self.paces.switched(JobId(body["job"]), body["number"])
             self.happened.append("switch")
-        elif kind == "job_went_over":
+        elif kind == "job_switched":
             self.paces.switched(JobId(body["job"]), body["number"])
             self.happened.append("went over to steps" if body["mode"] == "sync" else "went over")
-        elif kind == "worker_gone_over":
+        elif kind == "worker_switched":
             self.happened.append("gone over")
         elif kind == "stop_settled":
             self.stops[body["job"]] = body["step"]

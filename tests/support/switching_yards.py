@@ -50,10 +50,10 @@ class SwitchingYard(MachineYard):
 
     def halted(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> SwitchPoint | None:
         """A worker reports that it has halted. Returns the switch point in the answer."""
-        return self.beat(caller.incarnation, Report(step=step, switch_reached=(halt, reached))).halt
+        return self.beat(caller.incarnation, Report(step=step, switch_reached=(halt, reached))).switch_point
 
     def told_to_halt(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
-        return self.beat(caller.incarnation, Report(step=step)).halt
+        return self.beat(caller.incarnation, Report(step=step)).switch_point
 
     def settle(self, version: int = 0, *, reached: int = 0, halt: int = 1) -> None:
         """All workers have halted, and the servers have reported their version."""

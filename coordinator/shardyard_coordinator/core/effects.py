@@ -21,7 +21,7 @@ from shardyard.domain.push_names import DataShardSource, DoneDataShards, LeasedS
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
-from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
+from shardyard_coordinator.storage.checkpoint_residuals import NEVER, CheckpointResidual
 from shardyard_coordinator.work.losses import LostRange
 from shardyard_coordinator.work.straggler_verdicts import MissedBatch
 
@@ -261,9 +261,9 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
-    worker's error feedback should take over. `gone_back`: the generation with which the whole job last went back to a
-    checkpoint. `checkpoint`: the newest one. `consistency`: the mode and the bound of a job that was switched. `halt`:
-    set while the job changes from synchronous to asynchronous updates."""
+    worker takes over. `gone_back`: the generation with which the whole job last went back to a checkpoint.
+    `checkpoint`: the newest one. `consistency`: set for a job that was switched. `switch_point`: set while the
+    job changes between synchronous and asynchronous updates."""
 
     job_state: JobPhase | None = None
     failure: ShardyardError | None = None
@@ -274,12 +274,12 @@ class HeartbeatReply:
     fenced: tuple[Incarnation, ...] = ()
     initializer: bool = False
     recovering: bool = False
-    feedback: tuple[RestoredResidual, ...] = ()
+    feedback: tuple[CheckpointResidual, ...] = ()
     gone_back: Generation = NEVER
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
-    halt: SwitchPoint | None = None
+    switch_point: SwitchPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class Joined:
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
-    halt: SwitchPoint | None = None
+    switch_point: SwitchPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class VariablesPlaced:
     layout: JobLayout
     map: PartitionMap
     initializer: bool
-    feedback: tuple[RestoredResidual, ...] = ()
+    feedback: tuple[CheckpointResidual, ...] = ()
     gone_back: Generation = NEVER
     consistency: Consistency | None = None
 

@@ -28,10 +28,10 @@ from shardyard_coordinator.modes.stopping import Stopping
 from shardyard_coordinator.placement.deployment import Deployment, Stage
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook, url_of
+from shardyard_coordinator.storage.checkpoint_residuals import CheckpointResiduals
 from shardyard_coordinator.storage.log_owners import LogOwners
 from shardyard_coordinator.storage.recovery import Recovery, Restored
 from shardyard_coordinator.storage.restore_point import RestorePoint
-from shardyard_coordinator.storage.restored_residuals import RestoredResiduals
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.losses import Departed, LostPushes, LostResiduals
 from shardyard_coordinator.work.quarantine import Suspects
@@ -44,12 +44,12 @@ from shardyard_coordinator.work.tokens import Tokens
 @dataclass(slots=True)
 class LastCheckpoint:
     """The checkpoint with which a job ends. `failure`: the error that the job ends with once the checkpoint is
-    written; None if it ends well. `ticket`: of that checkpoint, 0 before it is requested. `told`: how its last
-    attempt failed."""
+    written; None if it ends well. `ticket`: of that checkpoint, 0 before it is requested. `failed_attempt`: why its
+    last attempt failed, as the end of a sentence."""
 
     failure: errors.ShardyardError | None = None
     ticket: int = 0
-    told: str = ""
+    failed_attempt: str = ""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class JobState:
     recovery: Recovery = field(default_factory=Recovery)
     restored: Restored | None = None
     origin: RestorePoint | None = None
-    restored_residuals: RestoredResiduals = field(default_factory=RestoredResiduals)
+    checkpoint_residuals: CheckpointResiduals = field(default_factory=CheckpointResiduals)
     readers: Readers = field(default_factory=Readers)
     evaluations: Evaluations = field(default_factory=Evaluations)
     last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)

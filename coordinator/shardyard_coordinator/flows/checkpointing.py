@@ -93,8 +93,8 @@ def end(job: JobState, taken: CheckpointTaken) -> list[Effect]:
     if record is None:
         return []
     committed(job, taken.number)
-    told = LogMessage(f"{job.title}: checkpoint {taken.number} of step {taken.step:,}")
-    return [*job.records([record]), told, *_forget_sources(job)]
+    message = LogMessage(f"{job.title}: checkpoint {taken.number} of step {taken.step:,}")
+    return [*job.records([record]), message, *_forget_sources(job)]
 
 
 def committed(job: JobState, number: int) -> None:

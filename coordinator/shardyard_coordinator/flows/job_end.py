@@ -31,8 +31,8 @@ def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = N
     job.roster.rest(now_ms)
     job.last_checkpoint.ticket = checkpointing.ask_for_the_last(job)
     done = "is done" if failure is None else "has no workers any more"
-    told = LogMessage(f"{job.title} {done}; its last checkpoint is being written")
-    return [*free(job, tuple(job.roster.fencing), now_ms), *job.records([finishing(job)]), told]
+    message = LogMessage(f"{job.title} {done}; its last checkpoint is being written")
+    return [*free(job, tuple(job.roster.fencing), now_ms), *job.records([finishing(job)]), message]
 
 
 def tick(job: JobState, now_ms: int) -> list[Effect]:
@@ -40,9 +40,9 @@ def tick(job: JobState, now_ms: int) -> list[Effect]:
     if job.roster.idle_ms(now_ms) < job.settings.idle_ms:
         job.last_checkpoint.ticket = job.last_checkpoint.ticket or checkpointing.ask_for_the_last(job)
         return []
-    why = f"it was not written within {job.settings.idle_ms / 1000:g} s{job.last_checkpoint.told}"
-    told = f"{job.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
-    return [LogMessage(told, warning=True), *_conclude(job)]
+    why = f"it was not written within {job.settings.idle_ms / 1000:g} s{job.last_checkpoint.failed_attempt}"
+    message = f"{job.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
+    return [LogMessage(message, warning=True), *_conclude(job)]
 
 
 def end_checkpoint(job: JobState) -> list[Effect]:
@@ -56,7 +56,7 @@ def fail_checkpoint(job: JobState, draft: int, failure: errors.ShardyardError) -
     """A checkpoint was not taken. If it was the last one, the job's end will say why."""
     last = job.last_checkpoint
     if last.ticket and draft >= last.ticket:
-        last.told = f", which failed at last by: {failure.what}"
+        last.failed_attempt = f", which failed at last by: {failure.what}"
 
 
 def fail(job: JobState, failure: errors.ShardyardError, gone: Incarnation | None = None) -> list[Effect]:
@@ -83,7 +83,7 @@ def _end(job: JobState, phase: JobPhase, gone: Incarnation | None = None) -> lis
     job.phase = phase
     job.origin = None
     said = f"{job.title} has ended: {job.failure.what}" if job.failure else f"{job.title} is finished"
-    due = job.restored_residuals.due
+    due = job.checkpoint_residuals.due
     if due:
         said += f"; no worker has taken over the residuals of workers {', '.join(due[:8])}"
     drops = drop_on(job, [server for server in job.deployment.servers if server.incarnation != gone])

@@ -21,12 +21,12 @@ def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]
     job.require_unfinished()
     asked = job.stopping.ask(reason, worker)
     if mode_switch.may_cancel(job):
-        asked += job.drain.give_up()  # the job ends in its present mode
+        asked += job.drain.cancel()  # the job ends in its present mode
     found = job.stopping.stop
     assert found is not None
     by = "a person" if worker is None else f"worker {worker}"
-    told = [LogMessage(f"{job.title} stops, as {by} asked{f': {reason}' if reason else ''}")] if asked else []
-    return [*job.records(asked), *told, Reply(StopTaken(job.id, job.settings.name, found, first=bool(asked)))]
+    message = [LogMessage(f"{job.title} stops, as {by} asked{f': {reason}' if reason else ''}")] if asked else []
+    return [*job.records(asked), *message, Reply(StopTaken(job.id, job.settings.name, found, first=bool(asked)))]
 
 
 def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effect]:
@@ -66,5 +66,5 @@ def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
 
 
 def _may_fix_step(job: JobState) -> bool:
-    halts = job.drain.is_due(job.workers) and mode_switch.may_fix_step(job)
-    return (halts or job.stopping.is_due(job.workers)) and not job.roster.fencing and job.is_whole
+    switches = job.drain.is_due(job.workers) and mode_switch.may_fix_step(job)
+    return (switches or job.stopping.is_due(job.workers)) and not job.roster.fencing and job.is_whole

@@ -1,7 +1,7 @@
 """Switches a running job to another consistency mode, or to another bound on staleness.
 
 The job's `mode` and `drain` hold the decisions. A switch between asynchronous and synchronous updates takes three
-steps: workers halt, a checkpoint is taken that has all counted work and nothing else, and one record puts the job into
+steps: workers pause, a checkpoint is taken that has all counted work and nothing else, and one record puts the job into
 the other mode (docs/internals/ledger.md, rules B8, B10). Any other switch is told to the servers, then to the workers.
 Invariants: a switch that is refused has changed nothing. Until the record of the other mode is written, the switch may
 be cancelled. Must not know: how servers are called, the clock.
@@ -36,7 +36,7 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
     job.require_joinable()
     settings = switched(job.settings, mode, staleness)
     if settings.consistency.mode.updates is not job.settings.consistency.mode.updates:
-        return _halt(job, settings)
+        return _ask_switch(job, settings)
     if may_cancel(job):
         _check_cancel(job, settings)
         reply = Reply(SwitchTaken(job.id, job.settings.name, job.mode.latest, first=True))
@@ -47,8 +47,8 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
     if not asked:
         return [reply]
     job.apply_mode()
-    told = LogMessage(f"{job.title} switches to {latest}, as requested")
-    return [*job.records(asked), told, *_pace(job, now_ms), reply]
+    message = LogMessage(f"{job.title} switches to {latest}, as requested")
+    return [*job.records(asked), message, *_pace(job, now_ms), reply]
 
 
 def may_cancel(job: JobState) -> bool:
@@ -57,7 +57,7 @@ def may_cancel(job: JobState) -> bool:
 
 
 def _has_switched(job: JobState) -> bool:
-    """Whether the job is in the mode for which it halted. Its partitions may still be being restored."""
+    """Whether the job is in the mode to which it switches. Its partitions may still be being restored."""
     wanted = job.drain.wanted
     return wanted is not None and job.mode.latest.number >= wanted.number
 
@@ -65,15 +65,15 @@ def _has_switched(job: JobState) -> bool:
 def on_reached(job: JobState, worker: Incarnation, number: int, reached: int) -> list[Effect]:
     """A worker waits for the switch of that number. `reached`: the first step to which it has not contributed; if the
     job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
-    halt = job.drain.halt
-    if halt is not None and halt.drains and halt.number == number and reached and may_cancel(job):
+    point = job.drain.switch_point
+    if point is not None and point.drains and point.number == number and reached and may_cancel(job):
         return _cancel(job, f"because worker {worker} takes steps outside of job.batches")
     job.drain.on_reached(worker, number, reached)
     return []
 
 
 def may_fix_step(job: JobState) -> bool:
-    """Whether the servers have all work that was begun, after all workers have halted."""
+    """Whether the servers have all work that was begun, after all workers wait for the switch."""
     if not job.drain.drains:
         return True
     lost = job.departed is not None and job.departed.is_due
@@ -81,16 +81,16 @@ def may_fix_step(job: JobState) -> bool:
 
 
 def fix_step(job: JobState, step: int) -> list[Effect]:
-    """All workers have halted. `step`: the first to which no partition has any contribution; if the job has no steps
-    yet, the highest version of any partition."""
+    """All workers wait for the switch. `step`: the first to which no partition has any contribution; if the job has no
+    steps yet, the highest version of any partition."""
     if job.drain.drains:
-        halted = job.drain.fix_step(max(step, job.progress.step), job.book.ask())
+        records = job.drain.fix_step(max(step, job.progress.step), job.book.ask())
         job.progress.reach(job.drain.step or 0)
-        told = f"{job.title} switches to {job.drain.wanted}: all data shards that were begun are done"
-        return [*job.records(halted), LogMessage(told)]
-    halted = job.drain.fix_step(step)
-    told = f"{job.title} switches to {job.drain.wanted} before step {job.drain.step or 0:,}"
-    return [*job.records(halted), LogMessage(told)]
+        message = f"{job.title} switches to {job.drain.wanted}: all data shards that were begun are done"
+        return [*job.records(records), LogMessage(message)]
+    records = job.drain.fix_step(step)
+    message = f"{job.title} switches to {job.drain.wanted} before step {job.drain.step or 0:,}"
+    return [*job.records(records), LogMessage(message)]
 
 
 def tick(job: JobState, now_ms: int) -> list[Effect]:
@@ -123,8 +123,8 @@ def draining(job: JobState) -> str:
 
 
 def _cancel(job: JobState, why: str) -> list[Effect]:
-    given_up = job.records(job.drain.give_up())
-    return [*given_up, LogMessage(f"{job.title} stays {job.settings.consistency.mode.value}, {why}")]
+    cancelled = job.records(job.drain.cancel())
+    return [*cancelled, LogMessage(f"{job.title} stays {job.settings.consistency.mode.value}, {why}")]
 
 
 def _check_cancel(job: JobState, settings: JobSettings) -> None:
@@ -143,21 +143,21 @@ def _switches_already(job: JobState) -> errors.NotReady:
     )
 
 
-def _halt(job: JobState, settings: JobSettings) -> list[Effect]:
-    """Halts the job to change between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
+def _ask_switch(job: JobState, settings: JobSettings) -> list[Effect]:
+    """Asks for a switch between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
     ConfigurationError, TooLarge."""
     wanted, before = job.mode.next_switch(settings), job.drain.wanted
     if before is not None:
         if (before.mode, before.bound) == (wanted.mode, wanted.bound):
             return [Reply(SwitchTaken(job.id, job.settings.name, before, first=False))]
         raise _switches_already(job)
-    _check_halt(job, settings)
-    told = LogMessage(f"{job.title} will switch to {wanted}, as requested, once its workers report how far they are")
+    _check_switch(job, settings)
+    message = LogMessage(f"{job.title} will switch to {wanted}, as requested, once its workers report how far they are")
     asked = job.records(job.drain.ask(wanted))
-    return [*asked, told, Reply(SwitchTaken(job.id, job.settings.name, wanted, first=True))]
+    return [*asked, message, Reply(SwitchTaken(job.id, job.settings.name, wanted, first=True))]
 
 
-def _check_halt(job: JobState, settings: JobSettings) -> None:
+def _check_switch(job: JobState, settings: JobSettings) -> None:
     layout, wanted = job.deployment.layout, settings.consistency.mode.value
     if job.phase is not JobPhase.RUNNING or layout is None or not len(job.feeds):
         raise errors.NotReady(
@@ -199,21 +199,21 @@ def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
         return []
     assert job.deployment.map is not None
     generation = job.deployment.map.generation
-    gone: Entry = (
-        "job_went_over",
+    record: Entry = (
+        "job_switched",
         {"step": step, "left": generation, "number": wanted.number, **consistency_body(wanted)},
     )
-    told = f"{job.title} is {wanted} from step {step:,} on: partitions continue from checkpoint {committed.number}"
+    message = f"{job.title} is {wanted} from step {step:,} on: partitions continue from checkpoint {committed.number}"
     if isinstance(job.feeds, StepLedger):
         begun = _lease_data(job, wanted, generation, step)
-        return [*job.records([gone, *_restore_all(job, begun, 0, now_ms)]), LogMessage(told)]
+        return [*job.records([record, *_restore_all(job, begun, 0, now_ms)]), LogMessage(message)]
     try:
         _take_steps(job, wanted, generation, step, now_ms)
     except errors.InvalidRequest as error:  # a data set was opened meanwhile
         return _cancel(job, f"because {error.what}")
-    records = [gone, *_restore_all(job, (), step, now_ms)]
+    records = [record, *_restore_all(job, (), step, now_ms)]
     assert job.ranks is not None
-    return [*job.records([*records, *(each.entry for each in job.ranks.assign_vacant(now_ms))]), LogMessage(told)]
+    return [*job.records([*records, *(each.entry for each in job.ranks.assign_vacant(now_ms))]), LogMessage(message)]
 
 
 def _has_all(job: JobState, committed: Committed, step: int) -> bool:
@@ -304,7 +304,7 @@ def _pace(job: JobState, now_ms: int) -> list[Effect]:
 
 
 def restore(job: JobState, body: Body, now_ms: int) -> None:
-    """Applies the record `job_went_over`. Raises DamagedRecord."""
+    """Applies the record `job_switched`. Raises DamagedRecord."""
     whole = job.deployment.map is not None and job.book.committed is not None
     require(whole, "a job switches, and has no checkpoint to continue from")
     consistency = consistency_of(body, body.number("number", least=job.mode.latest.number + 1))

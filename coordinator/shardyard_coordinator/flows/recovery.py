@@ -66,8 +66,8 @@ def restore_origin(job: JobState, servers: Sequence[Server], now_ms: int) -> lis
     assert origin is not None
     job.deployment.place(origin.layout, servers, Stage.RESTORING)
     lost = job.recovery.lose([part.partition for part in origin.layout.partitions], now_ms)
-    told = f"{job.title} begins with {origin}, in {origin.url}"
-    return [*job.records([job.deployment.registered, RESTORED_LATER, lost]), LogMessage(told)]
+    message = f"{job.title} begins with {origin}, in {origin.url}"
+    return [*job.records([job.deployment.registered, RESTORED_LATER, lost]), LogMessage(message)]
 
 
 # ---- a restore on command
@@ -85,8 +85,8 @@ def go_back(job: JobState, origin: RestorePoint, now_ms: int) -> list[Effect]:
     job.book.want()  # otherwise a checkpoint that the job has gone back from stays the newest
     record = job.book.go_back(_committed_of(origin))
     lost = job.recovery.lose([part.partition for part in job.deployment.layout.partitions], now_ms)
-    told = f"{job.title} goes back to {origin}, as ordered"
-    return [*job.records([record, lost]), LogMessage(told, warning=True)]
+    message = f"{job.title} goes back to {origin}, as ordered"
+    return [*job.records([record, lost]), LogMessage(message, warning=True)]
 
 
 def _check_order(job: JobState, origin: RestorePoint) -> None:
@@ -143,8 +143,8 @@ def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str
     what = "the job goes back to" if job.goes_back_whole else "its partitions go back to"
     if job.replays_logs:
         what = "its log is read from"
-    told = f"{job.title}: server {server.incarnation} {how}; {what} checkpoint {newest.number}"
-    return [*job.records([record]), LogMessage(f"{told} of step {newest.step:,}", warning=True)]
+    message = f"{job.title}: server {server.incarnation} {how}; {what} checkpoint {newest.number}"
+    return [*job.records([record]), LogMessage(f"{message} of step {newest.step:,}", warning=True)]
 
 
 def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
@@ -152,8 +152,8 @@ def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, h
     job.book.abandon()
     record = job.recovery.lose([owner.partition for owner in lost], now_ms)
     job.deployment.lose_values()
-    told = f"{job.title}: server {server.incarnation} {how} before the first checkpoint"
-    return [*job.records([record]), LogMessage(f"{told}; first values are given again", warning=True)]
+    message = f"{job.title}: server {server.incarnation} {how} before the first checkpoint"
+    return [*job.records([record]), LogMessage(f"{message}; first values are given again", warning=True)]
 
 
 def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]:
@@ -221,7 +221,7 @@ def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
         return []
     newest, logs = job.book.committed, job.log_owners
     assert newest is not None
-    told = f"{job.title}: partitions {', '.join(map(str, sorted(attempt.partitions)[:8]))} are restored"
+    message = f"{job.title}: partitions {', '.join(map(str, sorted(attempt.partitions)[:8]))} are restored"
     reopened = [[each.feed, each.epoch, each.index] for each in _take_map(job, attempt.map)]
     job.restored = Restored(
         newest.number, newest.step, newest.created_s, len(attempt.partitions), len(reopened), job.replays_logs
@@ -236,14 +236,14 @@ def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
             }
         )
         records = job.records([job.deployment.with_map("partitions_moved"), moved])
-        return [*records, LogMessage(f"{told}, with all that was acknowledged")]
+        return [*records, LogMessage(f"{message}, with all that was acknowledged")]
     if job.origin is not None:
         job.book.want()
     begun = [] if logs is None else [_begin_logs(job, attempt)]
     _has_begun(job)
     kind, body = job.deployment.with_map("partitions_moved")
     taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": newest.number, "leased_again": reopened}
-    return [*job.records([(kind, {**body, **taken_back}), *begun]), LogMessage(f"{told}, of step {newest.step:,}")]
+    return [*job.records([(kind, {**body, **taken_back}), *begun]), LogMessage(f"{message}, of step {newest.step:,}")]
 
 
 def fail(job: JobState, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:

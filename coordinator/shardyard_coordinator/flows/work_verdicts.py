@@ -40,7 +40,7 @@ def begin_batch(job: JobState, begun: BatchBegun) -> list[Effect]:
     _check_begin(job, begun)
     if job.feeds.quarantine.has(source, sequence) or _is_over_for(job, source, sequence):
         return [Reply(BatchVerdict(False, announce_until(job, source)))]
-    told: list[Effect] = []
+    warnings: list[Effect] = []
     entry: Entry | None
     if begun.highest > sequence or job.feeds.quarantine.full or not job.suspects.condemns(source, sequence):
         entry = job.suspects.begin(worker, source, sequence)
@@ -53,11 +53,11 @@ def begin_batch(job: JobState, begun: BatchBegun) -> list[Effect]:
         entry = condemned.entry
         what = "step" if job.ranks is not None else "batch"
         why = f"{condemned.deaths} workers have died at it"
-        told.append(LogMessage(f"{job.title}: {what} {sequence} of {source} is in quarantine: {why}", warning=True))
-    counts = not told
+        warnings.append(LogMessage(f"{job.title}: {what} {sequence} of {source} is in quarantine: {why}", warning=True))
+    counts = not warnings
     return [
         *job.records([] if entry is None else [entry]),
-        *told,
+        *warnings,
         Reply(BatchVerdict(counts, announce_until(job, source))),
     ]
 

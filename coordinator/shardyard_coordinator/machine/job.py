@@ -70,8 +70,8 @@ def lose(job: JobState, worker: Incarnation, how: str, now_ms: int, *, died: boo
     effects = job.records([record])
     if job.phase.ended:
         return effects
-    told = _tell_residual(job, worker, last.residual_norm)
-    return [*effects, *told, *(fence(job, worker) or free(job, (worker,), now_ms))]
+    residual = _tell_residual(job, worker, last.residual_norm)
+    return [*effects, *residual, *(fence(job, worker) or free(job, (worker,), now_ms))]
 
 
 def _has_no_more_steps(job: JobState) -> bool:

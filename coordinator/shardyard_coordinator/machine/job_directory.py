@@ -142,8 +142,8 @@ class JobDirectory:
         if running is not None:
             return [*recovery.go_back(running, origin, now_ms), Reply(RestorePlanned(running=True))]
         self._origins[origin.name] = origin
-        told = f"the next run of job {origin.name!r} begins with {origin}, in {origin.url}"
-        return [Persist(*origin.entry), LogMessage(told), Reply(RestorePlanned(running=False))]
+        message = f"the next run of job {origin.name!r} begins with {origin}, in {origin.url}"
+        return [Persist(*origin.entry), LogMessage(message), Reply(RestorePlanned(running=False))]
 
     def cancel_restore(self, name: str) -> list[Effect]:
         running = self.unfinished(name)

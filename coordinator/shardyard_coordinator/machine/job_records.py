@@ -36,7 +36,7 @@ def entries(job: JobState) -> list[Entry]:
         *job.not_finite.entries(),
         *job.lost_residuals.entries(),
         *([] if job.departed is None else job.departed.entries()),
-        *job.restored_residuals.entries(),
+        *job.checkpoint_residuals.entries(),
         *job.stopping.entries(),
         *job.evaluations.entries(),
         *recovery.entries(job),
@@ -82,7 +82,7 @@ def _departed(job: JobState, _: str, body: Body, __: int) -> None:
 
 
 def _residuals(job: JobState, kind: str, body: Body, _: int) -> None:
-    if job.restored_residuals.restore(kind, body):
+    if job.checkpoint_residuals.restore(kind, body):
         job.lost_residuals.add_unknown()
 
 
@@ -132,9 +132,12 @@ _KINDS: Final[tuple[tuple[str, Restore], ...]] = (
     ("partitions_moved partitions_placed_again", _recovery),
     ("pushes_lost pushes_lost_before", lambda job, kind, body, _: job.lost_pushes.restore(kind, body)),
     ("stop_asked stop_settled", lambda job, kind, body, _: job.stopping.restore(kind, body)),
-    ("halt_asked halt_settled halt_given_up halts_before", lambda job, kind, body, _: job.drain.restore(kind, body)),
-    ("job_went_over", lambda job, _, body, now_ms: mode_switch.restore(job, body, now_ms)),
-    ("consistency_switched worker_gone_over", _mode),
+    (
+        "switch_asked switch_settled switch_cancelled switches_before",
+        lambda job, kind, body, _: job.drain.restore(kind, body),
+    ),
+    ("job_switched", lambda job, _, body, now_ms: mode_switch.restore(job, body, now_ms)),
+    ("consistency_switched worker_switched", _mode),
     ("evaluation_reported best_kept", lambda job, kind, body, _: job.evaluations.restore(kind, body)),
     ("job_finishing job_ended", job_end.restore),
 )

@@ -26,11 +26,11 @@ def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
         initializer=job.deployment.initializer == worker and job.deployment.stage is Stage.CREATED,
         recovering=job.recovery.needed,
         feedback=residuals.for_worker(job, worker),
-        gone_back=job.restored_residuals.generation,
+        gone_back=job.checkpoint_residuals.generation,
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,
-        halt=job.drain.halt,
+        switch_point=job.drain.switch_point,
     )
 
 
@@ -45,7 +45,7 @@ def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,
-        halt=job.drain.halt,
+        switch_point=job.drain.switch_point,
     )
 
 

@@ -38,7 +38,7 @@ class WaitReasons:
     def look(self, jobs: Iterable[JobState], now_ms: int) -> list[LogMessage]:
         """Notes what each job waits for now. Returns log messages: for each wait that has lasted for
         limits.EXPLAIN_WAIT_MS, again after each such time, and for its end."""
-        told: list[LogMessage] = []
+        messages: list[LogMessage] = []
         found: dict[tuple[JobId, str], _CurrentWait] = {}
         for job in jobs:
             for kind, text in _waits(job):
@@ -46,14 +46,14 @@ class WaitReasons:
                 found[job.id, kind], wait.text = wait, text
                 if now_ms - wait.told_ms >= limits.EXPLAIN_WAIT_MS:
                     wait.told_ms = now_ms
-                    told.append(LogMessage(f"{wait.job} waits for {_lasting(wait, now_ms)} so far", warning=True))
+                    messages.append(LogMessage(f"{wait.job} waits for {_lasting(wait, now_ms)} so far", warning=True))
         ended = [
             LogMessage(f"{wait.job} has waited for {_lasting(wait, now_ms)}: the wait is over")
             for wait in self._waits.values()
             if wait.told_ms > wait.since_ms
         ]
         self._waits = found
-        return [*ended, *told]
+        return [*ended, *messages]
 
     def of(self, job: JobId, now_ms: int) -> tuple[str, ...]:
         """What the job has waited for longer than limits.SHOW_WAIT_MS, the longest wait first."""
@@ -77,7 +77,7 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
     if job.phase is JobPhase.FINISHING:
         yield (
             "last",
-            f"its last checkpoint{job.last_checkpoint.told}; it ends without after {idle_s:g} s",
+            f"its last checkpoint{job.last_checkpoint.failed_attempt}; it ends without after {idle_s:g} s",
         )
     elif not job.workers:
         yield "worker", f"a worker; it is ended {idle_s:g} s after its last one has gone"
@@ -92,7 +92,7 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
         yield "stop", f"worker {_named(unheard)} to learn that the job stops"
     late = job.drain.missing(job.workers)
     if late:
-        yield "halt", f"worker {_named(late)} to report how far it is, before the switch to {job.drain.wanted}"
+        yield "switch", f"worker {_named(late)} to report how far it is, before the switch to {job.drain.wanted}"
     undone = draining(job)
     if undone:
         yield "drain", f"{undone} to be done, before the switch to {job.drain.wanted}"

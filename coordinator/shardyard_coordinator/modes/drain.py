@@ -13,23 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Final
 
 from shardyard.domain import limits
 from shardyard.domain.consistency import Consistency, SwitchPoint, UpdateMode
 from shardyard.domain.ids import Incarnation
-from shardyard_coordinator.modes.mode_setting import consistency_body, consistency_of
+from shardyard_coordinator.modes.mode_setting import SWITCHES_MAX, consistency_body, consistency_of
 from shardyard_coordinator.modes.step_barrier import StepBarrier
 from shardyard_coordinator.records import Body, Entry, require
-
-HALTS_MAX: Final = (1 << 32) - 1
 
 
 class Drain:
     def __init__(self) -> None:
         self._count = 0
         self._reached = StepBarrier()
-        self.halt: SwitchPoint | None = None
+        self.switch_point: SwitchPoint | None = None
         """What workers are told."""
         self.wanted: Consistency | None = None
         """The mode to which the job switches."""
@@ -38,34 +35,34 @@ class Drain:
 
     def ask(self, wanted: Consistency) -> list[Entry]:
         """Returns the records."""
-        assert self.halt is None
+        assert self.switch_point is None
         self._begin(self._count + 1, wanted)
         return [self._asked]
 
-    def give_up(self) -> list[Entry]:
+    def cancel(self) -> list[Entry]:
         """Cancels the switch. Returns the records."""
         self.end()
-        return [("halt_given_up", {})]
+        return [("switch_cancelled", {})]
 
     def end(self) -> None:
         """The job has switched, or the switch was cancelled."""
-        self.halt = self.wanted = None
+        self.switch_point = self.wanted = None
         self.ticket = 0
         self._reached.clear()
 
     @property
     def drains(self) -> bool:
         """Whether the job changes to steps, so that its data shards must be computed to their end first."""
-        return self.halt is not None and self.halt.drains
+        return self.switch_point is not None and self.switch_point.drains
 
     def reopen(self) -> None:
         """Partitions have gone back. What they lack must be pushed again."""
-        if self.halt is not None and self.halt.drains and self.halt.settled:
-            self.halt, self.ticket = replace(self.halt, settled=False, step=0), 0
+        if self.switch_point is not None and self.switch_point.drains and self.switch_point.settled:
+            self.switch_point, self.ticket = replace(self.switch_point, settled=False, step=0), 0
 
     def on_reached(self, worker: Incarnation, number: int, reached: int) -> None:
         """The worker waits, and contributes to no step from `reached` on."""
-        if self._is_open and self.halt is not None and number == self.halt.number:
+        if self._is_open and self.switch_point is not None and number == self.switch_point.number:
             self._reached.on_reached(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
@@ -85,19 +82,19 @@ class Drain:
     @property
     def step(self) -> int | None:
         """The step before which the job switches, once it is fixed."""
-        return self.halt.step if self.halt is not None and self.halt.settled else None
+        return self.switch_point.step if self.switch_point is not None and self.switch_point.settled else None
 
     @property
     def _is_open(self) -> bool:
-        return self.halt is not None and not self.halt.settled
+        return self.switch_point is not None and not self.switch_point.settled
 
     def _begin(self, number: int, wanted: Consistency) -> None:
         drains = wanted.mode.updates is UpdateMode.SYNC
-        self._count, self.halt, self.wanted = number, SwitchPoint(number, drains=drains), wanted
+        self._count, self.switch_point, self.wanted = number, SwitchPoint(number, drains=drains), wanted
 
     def _fix(self, step: int, ticket: int) -> list[Entry]:
-        assert self.halt is not None
-        self.halt, self.ticket = replace(self.halt, settled=True, step=step), ticket
+        assert self.switch_point is not None
+        self.switch_point, self.ticket = replace(self.switch_point, settled=True, step=step), ticket
         self._reached.clear()
         return [self._settled]
 
@@ -106,31 +103,31 @@ class Drain:
     @property
     def _asked(self) -> Entry:
         assert self.wanted is not None
-        return "halt_asked", {"halt": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
+        return "switch_asked", {"switch": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
 
     @property
     def _settled(self) -> Entry:
-        assert self.halt is not None
-        return "halt_settled", {"step": self.halt.step, **({"ticket": self.ticket} if self.ticket else {})}
+        assert self.switch_point is not None
+        return "switch_settled", {"step": self.switch_point.step, **({"ticket": self.ticket} if self.ticket else {})}
 
     def entries(self) -> list[Entry]:
-        if self.halt is not None:
-            return [self._asked, *([self._settled] if self.halt.settled else [])]
-        return [("halts_before", {"halt": self._count})] if self._count else []
+        if self.switch_point is not None:
+            return [self._asked, *([self._settled] if self.switch_point.settled else [])]
+        return [("switches_before", {"switch": self._count})] if self._count else []
 
     def restore(self, kind: str, body: Body) -> None:
         """Raises DamagedRecord."""
         match kind:
-            case "halt_asked":
-                require(self.halt is None, "a switch is asked for while another one is under way")
-                number = body.number("halt", least=self._count + 1, most=HALTS_MAX)
+            case "switch_asked":
+                require(self.switch_point is None, "a switch is asked for while another one is under way")
+                number = body.number("switch", least=self._count + 1, most=SWITCHES_MAX)
                 self._begin(number, consistency_of(body, body.number("number", least=1)))
-            case "halt_settled":
+            case "switch_settled":
                 require(self._is_open, "the step of a switch is fixed, and no switch was asked for")
                 ticket = body.number("ticket", least=1) if body.has("ticket") else 0
                 self._fix(body.number("step", most=limits.SEQUENCE_MAX), ticket)
-            case "halt_given_up":
-                require(self.halt is not None, "a switch is cancelled, and none was asked for")
+            case "switch_cancelled":
+                require(self.switch_point is not None, "a switch is cancelled, and none was asked for")
                 self.end()
             case _:
-                self._count = body.number("halt", least=1, most=HALTS_MAX)
+                self._count = body.number("switch", least=1, most=SWITCHES_MAX)

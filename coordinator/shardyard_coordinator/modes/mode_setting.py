@@ -160,7 +160,7 @@ class ModeSetting:
     def restore(self, kind: str, body: Body) -> None:
         """Applies a record of `entries`. Raises DamagedRecord."""
         number = body.number("number", least=1, most=SWITCHES_MAX)
-        if kind == "worker_gone_over":
+        if kind == "worker_switched":
             require(number <= self.latest.number, "a worker follows a switch that was not made")
             self._acknowledged[Incarnation(body.number("worker", least=1))] = number
             return
@@ -198,8 +198,8 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}
     if staleness is not None:
         consistency["staleness"] = staleness
-    told = settings.model_dump(mode="json") | {"consistency": consistency}
-    return parse_job_settings(json.dumps(told))
+    changed = settings.model_dump(mode="json") | {"consistency": consistency}
+    return parse_job_settings(json.dumps(changed))
 
 
 def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
@@ -211,7 +211,7 @@ def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
 
 
 def _acknowledged(worker: Incarnation, number: int) -> Entry:
-    return "worker_gone_over", {"worker": worker, "number": number}
+    return "worker_switched", {"worker": worker, "number": number}
 
 
 def consistency_body(consistency: Consistency) -> dict[str, object]:

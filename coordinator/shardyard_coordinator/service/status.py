@@ -172,9 +172,9 @@ def _evaluation(latest: Evaluation | None) -> wire.EvaluationStatus | None:
     return wire.EvaluationStatus(step=latest.step, metrics=parts.metrics(latest.metrics), reported_s=latest.reported_s)
 
 
-def _best(best: Best | None) -> wire.KeptBest | None:
+def _best(best: Best | None) -> wire.BestModel | None:
     """The fields have the same names."""
-    return None if best is None else wire.KeptBest(**dataclasses.asdict(best))
+    return None if best is None else wire.BestModel(**dataclasses.asdict(best))
 
 
 def _restored(restored: Restored | None) -> wire.RestoredStatus | None:

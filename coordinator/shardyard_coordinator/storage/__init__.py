@@ -6,5 +6,5 @@ which partitions are lost and which server gets them, and from which checkpoint 
 
 Read `checkpoint_book` first: the number of the next checkpoint and the newest committed one. Then `recovery` (lost
 partitions), `log_owners` (whose logs continue a checkpoint), `restore_point` (the checkpoint of an ordered restore) and
-`restored_residuals` (which worker takes over which residual of a checkpoint).
+`checkpoint_residuals` (which worker takes over which residual of a checkpoint).
 """

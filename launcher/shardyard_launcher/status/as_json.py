@@ -131,7 +131,7 @@ def _evaluation(evaluation: wire.EvaluationStatus) -> dict[str, object]:
     }
 
 
-def _best(best: wire.KeptBest) -> dict[str, object]:
+def _best(best: wire.BestModel) -> dict[str, object]:
     return {
         "metric": best.metric,
         "mode": "min" if best.lowest else "max",

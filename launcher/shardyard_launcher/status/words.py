@@ -51,7 +51,7 @@ def describe_evaluation(evaluation: wire.EvaluationStatus, now_ms: int) -> str:
     return f"{metrics} at step {evaluation.step:,}{ago}"
 
 
-def describe_best(best: wire.KeptBest) -> str:
+def describe_best(best: wire.BestModel) -> str:
     """For example `accuracy 0.9722 (max) of step 1,350, in /data/digits/best`."""
     mode = "min" if best.lowest else "max"
     return f"{best.metric} {best.value:.4g} ({mode}) of step {best.step:,}, in {best.url}"

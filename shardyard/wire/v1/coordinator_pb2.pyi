@@ -122,13 +122,13 @@ class Stop(_message.Message):
     step: int
     def __init__(self, reason: _Optional[str] = ..., worker: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ...) -> None: ...
 
-class StopHeard(_message.Message):
+class StopReached(_message.Message):
     __slots__ = ("reached",)
     REACHED_FIELD_NUMBER: _ClassVar[int]
     reached: int
     def __init__(self, reached: _Optional[int] = ...) -> None: ...
 
-class Halt(_message.Message):
+class SwitchPoint(_message.Message):
     __slots__ = ("number", "settled", "step", "drains")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
@@ -140,7 +140,7 @@ class Halt(_message.Message):
     drains: bool
     def __init__(self, number: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ..., drains: bool = ...) -> None: ...
 
-class HaltHeard(_message.Message):
+class SwitchReached(_message.Message):
     __slots__ = ("number", "reached")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
@@ -159,7 +159,7 @@ class Consistency(_message.Message):
     def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_heard", "tables", "switches", "halt_heard")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -168,10 +168,10 @@ class HeartbeatRequest(_message.Message):
     LOGS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_NORM_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
-    STOP_HEARD_FIELD_NUMBER: _ClassVar[int]
+    STOP_REACHED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
-    HALT_HEARD_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
@@ -180,11 +180,11 @@ class HeartbeatRequest(_message.Message):
     logs: _containers.RepeatedCompositeFieldContainer[LogLength]
     residual_norm: float
     pushed: int
-    stop_heard: StopHeard
+    stop_reached: StopReached
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
     switches: int
-    halt_heard: HaltHeard
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_heard: _Optional[_Union[StopHeard, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., halt_heard: _Optional[_Union[HaltHeard, _Mapping]] = ...) -> None: ...
+    switch_reached: SwitchReached
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -212,7 +212,7 @@ class SaveFeedback(_message.Message):
     url: str
     def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ...) -> None: ...
 
-class HandOver(_message.Message):
+class CheckpointResidual(_message.Message):
     __slots__ = ("generation", "worker", "own", "url", "path", "length", "sha256")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -231,7 +231,7 @@ class HandOver(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint", "consistency", "halt")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint", "consistency", "switch_point")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -248,7 +248,7 @@ class HeartbeatReply(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
-    HALT_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
     term: int
     job_state: JobState
     failure: _common_pb2.ErrorDetail
@@ -260,13 +260,13 @@ class HeartbeatReply(_message.Message):
     initializer: bool
     recovering: bool
     save_feedback: SaveFeedback
-    feedback: _containers.RepeatedCompositeFieldContainer[HandOver]
+    feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
     gone_back: int
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
-    halt: Halt
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ...) -> None: ...
+    switch_point: SwitchPoint
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost")
@@ -309,7 +309,7 @@ class JoinJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
-    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint", "consistency", "halt")
+    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint", "consistency", "switch_point")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -320,7 +320,7 @@ class JoinJobReply(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
-    HALT_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
     job: int
     settings_json: str
     started: bool
@@ -331,8 +331,8 @@ class JoinJobReply(_message.Message):
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
-    halt: Halt
-    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ...) -> None: ...
+    switch_point: SwitchPoint
+    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesRequest(_message.Message):
     __slots__ = ("caller", "variables", "optimizer", "tables")
@@ -357,10 +357,10 @@ class RegisterVariablesReply(_message.Message):
     layout: _common_pb2.JobLayout
     map: _common_pb2.PartitionMap
     initializer: bool
-    feedback: _containers.RepeatedCompositeFieldContainer[HandOver]
+    feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
     gone_back: int
     consistency: Consistency
-    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., gone_back: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class CommitVariablesRequest(_message.Message):
     __slots__ = ("caller", "generation")
@@ -776,7 +776,7 @@ class FollowJobReply(_message.Message):
     url: str
     def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
 
-class KeptBest(_message.Message):
+class BestModel(_message.Message):
     __slots__ = ("metric", "lowest", "value", "step", "url", "reported_s")
     METRIC_FIELD_NUMBER: _ClassVar[int]
     LOWEST_FIELD_NUMBER: _ClassVar[int]
@@ -801,8 +801,8 @@ class ReportEvaluationRequest(_message.Message):
     job: int
     step: int
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
-    best: KeptBest
-    def __init__(self, job: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ...) -> None: ...
+    best: BestModel
+    def __init__(self, job: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., best: _Optional[_Union[BestModel, _Mapping]] = ...) -> None: ...
 
 class ReportEvaluationReply(_message.Message):
     __slots__ = ()
@@ -961,12 +961,12 @@ class JobStatus(_message.Message):
     local_steps: int
     rows_at_once: bool
     evaluation: EvaluationStatus
-    best: KeptBest
+    best: BestModel
     readers: int
     dropped: int
     tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
     consistency: SwitchStatus
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_at_once: bool = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_at_once: bool = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[BestModel, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
 
 class SwitchStatus(_message.Message):
     __slots__ = ("consistency", "servers", "behind", "step", "draining")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from shardyard.checkpoints.convert import handed_from_wire
+from shardyard.checkpoints.convert import residual_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import worker_name
 from shardyard.checkpoints.residual_file import State
@@ -88,7 +88,7 @@ class ResidualCheckpointer:
             done = self._thread.submit(self._carry_out, others, number, reply.save_feedback.url)
             done.add_done_callback(_log_failure)
 
-    def _carry_out(self, others: Iterable[wire.HandOver], number: int, url: str) -> None:
+    def _carry_out(self, others: Iterable[wire.CheckpointResidual], number: int, url: str) -> None:
         try:
             for handed in others:
                 self._add(handed)
@@ -171,7 +171,7 @@ class ResidualCheckpointer:
         finally:
             self._following = False
 
-    def _restore(self, own: Iterable[wire.HandOver]) -> None:
+    def _restore(self, own: Iterable[wire.CheckpointResidual]) -> None:
         """Restores this worker's state from the checkpoint that the job went back to; empty if that has none."""
         state: State = {}
         for handed in own:
@@ -183,7 +183,7 @@ class ResidualCheckpointer:
             self._report_norm()
         log.info("the residual is as it was at the checkpoint" if state else "begins with no residual")
 
-    def _add(self, handed: wire.HandOver) -> None:
+    def _add(self, handed: wire.CheckpointResidual) -> None:
         """Adds the residual of a worker that is gone, once: a heartbeat and the map's reply, in different threads, may
         name the same one."""
         with self._reading:
@@ -201,17 +201,17 @@ class ResidualCheckpointer:
             self.boundary.when_free(add)
             log.info("adds the residual of worker %s to its own", handed.worker)
 
-    def _read(self, handed: wire.HandOver, parse: Callable[[State], R]) -> tuple[R | None, str]:
+    def _read(self, handed: wire.CheckpointResidual, parse: Callable[[State], R]) -> tuple[R | None, str]:
         """Reads a saved state. Returns it, parsed, or the reason why there is none."""
         try:
             with self._session.wait_registry.over(lambda: f"the residual of worker {handed.worker} to be read"):
                 library = CheckpointLibrary(open_storage(handed.url))
                 name = self._session.job_settings.name
-                return parse(library.load_feedback(name, handed_from_wire(handed), self._layout)), ""
+                return parse(library.load_feedback(name, residual_from_wire(handed), self._layout)), ""
         except ShardyardError as error:
             return None, error.what
 
-    def _claims(self, handed: wire.HandOver, failure: str) -> bool:
+    def _claims(self, handed: wire.CheckpointResidual, failure: str) -> bool:
         """Claims the residual. Returns whether it is this worker's now, and could be read."""
         taken = claim(self._session, handed, failure, self._check)
         if taken and failure:
@@ -272,7 +272,9 @@ class ResidualCheckpointer:
         self._session.check()
 
 
-def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:
+def claim(
+    session: Session, handed: wire.CheckpointResidual, failure: str, check: Callable[[], None] | None = None
+) -> bool:
     """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Returns whether the
     residual is this worker's now."""
     request = wire.TakeUpFeedbackRequest(

@@ -76,7 +76,7 @@ class BestKeeper:
                 return False
             job = self._session.job
             folder.keep(job=job, metric=metric, mode=mode, value=value, step=step, values=dict(values), more=more)
-        kept = wire.KeptBest(metric=metric, lowest=mode == "min", value=value, step=step, url=folder.url)
+        kept = wire.BestModel(metric=metric, lowest=mode == "min", value=value, step=step, url=folder.url)
         self._session.report(step, metrics, kept)
         log.info("step %d is the best by %s so far: %g", step, metric, value)
         return True

@@ -131,7 +131,7 @@ class ReaderSession:
         if news.has_ended:
             time.sleep(LOOK_AGAIN_MS / 1000)
 
-    def report(self, step: int, metrics: Mapping[str, float], best: wire.KeptBest | None = None) -> None:
+    def report(self, step: int, metrics: Mapping[str, float], best: wire.BestModel | None = None) -> None:
         """Reports an evaluation. Returns at once. Metrics that are not finite are left out."""
         shown = [wire.Metric(name=name, value=value) for name, value in metrics.items() if math.isfinite(value)]
         with self._changed:

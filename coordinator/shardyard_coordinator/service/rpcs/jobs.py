@@ -35,7 +35,7 @@ def join_job_reply(joined: Joined) -> wire.JoinJobReply:
         chief=joined.chief,
         stop=parts.stop(joined.stop),
         consistency=parts.consistency(joined.consistency),
-        halt=parts.halt(joined.halt),
+        switch_point=parts.switch_point(joined.switch_point),
         checkpoint=parts.checkpoint(joined.checkpoint),
     )
 
@@ -52,7 +52,7 @@ def register_variables_reply(placed: VariablesPlaced) -> wire.RegisterVariablesR
         layout=layout_messages.layout_to_wire(placed.layout),
         map=layout_messages.map_to_wire(placed.map),
         initializer=placed.initializer,
-        feedback=map(parts.handover, placed.feedback),
+        feedback=map(parts.residual, placed.feedback),
         gone_back=placed.gone_back,
         consistency=parts.consistency(placed.consistency),
     )

@@ -52,7 +52,7 @@ def _register(backend: Backend, request: wire.RegisterRequest) -> wire.RegisterR
 def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
     if len(request.metrics) > limits.METRICS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
-    reached, halt = partial(parts.sequence, what="a worker that is at step"), request.halt_heard
+    reached, point = partial(parts.sequence, what="a worker that is at step"), request.switch_reached
     report = Report(
         step=request.step,
         samples=request.samples,
@@ -60,8 +60,8 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         waiting_for=common_messages.text(request.waiting_for, "what a member waits for"),
         residual_norm=parts.residual_norm(request.residual_norm),
         pushed=parts.sequence(request.pushed, "pushes"),
-        stop_reached=reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
-        switch_reached=(halt.number, reached(halt.reached)) if request.HasField("halt_heard") else None,
+        stop_reached=reached(request.stop_reached.reached) if request.HasField("stop_reached") else None,
+        switch_reached=(point.number, reached(point.reached)) if request.HasField("switch_reached") else None,
         switches=request.switches,
     )
     if len(request.logs) > limits.JOBS_MAX:
@@ -92,11 +92,11 @@ def heartbeat_reply(
         recovering=answer.recovering,
         initializer=answer.initializer,
         save_feedback=None if residual is None else wire.SaveFeedback(number=residual.number, url=residual.url),
-        feedback=map(parts.handover, answer.feedback),
+        feedback=map(parts.residual, answer.feedback),
         gone_back=answer.gone_back,
         stop=parts.stop(answer.stop),
         consistency=parts.consistency(answer.consistency),
-        halt=parts.halt(answer.halt),
+        switch_point=parts.switch_point(answer.switch_point),
         checkpoint=parts.checkpoint(answer.checkpoint),
     )
 

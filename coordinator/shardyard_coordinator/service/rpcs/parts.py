@@ -13,7 +13,7 @@ from shardyard.wire import common_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core.effects import JobPhase
 from shardyard_coordinator.storage.checkpoint_book import Committed
-from shardyard_coordinator.storage.restored_residuals import RestoredResidual
+from shardyard_coordinator.storage.checkpoint_residuals import CheckpointResidual
 
 NAME_CHARACTERS_MAX: Final = 512
 """Of addresses, host names, releases and fingerprints."""
@@ -60,8 +60,8 @@ def stop(decided: Stop | None) -> wire.Stop | None:
     return None if decided is None else lease_messages.stop_to_wire(decided)
 
 
-def halt(decided: SwitchPoint | None) -> wire.Halt | None:
-    return None if decided is None else lease_messages.halt_to_wire(decided)
+def switch_point(decided: SwitchPoint | None) -> wire.SwitchPoint | None:
+    return None if decided is None else lease_messages.switch_point_to_wire(decided)
 
 
 def consistency(decided: Consistency | None) -> wire.Consistency | None:
@@ -78,9 +78,9 @@ def metrics(found: Iterable[tuple[str, float]]) -> list[wire.Metric]:
     return [wire.Metric(name=name, value=value) for name, value in found]
 
 
-def handover(handed: RestoredResidual) -> wire.HandOver:
+def residual(handed: CheckpointResidual) -> wire.CheckpointResidual:
     file = handed.file.file
-    return wire.HandOver(
+    return wire.CheckpointResidual(
         generation=handed.generation,
         worker=handed.file.worker,
         own=handed.own,

@@ -27,7 +27,7 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.service.residual_collection import ResidualReport, ResidualRequest, Stage
 from shardyard_coordinator.service.rpcs import checkpoints, members
-from shardyard_coordinator.storage.restored_residuals import RestoredResidual
+from shardyard_coordinator.storage.checkpoint_residuals import CheckpointResidual
 from tests.unit.coordinator.machine import test_restore_on_command as orders
 from tests.unit.coordinator.machine.test_restore_on_command import Yard, perhaps, restarts
 
@@ -165,7 +165,7 @@ def test_next_run_gives_all_to_its_first_worker_whatever_the_numbers_of_the_form
     assert told(yard, worker) == [(names[0], False), (names[1], False)]
     handed = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(handed, effects.HeartbeatReply)
-    assert handed.feedback[0] == RestoredResidual(generation, False, "elsewhere", origin.feedback[0])
+    assert handed.feedback[0] == CheckpointResidual(generation, False, "elsewhere", origin.feedback[0])
     assert told(yard, late) == []
     assert take(yard, worker, names[0], generation)
     die(yard, worker)
@@ -196,7 +196,7 @@ def test_going_back_in_part_or_by_logs_changes_nothing_for_workers() -> None:
     lose(yard, servers=1)
     restore(yard)
     assert told(yard, worker) == []
-    assert yard.machine.jobs[-1].restored_residuals.entries() == []
+    assert yard.machine.jobs[-1].checkpoint_residuals.entries() == []
     logs = Yard()
     (worker,) = run(logs, 1, SETTINGS.model_copy(update={"durability": Durability.WAL}))
     commit(logs, [file_of(worker.incarnation)])
@@ -333,7 +333,7 @@ def test_what_a_worker_says_is_checked() -> None:
 
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
-    handed = RestoredResidual(Generation(4), True, "here", file_of("7"))
+    handed = CheckpointResidual(Generation(4), True, "here", file_of("7"))
     standing = effects.HeartbeatReply(feedback=(handed,), gone_back=Generation(4))
     reply = members.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
     assert (reply.save_feedback.number, reply.save_feedback.url, reply.gone_back) == (12, "there", 4)

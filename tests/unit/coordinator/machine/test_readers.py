@@ -132,7 +132,7 @@ def test_reports_that_cannot_be_written_down_are_refused() -> None:
     bad = float("nan")
     for request, refused in (
         (wire.ReportEvaluationRequest(job=1, metrics=[wire.Metric(name="loss", value=bad)]), errors.InvalidRequest),
-        (wire.ReportEvaluationRequest(job=1, best=wire.KeptBest(metric="loss", value=bad)), errors.InvalidRequest),
+        (wire.ReportEvaluationRequest(job=1, best=wire.BestModel(metric="loss", value=bad)), errors.InvalidRequest),
         (wire.ReportEvaluationRequest(job=1, step=limits.SEQUENCE_MAX + 1), errors.TooLarge),
         (wire.ReportEvaluationRequest(job=1, metrics=[wire.Metric(name="n" * 129)]), errors.TooLarge),
         (wire.ReportEvaluationRequest(job=1, metrics=[wire.Metric()] * (limits.METRICS_MAX + 1)), errors.TooLarge),
@@ -144,7 +144,7 @@ def test_reports_that_cannot_be_written_down_are_refused() -> None:
 
 
 def test_time_of_a_report_is_the_coordinators() -> None:
-    request = wire.ReportEvaluationRequest(job=1, step=3, best=wire.KeptBest(metric="loss", reported_s=9))
+    request = wire.ReportEvaluationRequest(job=1, step=3, best=wire.BestModel(metric="loss", reported_s=9))
     found = jobs.report_evaluation_event(request, 1_700)
     assert found.evaluation.reported_s == 1_700
     assert found.best is not None

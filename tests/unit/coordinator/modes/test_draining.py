@@ -196,7 +196,7 @@ def test_records_of_a_drain_that_do_not_fit_are_refused() -> None:
     yard.go_over()
     records = yard.persisted
     kinds = [each.kind for each in records]
-    over, closed = kinds.index("job_went_over"), kinds.index("data_closed")
+    over, closed = kinds.index("job_switched"), kinds.index("data_closed")
     odd = {"mode": "async"}, {"mode": "hybrid"}, {"left": 5}, {"step": -1}
     changed = [effects.Persist(records[over].kind, {**records[over].body, **each}) for each in odd]
     for again in (
@@ -295,4 +295,4 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
 
 def test_halt_that_drains_travels_as_it_is() -> None:
     for given in (SwitchPoint(3, drains=True), SwitchPoint(1, True, 7, True)):
-        assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
+        assert lease_messages.switch_point_from_wire(lease_messages.switch_point_to_wire(given)) == given

@@ -114,9 +114,9 @@ def test_records_that_do_not_fit_are_refused() -> None:
 
 
 def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
-    too_far = wire.StopHeard(reached=limits.SEQUENCE_MAX + 1)
+    too_far = wire.StopReached(reached=limits.SEQUENCE_MAX + 1)
     with pytest.raises(errors.TooLarge, match="is at step"):
-        members.heartbeat_event(wire.HeartbeatRequest(stop_heard=too_far))
+        members.heartbeat_event(wire.HeartbeatRequest(stop_reached=too_far))
     long = "x" * (limits.TEXT_CHARACTERS_MAX + 1)
     with pytest.raises(errors.TooLarge, match="the reason of a stop"):
         jobs.stop_job_event(wire.StopJobRequest(reason=long))
@@ -124,7 +124,7 @@ def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
         with pytest.raises(errors.TooLarge):
             lease_messages.stop_from_wire(broken)
     assert members.heartbeat_event(wire.HeartbeatRequest()).report.stop_reached is None
-    assert members.heartbeat_event(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.stop_reached == 0
+    assert members.heartbeat_event(wire.HeartbeatRequest(stop_reached=wire.StopReached())).report.stop_reached == 0
 
 
 def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:

@@ -140,14 +140,14 @@ def test_records_of_a_halt_that_do_not_fit_are_refused() -> None:
     yard.go_over(7)
     records = yard.persisted
     kinds = [each.kind for each in records]
-    asked, over = kinds.index("halt_asked"), kinds.index("job_went_over")
+    asked, over = kinds.index("switch_asked"), kinds.index("job_switched")
     odd = {"mode": "sync"}, {"left": 5}, {"step": -1}
     changed = [effects.Persist(records[over].kind, {**records[over].body, **each}) for each in odd]
-    settled = records[kinds.index("halt_settled")]
+    settled = records[kinds.index("switch_settled")]
     for again in (
         [*records[: asked + 1], records[asked]],
         [*records[:asked], settled],
-        [*records[:asked], effects.Persist("halt_given_up", {"job": records[asked].body["job"]})],
+        [*records[:asked], effects.Persist("switch_cancelled", {"job": records[asked].body["job"]})],
         [*records[: over + 1], records[over]],
         *([*records[:over], each] for each in changed),
     ):
@@ -160,8 +160,8 @@ def test_halts_of_before_are_remembered_by_their_count_alone() -> None:
     halting = Drain()
     assert halting.entries() == []
     halting.ask(Consistency(1, ASYNC))
-    halting.give_up()
-    assert halting.entries() == [("halts_before", {"halt": 1})]
+    halting.cancel()
+    assert halting.entries() == [("switches_before", {"switch": 1})]
 
 
 # ---- whose data is what
@@ -216,12 +216,12 @@ def test_what_is_in_quarantine_stays_there_batch_by_batch() -> None:
 
 def test_halt_travels_as_it_is_and_is_bounded() -> None:
     for given in (SwitchPoint(3), SwitchPoint(1, True, 7)):
-        assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
+        assert lease_messages.switch_point_from_wire(lease_messages.switch_point_to_wire(given)) == given
     with pytest.raises(errors.TooLarge):
-        lease_messages.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
-    heard = wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=5))
+        lease_messages.switch_point_from_wire(wire.SwitchPoint(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
+    heard = wire.HeartbeatRequest(switch_reached=wire.SwitchReached(number=2, reached=5))
     assert members.heartbeat_event(heard).report.switch_reached == (2, 5)
     with pytest.raises(errors.TooLarge):
         members.heartbeat_event(
-            wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=limits.SEQUENCE_MAX + 1))
+            wire.HeartbeatRequest(switch_reached=wire.SwitchReached(number=2, reached=limits.SEQUENCE_MAX + 1))
         )

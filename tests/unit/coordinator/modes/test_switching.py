@@ -157,7 +157,7 @@ def test_records_of_switches_that_do_not_fit_are_refused() -> None:
     yard.say(yard.workers[0], 1)
     records = yard.persisted
     kinds = [each.kind for each in records]
-    made, over = kinds.index("consistency_switched"), kinds.index("worker_gone_over")
+    made, over = kinds.index("consistency_switched"), kinds.index("worker_switched")
     odd = {"mode": "sync", "staleness": 3}, {"mode": "bounded", "staleness": None}, {"mode": "hurried"}
     changed = [effects.Persist(records[made].kind, {**records[made].body, **each}) for each in odd]
     for again in (

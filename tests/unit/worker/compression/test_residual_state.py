@@ -112,7 +112,7 @@ class Worker:
 
     def handed(self, worker: str, state: dict[str, np.ndarray], *, generation: int = 2, own: bool = False) -> Any:
         file = self.library.write_feedback("digits", 3, worker, state).file
-        return wire.HandOver(
+        return wire.CheckpointResidual(
             generation=generation,
             worker=worker,
             own=own,

@@ -34,7 +34,7 @@ NEVER: Final = Generation(0)
 
 
 @dataclass(frozen=True, slots=True)
-class RestoredResidual:
+class CheckpointResidual:
     """A residual that a worker should take over. `own`: it replaces the worker's residual; otherwise it belongs to a
     worker that is gone, and is added. `file` is below `url`."""
 
@@ -52,7 +52,7 @@ class Claim:
     record: Entry | None = None
 
 
-class RestoredResiduals:
+class CheckpointResiduals:
     def __init__(self) -> None:
         self.generation = NEVER
         """Of the map with which the job has last gone back as a whole."""
@@ -73,7 +73,7 @@ class RestoredResiduals:
 
     def for_worker(
         self, worker: Incarnation, workers: Sequence[Incarnation], ready: Sequence[Incarnation]
-    ) -> tuple[RestoredResidual, ...]:
+    ) -> tuple[CheckpointResidual, ...]:
         """What the worker should take over. `workers`: the living ones. `ready`: those that have the job's variables,
         the first one first."""
         if worker not in ready:
@@ -83,7 +83,7 @@ class RestoredResiduals:
         for name, file in self._due.items():
             own = living.get(name) == worker
             if own or (name not in living and worker == ready[0]):
-                found.append(RestoredResidual(self.generation, own, self._url, file))
+                found.append(CheckpointResidual(self.generation, own, self._url, file))
         return tuple(found)
 
     def take(

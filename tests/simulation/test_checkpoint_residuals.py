@@ -22,7 +22,7 @@ from shardyard.domain.ids import Caller, Generation, MemberRole
 from shardyard.storage.storage import Written
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
-from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
+from shardyard_coordinator.storage.checkpoint_residuals import NEVER, CheckpointResidual
 from tests.unit.coordinator.machine import test_handovers as handing
 from tests.unit.coordinator.machine import test_restore_on_command as orders
 
@@ -45,7 +45,7 @@ class Worker:
     caller: Caller
     atoms: set[int] = field(default_factory=set)
     gone_back: Generation = NEVER
-    reading: list[RestoredResidual] = field(default_factory=list)
+    reading: list[CheckpointResidual] = field(default_factory=list)
     added: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -88,11 +88,11 @@ class Yard(orders.Yard):
 
     @property
     def current(self) -> Generation:
-        return self.machine.jobs[-1].restored_residuals.generation
+        return self.machine.jobs[-1].checkpoint_residuals.generation
 
     @property
     def due(self) -> dict[str, frozenset[int]]:
-        return {name: self.files[name] for name in self.machine.jobs[-1].restored_residuals.due}
+        return {name: self.files[name] for name in self.machine.jobs[-1].checkpoint_residuals.due}
 
     def check(self) -> None:
         """Each step that counts is in one place."""
@@ -139,7 +139,7 @@ class Yard(orders.Yard):
             if not each.own:
                 self.take(worker, each)
 
-    def take(self, worker: Worker, handed: RestoredResidual) -> None:
+    def take(self, worker: Worker, handed: CheckpointResidual) -> None:
         name, key = handed.file.worker, (handed.generation, handed.file.worker)
         read = self.files[name]
         if key in worker.added:
@@ -237,7 +237,7 @@ class Yard(orders.Yard):
 
     def not_followed(self) -> frozenset[int]:
         """What is due since the job went back: workers take that up with the map, before they copy."""
-        return frozenset(atom for name in self.machine.jobs[-1].restored_residuals.due for atom in self.files[name])
+        return frozenset(atom for name in self.machine.jobs[-1].checkpoint_residuals.due for atom in self.files[name])
 
     def do_back(self) -> None:
         """All servers die; the job goes back as a whole."""
