@@ -119,9 +119,12 @@ def _load(
     from shardyard.runtime import log
 
     file = config or os.environ.get(configuration.CONFIG_VARIABLE)
-    given: dict[str, object] = {"coordinator": coordinator, "job.name": job, **(settings or {})}
-    flags = {path: value for path, value in given.items() if value is not None}
-    loaded = configuration.load(Path(file) if file else None, os.environ, flags)
+    given = {
+        "coordinator": configuration.Flag(coordinator, "the argument coordinator"),
+        "job.name": configuration.Flag(job, "the argument job"),
+        **{path: configuration.Flag(value, "the argument settings") for path, value in (settings or {}).items()},
+    }
+    loaded = configuration.load(Path(file) if file else None, os.environ, given)
     if not logging.getLogger().handlers:
         log.setup(loaded.settings.log.format, loaded.settings.log.level)
     for notice in loaded.notices:

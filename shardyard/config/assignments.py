@@ -37,7 +37,8 @@ class Layer(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was given. `place`: FILE:LINE, the name of a variable, or a flag as it was typed."""
+    """Where a value was given. `place`: FILE:LINE, the name of a variable, a flag as it was typed, or another place
+    in words."""
 
     layer: Layer
     place: str = ""
@@ -51,7 +52,7 @@ class Origin:
             case Layer.ENVIRONMENT:
                 return f"environment {self.place}"
             case Layer.FLAG:
-                return f"flag {self.place}"
+                return f"flag {self.place}" if self.place.startswith("-") else self.place
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ PROCESS_VARIABLES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A value from the command line, and how the flag was typed (`--servers`)."""
+    """A value from the command line or a program, and where it was given (`--servers`, `the argument job`)."""
 
     value: object
     spelled: str

@@ -36,10 +36,13 @@ class ExplainedWait:
         self,
         describe: Callable[[], str],
         *,
+        after_ms: int | None = None,
         clock_ms: Callable[[], int] = _CLOCK.now_ms,
         logger: logging.Logger = _logger,
     ) -> None:
+        """`after_ms`: when the first warning is due, if not after limits.EXPLAIN_WAIT_MS."""
         self._describe = describe
+        self._after_ms = after_ms
         self._clock_ms = clock_ms
         self._logger = logger
         self._begin_ms: int | None = None
@@ -48,7 +51,7 @@ class ExplainedWait:
 
     def __enter__(self) -> Self:
         self._begin_ms = self._clock_ms()
-        self._due_ms = self._begin_ms + limits.EXPLAIN_WAIT_MS
+        self._due_ms = self._begin_ms + (self._after_ms or limits.EXPLAIN_WAIT_MS)
         self._explained = False
         return self
 

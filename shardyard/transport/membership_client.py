@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from shardyard.config.settings import COORDINATOR_GRACE_MS
-from shardyard.domain import errors
+from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
 from shardyard.domain.limits import PROTOCOL
 from shardyard.runtime.waits import ExplainedWait
@@ -99,7 +99,12 @@ class MembershipClient:
         )
         give_up = time.monotonic() + patience_ms / 1000
         last = ""
-        with ExplainedWait(lambda: f"{self._peer.name} to register this {member.role.value}{last}", logger=log) as wait:
+        # early, since the address may be wrong
+        with ExplainedWait(
+            lambda: f"{self._peer.name} to register this {member.role.value}{last}",
+            after_ms=limits.SHOW_WAIT_MS,
+            logger=log,
+        ) as wait:
             while True:
                 try:
                     reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)

@@ -150,11 +150,17 @@ def forget_state(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Allows one start or stop from a folder at a time. Raises NotReady while another is under way."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_FILE
-    # the lock file stays: removing it would let two processes hold "the" lock
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Allows one start or stop from a folder at a time. Raises NotReady while another is under way,
+    ConfigurationError if there can be no such folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # the lock file stays: removing it would let two processes hold "the" lock
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise errors.ConfigurationError(
+            f"{folder} cannot hold the state of a yard: {error.strerror}",
+            todo="give a folder that you can write, with --state or yard.state",
+        ) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -545,6 +545,13 @@ def test_two_starts_from_one_folder_exclude_each_other(tmp_path: Path) -> None:
         pass
 
 
+def test_state_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "yard").write_text("")
+    refused = pytest.raises(errors.ConfigurationError, match=r"yard cannot hold the state of a yard")
+    with refused, locked(tmp_path / "yard"):
+        pass
+
+
 def test_process_with_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+import shardyard as sy
 from shardyard.config.configuration import (
     PROCESS_VARIABLES,
     SHORT_NAMES,
@@ -37,6 +38,13 @@ def write(tmp_path: Path):
         return file
 
     return _write
+
+
+def test_arguments_of_connect_are_not_called_flags() -> None:
+    with pytest.raises(ConfigurationError, match=r"\n  the argument settings: job\.sede: unknown setting"):
+        sy.connect(settings={"job.sede": 3})
+    with pytest.raises(ConfigurationError, match=r"\n  the argument coordinator: coordinator: expected HOST:PORT"):
+        sy.connect("there")
 
 
 def problems(file: Path | None = None, environment=None, flags=None) -> list[str]:

@@ -158,6 +158,15 @@ def test_registering_gives_up_when_its_patience_ends(make: Callable[..., Member]
         make().enrolment.register(patience_ms=0)
 
 
+def test_an_address_that_does_not_answer_is_named_after_a_second(
+    make: Callable[..., Member], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(errors.CoordinatorUnavailable):
+        make().enrolment.register(patience_ms=limits.SHOW_WAIT_MS + 200)
+    (said, *_) = caplog.messages
+    assert said.startswith(f"waiting for coordinator at {ADDRESS} to register this worker (")
+
+
 def test_registering_gives_up_when_it_is_stopped(make: Callable[..., Member]) -> None:
     member = make()
     member.enrolment.stop()
