@@ -104,9 +104,7 @@ class CheckpointBook:
 
     def go_back(self, committed: Committed) -> Entry:
         """Makes that checkpoint the newest. What was committed after it no longer counts."""
-        self.committed = replace(committed, url="" if committed.url == self.url else committed.url)
-        if not self.committed.url:
-            self._number = max(self._number, committed.number)
+        self._continue_from(replace(committed, url="" if committed.url == self.url else committed.url))
         return self._committed
 
     def want(self) -> None:
@@ -193,6 +191,12 @@ class CheckpointBook:
             self._abandoned.add(self.draft.number)
             self.draft, self._wanted = None, True
 
+    def _continue_from(self, committed: Committed) -> None:
+        self.committed = committed
+        if not committed.url:
+            self._number = max(self._number, committed.number)
+            self._begun_step = committed.step
+
     # ---- records
 
     @property
@@ -225,17 +229,18 @@ class CheckpointBook:
             require(number > self._number, f"checkpoint {number} is begun after {self._number}")
             self._number = number
         elif kind == "checkpoint_committed":
-            self._number = self._number if body.text("url") else max(self._number, number)
-            self.committed = Committed(
-                number,
-                body.number("step"),
-                body.values("data_ledger"),
-                body.number("draft", most=number),
-                Token(body.number("floor")),
-                url=body.text("url"),
-                created_s=body.number("created_s"),
-                gone=tuple(Incarnation(each) for each in body.numbers("gone")),
-                feedback=feedback_of(body),
+            self._continue_from(
+                Committed(
+                    number,
+                    body.number("step"),
+                    body.values("data_ledger"),
+                    body.number("draft", most=number),
+                    Token(body.number("floor")),
+                    url=body.text("url"),
+                    created_s=body.number("created_s"),
+                    gone=tuple(Incarnation(each) for each in body.numbers("gone")),
+                    feedback=feedback_of(body),
+                )
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")

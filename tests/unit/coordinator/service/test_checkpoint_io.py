@@ -555,6 +555,26 @@ def test_records_bring_back_the_newest_checkpoint_and_the_next_number() -> None:
         assert again.begin(0, 9, {}, Token(0))[0].number == 3
 
 
+def test_steps_count_from_the_newest_checkpoint_after_a_restart() -> None:
+    found = committed(book(every_s=0, every_steps=100), step=950)
+    found.begin(1, 1_050, {}, Token(0))  # lost with the coordinator
+    again = book(every_s=0, every_steps=100)
+    for kind, body in found.entries():
+        again.restore(kind, Body(body))
+    assert not again.is_due(0, 1_049)
+    assert again.is_due(0, 1_050)
+
+
+def test_steps_count_from_the_checkpoint_to_which_the_job_goes_back() -> None:
+    found = committed(book(every_s=0, every_steps=100), step=50)
+    first = found.committed
+    assert first is not None
+    committed(found, step=950)
+    found.go_back(first)
+    assert not found.is_due(0, 149)
+    assert found.is_due(0, 150)
+
+
 def test_checkpoint_that_is_asked_for_begins_after_the_asking() -> None:
     found = committed(book(every_s=0))
     under_way, _ = found.begin(0, 5, {}, Token(0))
