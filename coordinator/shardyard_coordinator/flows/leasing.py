@@ -18,7 +18,8 @@ from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import checkpointing, mode_switch, work_verdicts
 from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.records import Entry
-from shardyard_coordinator.work import data_ledger, step_ledger
+from shardyard_coordinator.work import step_ledger
+from shardyard_coordinator.work.data_shards import data_closed, data_leased
 from shardyard_coordinator.work.feeds import FeedDone, FeedSpec, LeaseWait, feed_opened
 from shardyard_coordinator.work.step_ledger import StepLedger
 
@@ -66,7 +67,7 @@ def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
     if job.tokens.latest > before:
         assert isinstance(answer, DataLease), answer
         first = job.first_of(answer.source)
-        leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
+        leased.append(data_leased(answer.source, worker, answer.token, first=first))
     if isinstance(answer, DataLease):
         answer = replace(answer, announce_until=work_verdicts.announce_until(job, answer.source))
     return [*job.records(leased), Reply(answer)]
@@ -111,7 +112,7 @@ def close_lease(job: JobState, returned: LeaseReturned, next_sequence: int, gene
         return [Reply(LeaseClosed(done=True))]
     first = job.first_of(source)
     done = job.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
-    record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
+    record = data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
     work_verdicts.end_lease(job, source, worker, done=done)
     return [*job.records([record]), Reply(LeaseClosed(done))]
 

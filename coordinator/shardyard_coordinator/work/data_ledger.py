@@ -17,7 +17,17 @@ from shardyard.domain.errors import InvalidRequest, NotFound, StaleToken
 from shardyard.domain.ids import Incarnation, Token
 from shardyard.domain.push_names import DataLease, DataShardSource, LeasedSource
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
-from shardyard_coordinator.work.data_shards import HOLDERS_NAMED_MAX, DataShards, HeldShard
+from shardyard_coordinator.work.data_shards import (
+    HOLDERS_NAMED_MAX,
+    DataShards,
+    HeldShard,
+    closed_lease,
+    data_closed,
+    data_leased,
+    feed_progress,
+    restore_lease,
+    restore_progress,
+)
 from shardyard_coordinator.work.feeds import (
     FeedCounts,
     FeedDone,
@@ -196,7 +206,7 @@ class DataLedger:
             opening = FeedOpening(shards.batches_per_data_shard, shards.per_epoch, 0, done=False)
             opened.append(feed_opened(shards.feed, shards.spec, opening))
             if shards.begun:
-                opened.append(shards.progress([number for number, _, _ in ended]))
+                opened.append(feed_progress(shards, [number for number, _, _ in ended]))
             for number, worker, token in ended:
                 source, end = shards.source(number), shards.batches(shards.source(number))
                 leases.append(data_leased(source, worker, token, first=None))
@@ -252,11 +262,11 @@ class DataLedger:
             raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
         shards = self.opened[body.number("feed", most=len(self.opened) - 1)]
         if kind == "feed_progress":
-            shards.restore_progress(body)
+            restore_progress(shards, body)
         elif kind == "data_leased":
-            shards.restore_lease(body)
+            restore_lease(shards, body)
         else:
-            number, worker, token = shards.restore_end(body)
+            number, worker, token = closed_lease(shards, body)
             if body.flag("done"):
                 self._end(shards, number, worker, token)
             else:
@@ -283,19 +293,3 @@ class DataLedger:
 def new_data_ledger() -> DataLedger:
     """A ledger to read a checkpoint's records into. It leases nothing."""
     return DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
-
-
-def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
-    """`first`: the batch at which the lease begins; None if that was not read."""
-    return "data_leased", {**_lease_body(source, worker, token), "first": first}
-
-
-def data_closed(
-    source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
-) -> Entry:
-    """All partitions have the batches below `reached`. Those from `first` on were computed under this lease."""
-    return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
-
-
-def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
-    return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}

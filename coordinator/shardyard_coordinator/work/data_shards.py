@@ -182,44 +182,65 @@ class DataShards:
         more = len(held) - len(named)
         return ", ".join(named) + (f" and {more} more" if more else "")
 
-    # ---- records
 
-    def progress(self, ended: Sequence[int]) -> Entry:
-        """How far the feed is. `ended`: data shards whose leases have records of their own, like those that are
-        held."""
-        free = sorted([*self.returned, *ended, *self.held])
-        reached = [list(each) for each in sorted(self.reached.items())]
-        return "feed_progress", {"feed": self.feed, "begun": self.begun, "free": free, "reached": reached}
+# ---- records
 
-    def restore_progress(self, body: Body) -> None:
-        """Applies the record of `progress`. Raises DamagedRecord."""
-        require(not self.begun, f"feed {self.feed} begins twice")
-        self.begun = body.number("begun", most=self.total)
-        self.returned = sorted(body.numbers("free", most=self.begun - 1))
-        require(len(set(self.returned)) == len(self.returned), "free: a data shard is there twice")
-        for each in body.items("reached"):
-            number, reached = checked_items(each, "a data shard and its watermark", count=2)
-            known = checked_number(number, "a data shard", most=self.begun - 1)
-            require(known in self.returned, f"reached: data shard {known} is not free")
-            self.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
 
-    def restore_lease(self, body: Body) -> None:
-        """Applies the record `data_leased`. Raises DamagedRecord."""
-        number, worker, token = self._lease_of(body)
-        self.hold(number, worker, token, fresh=self.take_again(number))
-        first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
-        self.held[number] = HeldShard(worker, token, first)
+def feed_progress(shards: DataShards, ended: Sequence[int]) -> Entry:
+    """How far the feed is. `ended`: data shards whose leases have records of their own, like those that are held."""
+    free = sorted([*shards.returned, *ended, *shards.held])
+    reached = [list(each) for each in sorted(shards.reached.items())]
+    return "feed_progress", {"feed": shards.feed, "begun": shards.begun, "free": free, "reached": reached}
 
-    def restore_end(self, body: Body) -> tuple[int, Incarnation, Token]:
-        """Reads from the record `data_closed` which lease ends. Raises DamagedRecord."""
-        number, worker, token = self._lease_of(body)
-        held = self.held.get(number)
-        matches = held is not None and (held.worker, held.token) == (worker, token)
-        require(matches, f"{self.source(number)} was closed and is not held")
-        return number, worker, token
 
-    def _lease_of(self, body: Body) -> tuple[int, Incarnation, Token]:
-        epoch = body.number("epoch", most=self.spec.epochs - 1)
-        index = body.number("index", most=self.per_epoch - 1)
-        worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
-        return self.number(DataShardSource(self.feed, epoch, index)), worker, token
+def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
+    """`first`: the batch at which the lease begins; None if that was not read."""
+    return "data_leased", {**_lease_body(source, worker, token), "first": first}
+
+
+def data_closed(
+    source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
+) -> Entry:
+    """All partitions have the batches below `reached`. Those from `first` on were computed under this lease."""
+    return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
+
+
+def restore_progress(shards: DataShards, body: Body) -> None:
+    """Applies the record `feed_progress`. Raises DamagedRecord."""
+    require(not shards.begun, f"feed {shards.feed} begins twice")
+    shards.begun = body.number("begun", most=shards.total)
+    shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
+    require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
+    for each in body.items("reached"):
+        number, reached = checked_items(each, "a data shard and its watermark", count=2)
+        known = checked_number(number, "a data shard", most=shards.begun - 1)
+        require(known in shards.returned, f"reached: data shard {known} is not free")
+        shards.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
+
+
+def restore_lease(shards: DataShards, body: Body) -> None:
+    """Applies the record `data_leased`. Raises DamagedRecord."""
+    number, worker, token = _lease_of(shards, body)
+    shards.hold(number, worker, token, fresh=shards.take_again(number))
+    first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
+    shards.held[number] = HeldShard(worker, token, first)
+
+
+def closed_lease(shards: DataShards, body: Body) -> tuple[int, Incarnation, Token]:
+    """Reads from the record `data_closed` which lease ends. Raises DamagedRecord."""
+    number, worker, token = _lease_of(shards, body)
+    held = shards.held.get(number)
+    matches = held is not None and (held.worker, held.token) == (worker, token)
+    require(matches, f"{shards.source(number)} was closed and is not held")
+    return number, worker, token
+
+
+def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
+    return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}
+
+
+def _lease_of(shards: DataShards, body: Body) -> tuple[int, Incarnation, Token]:
+    epoch = body.number("epoch", most=shards.spec.epochs - 1)
+    index = body.number("index", most=shards.per_epoch - 1)
+    worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
+    return shards.number(DataShardSource(shards.feed, epoch, index)), worker, token
