@@ -24,9 +24,9 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.placement.placement import Server, assign, plan
 from shardyard_worker.compression import device_codecs
 from shardyard_worker.compression.error_feedback import ErrorFeedback
-from shardyard_worker.exchange import device_copies
-from shardyard_worker.exchange.device_copies import CudaEngine, DeviceCopies, copies_for, tensor_of
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers import device_copies
+from shardyard_worker.exchange.buffers.device_copies import CudaEngine, DeviceCopies, copies_for, tensor_of
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 
 pytestmark = pytest.mark.gpu
 

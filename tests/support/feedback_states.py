@@ -16,7 +16,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_worker.compression.error_feedback import ErrorFeedback
-from shardyard_worker.exchange.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
 
 VARIABLES = (
     VariableSpec("fc1.weight", DType.FLOAT32, (80, 60)),

@@ -26,9 +26,9 @@ from shardyard.domain.failpoints import armed
 from shardyard.transport import shared_memory
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.service import stream_memory
-from shardyard_worker.exchange import shm_rows
+from shardyard_worker.exchange.buffers import shm_rows
+from shardyard_worker.exchange.buffers.shm_rows import ShmRows
 from shardyard_worker.exchange.row_reads import RowReads
-from shardyard_worker.exchange.shm_rows import ShmRows
 from shardyard_worker.job import connect as worker
 from shardyard_worker.rows import row_prefetch
 from tests.support.alone import SYNC, Connect

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard_worker.exchange import device_copies
+from shardyard_worker.exchange.buffers import device_copies
 from shardyard_worker.training import trainer
 from tests.support.alone import SYNC, SYNC_2, Connect
 

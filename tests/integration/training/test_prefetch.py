@@ -20,7 +20,7 @@ from shardyard.domain import errors
 from shardyard.transport.in_process import InProcessStream
 from shardyard.wire.frames import Frame
 from shardyard_ps_server.service import exchange_stream
-from shardyard_worker.exchange.partial_reply import PartialReply
+from shardyard_worker.exchange.buffers.partial_reply import PartialReply
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.job.job import Job
 from tests.integration.training.test_maps import train as train_model

@@ -23,7 +23,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.values import shm_regions
-from shardyard_worker.exchange import buffer_layout
+from shardyard_worker.exchange.buffers import buffer_layout
 from shardyard_worker.job import connect as worker
 from tests.support.alone import SYNC, Connect
 from tests.support.yards import Probes, finish, running_yard

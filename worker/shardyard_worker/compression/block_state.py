@@ -24,7 +24,7 @@ from shardyard.domain.layout.layouts import Block
 from shardyard.domain.variables import VariableSpec
 from shardyard_worker.compression import device_codecs
 from shardyard_worker.compression.device_codecs import Encoding
-from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 Tensor = torch.Tensor
 Array = npt.NDArray[np.floating[Any]]

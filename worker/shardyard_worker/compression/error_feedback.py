@@ -30,8 +30,8 @@ from shardyard.domain.variables import VariableKind
 from shardyard_worker.compression import device_codecs
 from shardyard_worker.compression.block_state import Array, BlockPush, BlockState, Factor, StateArray
 from shardyard_worker.compression.device_codecs import Encoding
-from shardyard_worker.exchange.device_copies import DeviceCopies
-from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 Tensor = torch.Tensor
 Key = tuple[int, int]

@@ -5,8 +5,6 @@ A push names all partitions of each server. A push that is sent again has the sa
 
 Read in the order of a step: `requests` (what training asks), `server_group` (all servers under one map),
 `request_builder` (the part of one server), `fan_out` (calls and retries), `server_stream` (the stream to one server).
-`flat_buffers` holds gradients in their layout on the wire, `pulled_values` the values that come back; both use
-`buffer_layout` and `tensor_copy`. `tensor_types` says which tensors fit, `device_copies` copies to and from a GPU.
-`row_reads` looks table rows up, `shm_rows` is their shared memory. `overlap` sends gradients during backward,
-`partial_reply` gives out values while they arrive, `norm_sums` sums the norm of a synchronous step.
+`buffers` below them holds gradients and values. `row_reads` looks table rows up, `overlap` sends gradients during
+backward, `norm_sums` sums the norm of a synchronous step.
 """

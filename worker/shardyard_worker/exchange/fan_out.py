@@ -19,7 +19,7 @@ from shardyard.domain.ids import Incarnation
 from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.limits import KIB
 from shardyard.domain.pushes import ExchangeReply, PushHeader
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.request_builder import RequestBuilder, ServerRequest
 from shardyard_worker.exchange.server_stream import ServerStream
 from shardyard_worker.session.retry import RetryPolicy

@@ -19,8 +19,8 @@ import numpy as np
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation
 from shardyard.runtime.waits import WaitRegistry
-from shardyard_worker.exchange.buffer_layout import Bytes, Span
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.buffer_layout import Bytes, Span
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.server_stream import ServerStream
 
 log = logging.getLogger("shardyard.worker")

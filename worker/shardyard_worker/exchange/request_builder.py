@@ -16,7 +16,7 @@ from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.pulls import PullHeader, RequestedRows
 from shardyard.domain.push_names import NO_NAME
 from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart, StepVerdict
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream

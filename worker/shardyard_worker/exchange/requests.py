@@ -10,7 +10,7 @@ from shardyard.domain.ids import PartitionId, Version
 from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.push_names import PushName
 from shardyard.domain.pushes import PartResult, PushKind
-from shardyard_worker.exchange.flat_buffers import Codes
+from shardyard_worker.exchange.buffers.flat_buffers import Codes
 from shardyard_worker.rows.row_codec import EncodedRows
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 

@@ -21,8 +21,8 @@ from shardyard.domain.push_names import PushName, SourceKey, Watermark
 from shardyard.domain.pushes import ExchangeReply, Outcome, PushHeader, PushKind, StepVerdict
 from shardyard.wire import common_messages, frames, lease_messages, methods, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.fan_out import FanOut, Make
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.norm_sums import NormSums
 from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.request_builder import Order, RequestBuilder, ServerRequest

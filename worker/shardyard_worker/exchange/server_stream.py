@@ -25,10 +25,10 @@ from shardyard.transport.shared_memory import AttachedMemory
 from shardyard.wire import frames, methods, push_messages
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
-from shardyard_worker.exchange.buffer_layout import Bytes, Key
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
-from shardyard_worker.exchange.partial_reply import PartialReply
-from shardyard_worker.exchange.shm_rows import ShmRows
+from shardyard_worker.exchange.buffers.buffer_layout import Bytes, Key
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.partial_reply import PartialReply
+from shardyard_worker.exchange.buffers.shm_rows import ShmRows
 
 log = logging.getLogger("shardyard.worker")
 

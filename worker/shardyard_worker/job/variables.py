@@ -12,7 +12,7 @@ from shardyard.domain.errors import UnknownVariable, UnsupportedOptimizer
 from shardyard.domain.optimizers import KINDS, OptimizerSpec, make_group, setting_names
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import refuse_without_optimizer
-from shardyard_worker.exchange.tensor_types import spec_of
+from shardyard_worker.exchange.buffers.tensor_types import spec_of
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.training.variables import StepInput, Variable
 

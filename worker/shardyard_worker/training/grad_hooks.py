@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardyard.domain.limits import KIB
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 
 Ready = Callable[[int, Callable[[], None] | None], None]
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from shardyard.domain import errors
-from shardyard_worker.exchange.buffer_layout import Late, Version
+from shardyard_worker.exchange.buffers.buffer_layout import Late, Version
 from shardyard_worker.exchange.requests import Bases
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.session.session import Session

@@ -9,7 +9,7 @@ import torch
 from shardyard.domain.errors import UnsupportedModel
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.embedding.table import Table
-from shardyard_worker.exchange.tensor_types import spec_of
+from shardyard_worker.exchange.buffers.tensor_types import spec_of
 from shardyard_worker.training.variables import BufferPlace, Variable
 
 

@@ -23,10 +23,10 @@ from shardyard.domain.pushes import Outcome, PushKind
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.compression.residual_state import ResidualCheckpointer, refuse
-from shardyard_worker.exchange.device_copies import DeviceCopies
-from shardyard_worker.exchange.flat_buffers import Codes
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.flat_buffers import Codes
+from shardyard_worker.exchange.buffers.tensor_types import check_tensor, widened
 from shardyard_worker.exchange.requests import ExchangeResult, PushRequest
-from shardyard_worker.exchange.tensor_types import check_tensor, widened
 from shardyard_worker.rows.dedup import Int64s
 from shardyard_worker.rows.row_codec import EncodedRows, Rounding
 from shardyard_worker.rows.row_prefetch import RowPrefetch

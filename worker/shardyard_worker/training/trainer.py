@@ -23,9 +23,9 @@ from shardyard.domain.variables import VariableKind
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.table_messages import tables_to_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.exchange.device_copies import DeviceCopies, copies_for
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, copies_for
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.fan_out import MapChanged
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.rows.row_cache import RowCache

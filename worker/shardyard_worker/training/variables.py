@@ -14,7 +14,7 @@ import torch
 from shardyard.domain import errors
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.variables import VariableSpec
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.requests import Bases
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.session.session import Session

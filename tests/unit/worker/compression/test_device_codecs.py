@@ -21,7 +21,7 @@ from shardyard.codecs.dense.powersgd import grid_of
 from shardyard.codecs.format.form import CodeId
 from shardyard.domain.compression import parse_codec, sent_count
 from shardyard_worker.compression import device_codecs
-from shardyard_worker.exchange.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
 from tests.support.feedback_states import KEPT, gradients, layout, on_device, on_host, push, same
 
 torch.set_num_threads(1)

@@ -22,9 +22,9 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.transport.shared_memory import SharedMemory, attach
 from shardyard_coordinator.placement.placement import Server, assign, plan
-from shardyard_worker.exchange import device_copies
-from shardyard_worker.exchange.device_copies import DeviceCopies, DeviceCopy, copies_for, engine_of, tensor_of
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers import device_copies
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, DeviceCopy, copies_for, engine_of, tensor_of
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.training.grad_hooks import GradHooks
 
 torch.set_num_threads(1)

@@ -20,8 +20,8 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import frames
 from shardyard_coordinator.placement.placement import Server, assign, plan
-from shardyard_worker.exchange.flat_buffers import FlatBuffers
-from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import torch
 
 from shardyard.domain.limits import MIB
 from shardyard.transport.stream_copy import copy_past_cache
-from shardyard_worker.exchange.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
 
 COPY_BYTES_EACH = 4 * MIB
 """Copies are cut into pieces of this size, so that two threads can share them."""

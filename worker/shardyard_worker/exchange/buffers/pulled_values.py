@@ -18,7 +18,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.variables import VariableKind
 from shardyard.transport.shared_memory import AttachedMemory, attach
-from shardyard_worker.exchange.buffer_layout import (
+from shardyard_worker.exchange.buffers.buffer_layout import (
     Bytes,
     Key,
     Late,
@@ -28,10 +28,10 @@ from shardyard_worker.exchange.buffer_layout import (
     free_stream_buffer,
     zeros,
 )
-from shardyard_worker.exchange.device_copies import DeviceCopies
-from shardyard_worker.exchange.partial_reply import PartialReply
-from shardyard_worker.exchange.tensor_copy import TensorCopier
-from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies
+from shardyard_worker.exchange.buffers.partial_reply import PartialReply
+from shardyard_worker.exchange.buffers.tensor_copy import TensorCopier
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 
 class PulledValues:

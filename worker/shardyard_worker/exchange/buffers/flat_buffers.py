@@ -15,7 +15,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionMap, alig
 from shardyard.domain.pushes import PushPart
 from shardyard.domain.variables import VariableKind
 from shardyard.transport.shared_memory import SharedMemory
-from shardyard_worker.exchange.buffer_layout import (
+from shardyard_worker.exchange.buffers.buffer_layout import (
     Bytes,
     ServerBuffers,
     Span,
@@ -24,10 +24,10 @@ from shardyard_worker.exchange.buffer_layout import (
     gradient_memory,
     pieces_of,
 )
-from shardyard_worker.exchange.device_copies import DeviceCopies, DeviceCopy
-from shardyard_worker.exchange.pulled_values import PulledValues
-from shardyard_worker.exchange.tensor_copy import TensorCopier
-from shardyard_worker.exchange.tensor_types import check_tensor, fits_dtype
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, DeviceCopy
+from shardyard_worker.exchange.buffers.pulled_values import PulledValues
+from shardyard_worker.exchange.buffers.tensor_copy import TensorCopier
+from shardyard_worker.exchange.buffers.tensor_types import check_tensor, fits_dtype
 
 Codes = Mapping[PartitionId, Sequence[memoryview]]
 Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]

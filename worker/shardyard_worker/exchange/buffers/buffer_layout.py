@@ -20,9 +20,9 @@ from shardyard.domain.layout.layouts import JobLayout, PartitionLayout
 from shardyard.domain.pushes import PushPart
 from shardyard.domain.variables import DType
 from shardyard.transport.shared_memory import AttachedMemory, SharedMemory
-from shardyard_worker.exchange.device_copies import DeviceCopies, tensor_of
-from shardyard_worker.exchange.partial_reply import PartialReply
-from shardyard_worker.exchange.tensor_types import TORCH_DTYPES
+from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, tensor_of
+from shardyard_worker.exchange.buffers.partial_reply import PartialReply
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, int]
