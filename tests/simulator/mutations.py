@@ -31,7 +31,7 @@ from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushe
 from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition import checkpoint_cuts, sync_step
 from shardyard_ps_server.partition import step_gate as gate
-from shardyard_ps_server.partition.cuts import StateCut
+from shardyard_ps_server.partition.dense_state import StateCut
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.next_version import RowUpdate, update_rows
 from shardyard_ps_server.rows import row_sums

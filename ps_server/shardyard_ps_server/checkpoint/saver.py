@@ -35,8 +35,7 @@ from shardyard_ps_server.partition.checkpoint_cuts import (
     take_cut,
     unname_cut,
 )
-from shardyard_ps_server.partition.cuts import Cut
-from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.partition import Cut, Partition
 from shardyard_ps_server.rows.table_states import Since
 
 log = logging.getLogger("shardyard.server")

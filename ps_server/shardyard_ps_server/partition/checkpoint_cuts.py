@@ -1,8 +1,9 @@
 """Cuts a partition for a checkpoint, now or at a version that is named ahead (ledger.md, rules A9 and B7).
 
 An asynchronous job's partition is cut at once. A synchronous job's checkpoint has the same step of all partitions: the
-step is named ahead, and the update that makes that version also makes the cut. A cut copies nothing; `cuts` says what
-is copied later, while updates go on.
+step is named ahead, and the update that makes that version also makes the cut. A cut copies nothing. Values need
+no copy: a version is not written while a reader holds it. Tables have cuts of their own (`tables.cuts`). Optimizer
+state is copied while updates go on (`dense_state.StateCut`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import numpy.typing as npt
 from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard.domain.ids import Version
 from shardyard.domain.push_names import ROW_LANE
-from shardyard_ps_server.partition.cuts import Cut
-from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.partition import Cut, Partition
 from shardyard_ps_server.rows.table_states import Since, cut_tables
 
 

@@ -4,12 +4,13 @@ computes the next version's bytes.
 Owns: optimizer state, update counts of blocks. Invariants: an update is elementwise, or of a variable that is not cut,
 and takes contributions in the given order; so the bits depend neither on how variables are cut nor on which server has
 them (promise 6). The next values are written into another buffer. Called by the thread that has the partition's turn.
-Must not know: ledgers, versions, threads.
+Must not know: ledgers, versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,10 @@ import numpy.typing as npt
 
 from shardyard.domain.consistency import StaleRule
 from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import MIB
 from shardyard.domain.optimizers import WHOLE_VARIABLES
 from shardyard.domain.variables import DType, VariableKind
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
-from shardyard_ps_server.partition.cuts import StateCut
 from shardyard_ps_server.values import kernels, optimizers, pieces
 from shardyard_ps_server.values.optimizers import LONE
 from shardyard_ps_server.values.pieces import Addresses, Array, Shares
@@ -35,6 +36,8 @@ PIECE_BYTES = 128 * 1024
 """Bytes of a payload that are summed at a time. The sum stays in a core's second cache. The processor begins each piece
 without prefetching, so smaller pieces are slower (64 MiB of two contributions with SGD: 22 ms in pieces of 16 KiB, 12.5
 ms in these)."""
+CUT_PIECE_BYTES = MIB
+"""An update waits at most for the copy of one piece of a cut."""
 STAGED_BYTES = 32 * 1024
 STAGED_BYTES_MIN = 1024 * 1024
 """From this size on, the next values are computed in pieces of STAGED_BYTES and written past the cache, which is too
@@ -58,6 +61,54 @@ class _Run:
 
     def of(self, payload: Bytes) -> npt.NDArray[Any]:
         return payload[self.start : self.stop].view(self.dtype)
+
+
+class StateCut:
+    """Optimizer state as it was when the cut was made: arrays of shape (nbytes,), dtype uint8. Raises TooLarge.
+
+    State changes in place. So an update copies what it is about to change (`keep`), and the checkpoint's thread copies
+    the rest piece by piece (`keep_next`)."""
+
+    def __init__(self, state: Mapping[str, Bytes]) -> None:
+        self._state = state
+        self._copies = {name: aligned_empty(len(values)) for name, values in state.items()}
+        nbytes = max(map(len, state.values()), default=0)
+        self._kept = [False] * -(-nbytes // CUT_PIECE_BYTES)
+        self._next = 0
+        self._copying = threading.Lock()
+
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._kept)
+
+    def keep(self, begin: int, end: int) -> None:
+        """Copies bytes [begin, end), which are about to change."""
+        if self.complete:
+            return
+        for piece in range(begin // CUT_PIECE_BYTES, -(-end // CUT_PIECE_BYTES)):
+            self._keep(piece)
+
+    def keep_next(self) -> None:
+        """Copies the next piece that is not copied yet, if there is one."""
+        while not self.complete and self._kept[self._next]:
+            self._next += 1
+        if not self.complete:
+            self._keep(self._next)
+            self._next += 1
+
+    def of(self, name: str) -> Bytes:
+        """Returns one of the arrays. All must be copied."""
+        assert self.complete
+        return self._copies[name]
+
+    def _keep(self, piece: int) -> None:
+        with self._copying:
+            if self._kept[piece]:
+                return
+            at = slice(piece * CUT_PIECE_BYTES, (piece + 1) * CUT_PIECE_BYTES)
+            for name, values in self._state.items():
+                np.copyto(self._copies[name][at], values[at])
+            self._kept[piece] = True
 
 
 class DenseState:

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.consistency import UpdateMode
@@ -29,11 +32,10 @@ from shardyard.domain.errors import CheckpointDamaged, Internal, InvalidRequest,
 from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import HELD_ROWS_BYTES_MAX
-from shardyard.domain.push_names import DoneDataShards, SourceKey, Watermark
+from shardyard.domain.push_names import DoneDataShards, SourceKey, SourceMark, Watermark
 from shardyard.runtime.clock import Clock, SystemClock
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
-from shardyard_ps_server.partition.cuts import Cut
-from shardyard_ps_server.partition.dense_state import DenseState
+from shardyard_ps_server.partition.dense_state import DenseState, StateCut
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.staleness import Staleness, Tally
 from shardyard_ps_server.partition.step_gate import StepGate
@@ -43,6 +45,7 @@ from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowOverlay
 from shardyard_ps_server.rows.table_states import Since, Tables, read_tables
+from shardyard_ps_server.tables.cuts import TableCut
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.values.versions import Bytes, Memory, Versions, aligned_empty, private_memory
 
@@ -67,6 +70,32 @@ class SyncSteps:
         """Called when no payload of the step is needed any more."""
         self.spare += self.kept
         self.kept = []
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition at one moment: version, ledger, values, the number of updates of each block, and, once `complete` was
+    called, optimizer state. `tables`: cuts of the same moment. Values and tables can be read until `release`."""
+
+    partition: PartitionId
+    version: Version
+    marks: tuple[SourceMark, ...]
+    floor: Token
+    counts: npt.NDArray[np.int64]
+    values: Bytes
+    state: StateCut
+    let_go: Callable[[], None]
+    tables: Mapping[str, TableCut] = field(default_factory=dict)
+
+    def complete(self) -> None:
+        """Copies what updates have not copied, while they go on."""
+        while not self.state.complete:
+            self.state.keep_next()
+
+    def release(self) -> None:
+        for cut in self.tables.values():
+            cut.close()
+        self.let_go()
 
 
 class Partition:

@@ -31,11 +31,11 @@ from shardyard.domain.push_names import (
 )
 from shardyard.domain.pushes import Outcome
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
-from shardyard_ps_server.partition import cuts as module
+from shardyard_ps_server.partition import dense_state as module
 from shardyard_ps_server.partition.checkpoint_cuts import await_named_cut, block_arrays, name_cut, take_cut, unname_cut
 from shardyard_ps_server.partition.contribution import Contribution
-from shardyard_ps_server.partition.cuts import Cut, StateCut
-from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.dense_state import StateCut
+from shardyard_ps_server.partition.partition import Cut, Partition
 from shardyard_ps_server.partition.push import apply_push
 from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -142,7 +142,7 @@ def assert_same(left: Taken, right: Taken) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 128)
+    monkeypatch.setattr(module, "CUT_PIECE_BYTES", 128)
 
 
 # ---- asynchronous

@@ -37,7 +37,7 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard_ps_server.partition import dense_state
 from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.contribution import Contribution
-from shardyard_ps_server.partition.cuts import PIECE_BYTES
+from shardyard_ps_server.partition.dense_state import CUT_PIECE_BYTES
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push, check_push
 from shardyard_ps_server.partition.reads import hold_version
@@ -443,7 +443,7 @@ def test_nobody_who_reads_waits_for_the_arithmetic_of_an_update(
 
 def test_cut_is_of_one_moment_whatever_updates_come_while_it_is_copied() -> None:
     """With gradients of 1 and momentum 1, update n leaves n everywhere in the momentum."""
-    elements = 4 * PIECE_BYTES // 4
+    elements = 4 * CUT_PIECE_BYTES // 4
     group = (make_group("sgd", {"lr": 1.0, "momentum": 1.0}),)
     layout = JobLayout(
         (VariableSpec("a", DType.FLOAT32, (elements,)),),
