@@ -114,8 +114,10 @@ test-containers: $(STAMP) ## build the images and train in containers; needs a D
 test-gpu: $(STAMP) ## training on a GPU; needs a CUDA device
 	@$(BIN)/python -m pytest tests/gpu -m gpu
 
-bench: $(STAMP) ## run benchmarks (BENCH=name for one)
-	@for f in $(if $(BENCH),benchmarks/$(BENCH).py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$f || exit 1; done
+BENCHES := $(filter-out %/__init__.py,$(wildcard $(addprefix benchmarks/,exchange/*.py tables/*.py jobs/*.py)))
+bench: $(STAMP) ## run benchmarks (BENCH=name for one, ARGS="..." for its options)
+	@for f in $(if $(BENCH),$(or $(filter %/$(BENCH).py,$(BENCHES)),$(error no benchmark is named $(BENCH))),$(BENCHES)); \
+	do PYTHONPATH=benchmarks $(BIN)/python $$f $(ARGS) || exit 1; done
 
 clean: ## remove .venv and caches
 	@rm -rf $(VENV) $(NODE)/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

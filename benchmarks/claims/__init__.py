@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.report import Panel
+from harness.measuring.report import Panel
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import numpy as np
 
 from claims import Found
 from claims.yard import Trained, timeline, yard
-from harness.delays import Delays
-from harness.intervals import paired
-from harness.pairs import order, significant
-from harness.report import Panel
+from harness.machine.delays import Delays
+from harness.measuring.intervals import paired
+from harness.measuring.pairs import order, significant
+from harness.measuring.report import Panel
 
 WORKERS = 8
 BACKUP = 2

@@ -17,9 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from claims import Found
 from claims.yard import yard
-from harness import digits
-from harness.report import Panel
-from sides.consistency_shardyard import Worker
+from harness.measuring.report import Panel
+from harness.workloads import digits
+from sides.shardyard.consistency import Worker
 
 RANKS = 4
 BATCH = 16

@@ -19,9 +19,9 @@ from typing import Any
 
 from claims import Found
 from claims.yard import Trained, Yard, timeline, yard
-from harness.delays import Delays
-from harness.pairs import Figures, column, order, ratios, significant
-from harness.report import Panel
+from harness.machine.delays import Delays
+from harness.measuring.pairs import Figures, column, order, ratios, significant
+from harness.measuring.report import Panel
 
 WORKERS = 4
 STALENESS = 3

@@ -17,12 +17,12 @@ from typing import Any
 from claims import Found
 from claims.backup import step_times_s
 from claims.yard import Trained, Yard, yard
-from harness.pairs import Figures, column, measure_pairs, ratios, significant, spread
-from harness.report import Panel
+from harness.measuring.pairs import Figures, column, measure_pairs, ratios, significant, spread
+from harness.measuring.report import Panel
 from shardyard.config import configuration
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.job import connect as joined
-from sides.consistency_shardyard import Worker
+from sides.shardyard.consistency import Worker
 
 WORKERS = 4
 BATCH = 4

@@ -23,9 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from claims import Found
 from claims.yard import Trained, Yard, timeline, yard
-from harness import characters
-from harness.pairs import Figures, column, order, ratios
-from harness.report import Panel
+from harness.measuring.pairs import Figures, column, order, ratios
+from harness.measuring.report import Panel
+from harness.workloads import characters
 
 WORKERS = 4
 ROUND_STEPS = 100

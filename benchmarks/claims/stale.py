@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from claims import Found
-from harness import digits
-from harness.intervals import paired
-from harness.pairs import spread
-from harness.report import Panel
+from harness.measuring.intervals import paired
+from harness.measuring.pairs import spread
+from harness.measuring.report import Panel
+from harness.workloads import digits
 from shardyard.config import configuration
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.job import connect as worker

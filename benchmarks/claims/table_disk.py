@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from claims import Found
-from harness.memory_cgroup import memory_cgroup
-from harness.pairs import Figures
+from harness.machine.memory_cgroup import memory_cgroup
+from harness.measuring.pairs import Figures
 
-ON_DISK = Path(__file__).resolve().parent.parent / "sides" / "rows_on_disk.py"
+ON_DISK = Path(__file__).resolve().parent.parent / "sides" / "shardyard" / "rows_on_disk.py"
 
 
 def measure(rows: int, cgroup_mib: int, memory_mib: int, folder: str) -> Found:

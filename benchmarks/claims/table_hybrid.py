@@ -20,10 +20,10 @@ from pathlib import Path
 
 from claims import Found
 from claims.table_steps import CALL_MS, one_measurement, verified
-from harness.pairs import Figures, column, measure_pairs, ratios
-from harness.report import Panel
-from harness.rows import Task
-from harness.sides import Side, shardyard_side
+from harness.measuring.pairs import Figures, column, measure_pairs, ratios
+from harness.measuring.report import Panel
+from harness.processes.sides import Side, shardyard_side
+from harness.workloads.rows import Task
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIGURE = "tables-hybrid"
@@ -45,7 +45,7 @@ DAYS, CLICKS = 3, 40_000
 def side_of(name: str, task: Task) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), *(() if name == SYNC else ("--ahead",))]
     settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **MODES[name]}
-    with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
+    with shardyard_side("shardyard.rows", *arguments, workers=1, settings=settings) as side:
         with verified(side, task) as ready:
             yield ready
 

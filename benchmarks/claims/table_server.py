@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from claims import Found
-from harness.pairs import Figures, column, measure_pairs, ratios
-from harness.report import Panel
+from harness.measuring.pairs import Figures, column, measure_pairs, ratios
+from harness.measuring.report import Panel
 from shardyard.domain.tables import row_rules
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_optimizers import make_group

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from claims import Found
-from harness.pairs import Figures, column, measure_pairs, ratios, spread
-from harness.report import Panel
-from harness.rows import Task, check
-from harness.sides import Side, peer_side, shardyard_side
-from sides.rows_rpc import FORMS
+from harness.measuring.pairs import Figures, column, measure_pairs, ratios, spread
+from harness.measuring.report import Panel
+from harness.processes.sides import Side, peer_side, shardyard_side
+from harness.workloads.rows import Task, check
+from sides.torch_peers.rows_rpc import FORMS
 
 FIGURE = "tables-steps"
 VERIFIED_STEPS = 5
@@ -58,14 +58,14 @@ def one_measurement(side: Side, seconds: float) -> Figures:
 def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
     settings = {"job.partitions": partitions, "worker.exchange": ("blocking", "delayed")[window]}
-    with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
+    with shardyard_side("shardyard.rows", *arguments, workers=1, settings=settings) as side:
         yield side
 
 
 @contextmanager
 def their_side(task: Task, form: str, transport: str = "default") -> Iterator[Side]:
     arguments = [*task.arguments(), "--form", form, "--transport", transport]
-    with peer_side("rows_rpc", *arguments, workers=1) as side:
+    with peer_side("torch_peers.rows_rpc", *arguments, workers=1) as side:
         yield side
 
 

@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
-from harness.delays import Delays
-from harness.report import Span
-from harness.sides import Side, shardyard_side
+from harness.machine.delays import Delays
+from harness.measuring.report import Span
+from harness.processes.sides import Side, shardyard_side
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 
-PROGRAM = "consistency_shardyard"
+PROGRAM = "shardyard.consistency"
 TRAIN_S_MAX = 300.0
 ASK_MS = 5_000
 

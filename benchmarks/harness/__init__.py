@@ -1,1 +1,2 @@
-"""What the benchmarks share: pairs of measurements, processes asked by lines, yards, checks of numbers, reports."""
+"""What the benchmarks share: measuring (pairs, intervals, reports), machine (its use, links, delays), processes (the
+measured programs) and workloads (models, data, checks of numbers)."""

@@ -33,7 +33,7 @@ FILE_BYTES: Final = 64 * MIB
 """Approximate size of the rows in a file."""
 CHAIN_SHARE: Final = 0.5
 """A chain ends when its increments have more than this share of its base's bytes, so that a restore reads one and a
-half times the table at most (benchmarks/table_checkpoints.py)."""
+half times the table at most (benchmarks/tables/table_checkpoints.py)."""
 CHAIN_CUTS_MAX: Final = 64
 UNCOMMITTED_MAX: Final = 3
 """A chain ends after this many cuts in a row that no checkpoint followed: their files may be the reason."""

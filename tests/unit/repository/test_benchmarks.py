@@ -22,30 +22,19 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import compression  # noqa: E402
-import consistency  # noqa: E402
-import push_pull  # noqa: E402
-import table_ids  # noqa: E402
 from claims import Found, backup, bits, bounded, cost, diloco, stale  # noqa: E402
 from claims.yard import Trained, timeline  # noqa: E402
-from harness import (  # noqa: E402
-    characters,
-    codecs,
-    connections,
-    digits,
-    intervals,
-    link,
-    numbers,
-    pairs,
-    report,
-    rounds,
-    training,
-)
-from harness.delays import Delays  # noqa: E402
-from harness.machine import cpu_seconds, loopback_bytes, machine_facts  # noqa: E402
-from harness.programs import ProgramFailed, Programs  # noqa: E402
+from exchange import compression, push_pull  # noqa: E402
+from harness.machine import connections, link  # noqa: E402
+from harness.machine.delays import Delays  # noqa: E402
+from harness.machine.facts import cpu_seconds, loopback_bytes, machine_facts  # noqa: E402
+from harness.measuring import intervals, pairs, report  # noqa: E402
+from harness.processes.programs import ProgramFailed, Programs  # noqa: E402
+from harness.workloads import characters, codecs, digits, numbers, rounds, training  # noqa: E402
+from jobs import consistency  # noqa: E402
 from shardyard_ps_server.partition.staleness import Staleness  # noqa: E402
-from sides.consistency_shardyard import Worker  # noqa: E402
+from sides.shardyard.consistency import Worker  # noqa: E402
+from tables import table_ids  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
@@ -84,7 +73,7 @@ def test_result_is_json_with_machine_raw_figures_and_ratios() -> None:
 REPORT = """
 import sys
 from pathlib import Path
-from harness.report import Panel, report
+from harness.measuring.report import Panel, report
 panels = [
     Panel("bars", "steps/s", bars={"shardyard": [1.0, 2.0], "peer": [3.0]}),
     Panel("lines", "s", lines={"1 server": {1: 2.0, 2: 3.0}}, x="workers"),
@@ -443,14 +432,14 @@ def running(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     (folder / "sides").mkdir()
     (folder / "sides" / "__init__.py").touch()
     (folder / "sides" / "made.py").write_text(source)
-    monkeypatch.setattr("harness.programs.BENCHMARKS", folder)
+    monkeypatch.setattr("harness.processes.programs.BENCHMARKS", folder)
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
     with Programs() as programs:
         yield programs.start("made"), programs
 
 
 ECHO = """
-from harness.answers import Conversation
+from harness.processes.answers import Conversation
 conversation = Conversation()
 print("not a part of the conversation")
 def fail():

@@ -14,8 +14,9 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from harness import rows, slow_network  # noqa: E402
-from sides import rows_rpc  # noqa: E402
+from harness.machine import slow_network  # noqa: E402
+from harness.workloads import rows  # noqa: E402
+from sides.torch_peers import rows_rpc  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 

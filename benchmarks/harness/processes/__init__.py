@@ -1,0 +1,1 @@
+"""The measured processes: programs (start, ask, end), answers (their end of it), sides (a yard, or a peer)."""

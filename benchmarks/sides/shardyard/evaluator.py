@@ -1,0 +1,52 @@
+"""An evaluator of the job `steps`: reads versions for a while when it is asked to, and computes on each if it shall."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+import shardyard as sy
+from harness.processes.answers import Conversation
+
+MATRIX = 256
+
+
+def read(settings: dict[str, Any], seconds: float, every_s: float, compute_ms: float) -> dict[str, Any]:
+    """Follows the job for so long. How many versions it has read, and its CPU seconds by what they were for."""
+    until = time.monotonic() + seconds
+    count, computing_s, begun_s = 0, 0.0, time.process_time()
+    matrix = torch.ones(MATRIX, MATRIX)
+    with sy.follow(job="steps", settings=settings) as run:
+        for _ in run.snapshots(every_s=every_s):
+            count += 1
+            before_s, due = time.process_time(), time.monotonic() + compute_ms / 1000
+            while time.monotonic() < due:
+                matrix @ matrix
+            computing_s += time.process_time() - before_s
+            if time.monotonic() + every_s > until:
+                break
+    left = until - time.monotonic()
+    if left > 0:
+        time.sleep(left)
+    return {"versions": count, "cpu_s": time.process_time() - begun_s, "computing_cpu_s": computing_s}
+
+
+def main() -> None:
+    conversation = Conversation()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=json.loads, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def answer(seconds: float, every_s: float, compute_ms: float) -> dict[str, Any]:
+        return read(options.settings, seconds, every_s, compute_ms)
+
+    conversation.answer({"read": answer})
+
+
+if __name__ == "__main__":
+    main()

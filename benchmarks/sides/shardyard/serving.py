@@ -1,0 +1,59 @@
+"""A client that serves the job `rows`: looks up batches of Zipf ids for a while when it is asked to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+import shardyard as sy
+from harness.processes.answers import Conversation
+from harness.workloads.rows import Task
+
+TABLE = "table"
+
+
+def serve(settings: dict[str, Any], task: Task, seconds: float, **given: int) -> dict[str, Any]:
+    """How many requests it has answered in so long, one after the other, and what `served.counts` says of them."""
+    batches = task.batches()
+    with sy.follow(job="rows", settings=settings) as run, run.serve(**given) as served:
+        for ids in batches:
+            served.look_up({TABLE: ids})
+        before, cpu_s, begun = served.counts, time.process_time(), time.perf_counter()
+        answered = 0
+        while time.perf_counter() < begun + seconds:
+            served.look_up({TABLE: batches[answered % len(batches)]})
+            answered += 1
+        passed_s, counts = time.perf_counter() - begun, served.counts
+        rows, hits = counts.rows - before.rows, counts.hits - before.hits
+        return {
+            "answers_per_s": answered / passed_s,
+            "ids_per_s": answered * task.ids / passed_s,
+            "hit_share": hits / rows,
+            "versions_per_s": (counts.versions - before.versions) / passed_s,
+            "cpu_ms": 1e3 * (time.process_time() - cpu_s) / answered,
+        }
+
+
+def main() -> None:
+    conversation = Conversation()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--dim", type=int, required=True)
+    parser.add_argument("--ids", type=int, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    task = Task(options.rows, options.dim, options.ids)
+
+    def answer(seconds: float, staleness_ms: int, cached_rows: int) -> dict[str, Any]:
+        return serve(options.settings, task, seconds, staleness_ms=staleness_ms, cached_rows=cached_rows)
+
+    conversation.answer({"serve": answer})
+
+
+if __name__ == "__main__":
+    main()

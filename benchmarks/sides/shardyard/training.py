@@ -1,0 +1,34 @@
+"""Training with Shardyard: a training script, as a user would write it, with batches of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+import shardyard as sy
+from harness.processes.answers import Conversation
+from harness.workloads.training import TASKS, Loop, make_data, make_model
+
+
+def main() -> None:
+    conversation = Conversation()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--worker", type=int, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    options = parser.parse_args()
+    task = TASKS[options.task]
+    with sy.connect(job="training", settings=options.settings) as job:
+        model = make_model(task).to(job.device)
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=task.lr))
+        data = make_data(task, options.worker, options.workers)
+        conversation.answer(
+            Loop(model, data, exchange=optimizer.step, zero=optimizer.zero_grad, worker=options.worker).handlers()
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Training with DistributedDataParallel over gloo: each rank is a worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.processes.answers import Conversation
+from harness.workloads.training import TASKS, Loop, make_data, make_model
+
+
+def main() -> None:
+    conversation = Conversation()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--wrap", choices=["plain", "view", "static"], default="plain")
+    parser.add_argument("--fused", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{options.rendezvous}", rank=options.rank, world_size=options.world
+    )
+    task = TASKS[options.task]
+    model = make_model(task)
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=options.wrap != "plain", static_graph=options.wrap == "static"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, fused=True if options.fused else None)
+    data = make_data(task, options.rank, options.world)
+    loop = Loop(model, data, exchange=optimizer.step, zero=optimizer.zero_grad, forward=wrapped, worker=options.rank)
+    conversation.answer(loop.handlers())
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
