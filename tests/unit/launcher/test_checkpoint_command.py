@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -16,25 +15,23 @@ from shardyard.checkpoints import manifest as manifests
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.domain import failpoints
+from shardyard.config.settings import JobSettings
+from shardyard.domain import errors, failpoints
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import JobId, Version
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.storage.storage import LocalStorage
+from shardyard.transport.error_codes import to_detail
+from shardyard.transport.interfaces import Context
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.placement.placement import plan
 from shardyard_launcher.cli import main
 from tests.support.checkpoints import write_state
+from tests.support.launcher_replies import serving
 
 DEFAULT_URL = ".shardyard/coordinator/checkpoints"
-
-
-@pytest.fixture(autouse=True)
-def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("SHARDYARD"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
 
 class Net(torch.nn.Module):
@@ -87,8 +84,8 @@ def save(model: Net, number: int, *, job: str = "digits", url: str = DEFAULT_URL
         taken = PartitionFile(file, tuple(range(len(part.blocks))))
         entries.append(PartitionEntry(part.partition, state.version, (taken,)))
     manifest = Manifest(
-        number, job, JobId(1), 0, {}, UpdateMode.SYNC, 1_000 * number, "2026-11-21T06:00:00+00:00", layout,
-        tuple(entries), {},
+        number, job, JobId(1), 0, JobSettings(name=job).model_dump(mode="json"), UpdateMode.SYNC, 1_000 * number,
+        "2026-11-21T06:00:00+00:00", layout, tuple(entries), {"entries": [], "closed": 0, "token": 0},
     )  # fmt: skip
     library.commit(manifest)
     return manifest
@@ -285,3 +282,67 @@ def test_arrays_of_an_export_are_the_machines_own_and_may_be_written() -> None:
     for _, array in library.export_state(save(filled(1), 1)):
         assert array.flags.writeable
         assert array.dtype == np.dtype(array.dtype.name)
+
+
+# ---- orders to a coordinator
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with checkpoints 3 and 4 of a job."""
+    for number in (3, 4):
+        save(filled(1), number, url=str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_order_for_the_next_run_is_given_and_taken_back(
+    coordinator: str, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    restore = ["checkpoint", "restore", "digits", "--coordinator", coordinator]
+    assert main([*restore, "--cancel"]) == 1
+    assert "no restore was ordered for the next run of job 'digits'" in capsys.readouterr().err
+    assert main([*restore, "--number", "3", "--url", str(kept)]) == 0
+    assert capsys.readouterr().out == f"job digits starts its next run from checkpoint 3, step 3,000, in {kept}\n"
+    assert main([*restore, "--cancel"]) == 0
+    assert capsys.readouterr().out == "the next run of job digits starts from the beginning\n"
+    assert main([*restore, "--cancel"]) == 1, "it was taken back"
+
+
+def test_damaged_checkpoint_is_passed_over_and_told(
+    coordinator: str, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next((kept / "digits" / f"{4:012d}").glob("*.safetensors")).write_bytes(b"")
+    assert main(["checkpoint", "restore", "digits", "--url", str(kept), "--coordinator", coordinator]) == 0
+    captured = capsys.readouterr()
+    assert "from checkpoint 3" in captured.out
+    assert "checkpoint 4 is damaged and is not used" in captured.err
+
+
+def test_checkpoint_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "take", "digits", "--coordinator", coordinator]) == 1
+    assert "no job 'digits'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_checkpoint_is_asked_for_until_it_is_there_or_was_refused(
+    fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked first for the only job, then for what became of the ticket."""
+    asked: list[tuple[str, int]] = []
+
+    def take(request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
+        asked.append((request.job_name, request.ticket))
+        if len(asked) < 3:
+            return wire.TakeCheckpointReply(job_name="digits", ticket=7)
+        if fails:
+            return wire.TakeCheckpointReply(failure=to_detail(errors.StorageUnavailable("no space left")))
+        return wire.TakeCheckpointReply(job_name="digits", done=True, number=7, step=4_950, url="/kept")
+
+    with serving({methods.TAKE_CHECKPOINT: take}) as address:
+        assert main(["checkpoint", "take", "--coordinator", address]) == int(fails)
+    assert asked == [("", 0), ("digits", 7), ("digits", 7)]
+    captured = capsys.readouterr()
+    if fails:
+        assert "no space left" in captured.err
+    else:
+        assert captured.out == "checkpoint 7 of job digits, step 4,950, in /kept\n"

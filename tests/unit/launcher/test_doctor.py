@@ -44,12 +44,11 @@ OURS = version("shardyard")
 
 
 @pytest.fixture(autouse=True)
-def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working directory, no setting and no proxy from outside, and short patience."""
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy from outside, and short patience."""
     for name in list(os.environ):
-        if name.startswith("SHARDYARD") or name.lower().endswith("_proxy"):
+        if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(network, "CONNECT_S", 0.5)
     monkeypatch.setattr(network, "CALL_MS", 1_000)
 

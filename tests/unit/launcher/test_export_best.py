@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +24,6 @@ from shardyard_launcher.cli import main
 
 JOB = JobId(1 << 32 | 2)
 WRITTEN = Written(9, "0" * 64)
-
-
-@pytest.fixture(autouse=True)
-def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("SHARDYARD"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
 
 def values(fill: float) -> dict[str, Array]:
