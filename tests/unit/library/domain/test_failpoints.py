@@ -1,9 +1,9 @@
 """Every failpoint of the shipped code: each is passed, and what fails there does no harm
 (docs/internals/architecture.md).
 
-Other tests try single places harder (test_checkpoint_storage, test_wal), kill processes there (test_checkpoint_library,
-tests/chaos), or lose the replies (tests/fuzz/test_replies.py). Here it is held that none was forgotten: a place in the
-source for which there is no scenario fails.
+Other tests try single places harder (test_checkpoint_storage, test_writing), kill processes there
+(test_checkpoint_library, tests/chaos), or lose the replies (tests/fuzz/test_replies.py). Here it is held that none was
+forgotten: a place in the source for which there is no scenario fails.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardyard_coordinator.service.journal import Journal
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import STATE_FILE, YardState, read_state
 from tests.support import rows_in_pushes as rows
+from tests.support import servers_with_logs as logs
 from tests.unit.coordinator.service import test_checkpoint_io as archives
 from tests.unit.ps_server.checkpoint import test_server_checkpoints as servers
-from tests.unit.ps_server.wal import test_wal as logs
 
 ROOT: Final = Path(__file__).resolve().parents[4]
 PACKAGES: Final = ("shardyard", "coordinator", "ps_server", "worker", "launcher")

@@ -38,9 +38,9 @@ from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.step_gate import StepGate
 from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
+from tests.support import servers_with_logs as logs
 from tests.support.machine_yards import MachineYard
 from tests.unit.ps_server.partition import test_verdicts as verdicts
-from tests.unit.ps_server.wal import test_wal as logs
 
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))

@@ -49,7 +49,7 @@ from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import begin_head, push_head
 from shardyard_ps_server.wal.wal import Wal
-from tests.unit.ps_server.wal.test_wal import (
+from tests.support.servers_with_logs import (
     FIRST,
     GENERATION,
     JOB,

@@ -23,7 +23,7 @@ from shardyard_ps_server.values.versions import NO_BYTES
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import verdict_head
 from shardyard_worker.exchange.norm_sums import NormSums
-from tests.unit.ps_server.wal.test_wal import (
+from tests.support.servers_with_logs import (
     FIRST,
     JOB,
     NEXT,

@@ -1,0 +1,30 @@
+"""A yard of servers with logs, and one whose server has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers_with_logs import (
+    Crashed,
+    Yard,
+    push,
+    state,
+    yard_of,
+)
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Yard]:
+    with yard_of(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def crashed(yard: Yard) -> Crashed:
+    first, saved = yard.begun()
+    for sequence in range(4):
+        push(first, sequence)
+    return yard, saved, state(first)
