@@ -48,7 +48,7 @@ from shardyard.transport.in_process import InProcessNetwork
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
@@ -86,10 +86,22 @@ def made() -> Store:
     return MADE[-1]
 
 
+def create(
+    store: Store,
+    restore: Restore = NO_RESTORE,
+    *,
+    generation: Generation = GENERATION,
+    owned: Sequence[PartitionId] = OWNED,
+    mode: UpdateMode = UpdateMode.ASYNC,
+    **more: int,
+) -> None:
+    orders.create(store, CreateRequest(JOB, generation, LAYOUT, owned, UpdateRules(mode, 2), restore, **more))  # type: ignore[arg-type]
+
+
 def server(mode: UpdateMode = UpdateMode.ASYNC, owned: Sequence[PartitionId] = OWNED) -> Store:
     found = made()
     found.become(HERE, Term(2))
-    orders.create(found, CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2)))
+    create(found, owned=owned, mode=mode)
     orders.open_partitions(found, JOB, GENERATION)
     return found
 
@@ -138,6 +150,11 @@ def gradient(order: PushHeader) -> Bytes:
     return payload
 
 
+def push_step(store: Store, number: int, generation: Generation = GENERATION) -> None:
+    for rank in range(2):
+        push(store, number, source=RankSource(Rank(rank)), generation=generation)
+
+
 def values(
     store: Store, owned: Sequence[PartitionId] = OWNED, generation: Generation = GENERATION
 ) -> tuple[bytes, ...]:
@@ -176,9 +193,7 @@ def restored(
 ) -> Store:
     store = made()
     store.become(HERE, Term(2))
-    orders.create(
-        store, CreateRequest(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2), Restore(str(folder), found))
-    )
+    create(store, Restore(str(folder), found), owned=owned, mode=mode)
     return store
 
 
@@ -239,16 +254,14 @@ def test_synchronous_step_is_saved_when_it_comes(tmp_path: Path, step: int) -> N
     seen = {}
     for number in range(4):
         seen[number] = values(store)
-        for rank in range(2):
-            push(store, number, source=RankSource(Rank(rank)))
+        push_step(store, number)
     thread.join()
     assert [each.version for each in saved[0]] == [Version(1, step)] * 2
     other = restored(tmp_path, entries(saved[0]), UpdateMode.SYNC)
     assert values(other) == seen[step]
     for number in range(step, 4):
         assert values(other) == seen[number]
-        for rank in range(2):
-            push(other, number, source=RankSource(Rank(rank)))
+        push_step(other, number)
     assert values(other) == values(store)
 
 
@@ -256,8 +269,7 @@ def test_step_that_has_passed_somewhere_or_does_not_come_is_not_saved(tmp_path: 
     store = leased(server(UpdateMode.SYNC))
     with pytest.raises(NotReady, match="step 1 of partition 0"):
         save(store, tmp_path, 1, step=1, wait_ms=10)
-    for rank in range(2):
-        push(store, 0, source=RankSource(Rank(rank)))
+    push_step(store, 0)
     with pytest.raises(InvalidRequest) as raised:
         save(store, tmp_path, 2, step=0)
     assert raised.value.facts == {"newest": "1"}
@@ -280,7 +292,7 @@ def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> No
     (mine,) = values(living, OWNED[:1])
     taken = Restore(str(tmp_path), entries(saved)[1:])
     for _ in range(2):  # the same order again does nothing
-        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), taken))
+        create(living, taken, generation=NEXT)
     assert values(living, generation=NEXT) == (mine, values(store)[1])
     with pytest.raises(StaleGeneration):
         push(living, 3, owned=OWNED[:1])
@@ -294,31 +306,25 @@ def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> No
 
 def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
     store = leased(server(UpdateMode.SYNC))
-
-    def step(number: int, generation: Generation = GENERATION) -> None:
-        for rank in range(2):
-            push(store, number, source=RankSource(Rank(rank)), generation=generation)
-
-    step(0)
+    push_step(store, 0)
     saved = save(store, tmp_path, 1, step=1)
-    step(1)
+    push_step(store, 1)
     push(store, 2, source=RankSource(Rank(0)))
     later = values(store)
     back = Restore(str(tmp_path), entries(saved))
-    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back))
-    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back))
+    create(store, back, generation=NEXT, mode=UpdateMode.SYNC)
+    create(store, back, generation=NEXT, mode=UpdateMode.SYNC)
     leased(store, NEXT)
     with pytest.raises(StaleGeneration):
-        step(2)
-    step(1, NEXT)
+        push_step(store, 2)
+    push_step(store, 1, NEXT)
     assert values(store, generation=NEXT) == later
 
 
 def steps_then_shards(tmp_path: Path) -> tuple[Store, Restore]:
     """A synchronous job of one step, and how it goes on from there: the first batch of a data shard is in that step."""
     store = leased(server(UpdateMode.SYNC))
-    for rank in range(2):
-        push(store, 0, source=RankSource(Rank(rank)))
+    push_step(store, 0)
     saved = save(store, tmp_path, 1, step=1)
     return store, Restore(str(tmp_path), entries(saved), 1, job=JOB, begun=((SHARD, 1),))
 
@@ -329,10 +335,7 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
     order = pushed(1, RankSource(Rank(0)))
     admitted = admission.admit_push(store, order)
     for _ in range(2):  # the same order again does nothing
-        orders.create(
-            store,
-            CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore, staleness=3, switches=1),
-        )
+        create(store, restore, generation=NEXT, staleness=3, switches=1)
     with pytest.raises(StaleGeneration):  # what was admitted before
         pushes.push(store, admitted, order, gradient(order))
     with pytest.raises(StaleGeneration):  # and so reads are that were under way
@@ -353,17 +356,7 @@ def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path
     for sequence in range(3):
         push(store, sequence)
     saved = save(store, tmp_path, 1)
-    orders.create(
-        store,
-        CreateRequest(
-            JOB,
-            NEXT,
-            LAYOUT,
-            OWNED,
-            UpdateRules(UpdateMode.ASYNC, 2),
-            Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)),
-        ),
-    )
+    create(store, Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)), generation=NEXT)
     leased(store, NEXT)
     assert push(store, 2, generation=NEXT) == {Outcome.DUPLICATE}
 
@@ -374,14 +367,11 @@ def test_job_goes_over_with_all_of_its_partitions_under_a_higher_generation_or_n
     some = dataclasses.replace(restore, entries=restore.entries[:1])
     for generation, given in ((GENERATION, restore), (NEXT, some), (NEXT, Restore("", ()))):
         with pytest.raises(InvalidRequest, match="which is sync at generation 4, to be async"):
-            orders.create(store, CreateRequest(JOB, generation, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), given))
+            create(store, given, generation=generation)
     with pytest.raises(StaleGeneration):
-        orders.create(
-            store, CreateRequest(JOB, Generation(3), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
-        )
+        create(store, restore, generation=Generation(3))
     assert values(store) == before
-    for rank in range(2):
-        push(store, 1, source=RankSource(Rank(rank)))
+    push_step(store, 1)
 
 
 @pytest.mark.parametrize("count", [limits.FEEDS_MAX + 1, 1])
@@ -406,9 +396,7 @@ def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_
     order = pushed(2, SHARD)
     admitted = admission.admit_push(store, order)
     for _ in range(2):  # the same order again does nothing
-        orders.create(
-            store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), restore, switches=1)
-        )
+        create(store, restore, generation=NEXT, mode=UpdateMode.SYNC, switches=1)
     with pytest.raises(StaleGeneration):  # what was admitted before
         pushes.push(store, admitted, order, gradient(order))
     assert values(store, generation=NEXT) == before
@@ -432,7 +420,7 @@ def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp
     beyond = dataclasses.replace(restore, step=1)
     for mode, given in ((UpdateMode.SYNC, beyond), (UpdateMode.ASYNC, restore)):
         with pytest.raises(InvalidRequest, match="to stand before step"):
-            orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(mode, 2), given))
+            create(store, given, generation=NEXT, mode=mode)
     with pytest.raises(TooLarge, match="stand before step"):
         _restore(wire.Restore(url=str(tmp_path), step=limits.SEQUENCE_MAX + 1), 2)
     assert values(store) == before
@@ -445,35 +433,25 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
     push(store, 0)
     saved = save(store, tmp_path, 1)
     with pytest.raises(InvalidRequest, match="without partition 1"):
-        orders.create(store, CreateRequest(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2)))
-    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2)))
+        create(store, owned=OWNED[:1])
+    create(store, generation=NEXT, owned=OWNED[:1])
     assert sorted(store.hosted()[0].partitions) == OWNED[:1]
     with pytest.raises(NotFound):
         values(store, generation=NEXT)
     # and back again
     after = Generation(6)
-    orders.create(
-        store,
-        CreateRequest(
-            JOB,
-            after,
-            LAYOUT,
-            OWNED,
-            UpdateRules(UpdateMode.ASYNC, 2),
-            Restore(str(tmp_path), entries(saved, life=3)[1:]),
-        ),
-    )
+    create(store, Restore(str(tmp_path), entries(saved, life=3)[1:]), generation=after)
     assert [store.hosted()[0].partitions[p].describe()[0] for p in OWNED] == [Version(1, 1), Version(3, 1)]
 
 
 def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
     living = server(owned=OWNED[:1])
     with pytest.raises(InvalidRequest, match="partition 1 of job 1, which is open, without values"):
-        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+        create(living, generation=NEXT)
     assert sorted(living.hosted()[0].partitions) == OWNED[:1]
     stranger = Restore(str(tmp_path), entries(save(server(), tmp_path, 1)))
     with pytest.raises(InvalidRequest, match="partition 1 to be restored, which is not given"):
-        orders.create(living, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2), stranger))
+        create(living, stranger, generation=NEXT, owned=OWNED[:1])
 
 
 @pytest.mark.parametrize("damage", ["gone", "bit", "cut", "version", "blocks"])
@@ -500,12 +478,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
     with pytest.raises(
         CheckpointNotFound if damage == "gone" else CheckpointDamaged, match=r"partition-0001|partition 1"
     ):
-        orders.create(
-            store,
-            CreateRequest(
-                JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), tuple(found))
-            ),
-        )
+        create(store, Restore(str(tmp_path), tuple(found)), generation=NEXT)
     assert values(store) == before
     assert push(store, 2) == {Outcome.APPLIED}
     with pytest.raises(ShardyardError):
@@ -515,7 +488,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
 def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_path: Path) -> None:
     store = made()
     store.become(HERE, Term(2))
-    orders.create(store, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+    create(store)
     with pytest.raises(NotReady):
         save(store, tmp_path, 1)
     orders.open_partitions(store, JOB, GENERATION)
@@ -675,7 +648,7 @@ def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
     other = Store()
     other.become(HERE, Term(2))
     restore = Restore(str(tmp_path), entries(save(store, tmp_path, 1)), job=wrote)
-    orders.create(other, CreateRequest(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore))
+    create(other, restore)
     found = pushes.read_ledger(
         other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
     )
@@ -705,8 +678,7 @@ def test_step_that_was_named_before_and_is_reached_after_another_was_written_is_
     store = leased(server(UpdateMode.SYNC))
     save(store, tmp_path, 1, step=0, attempt=1)
     before = {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")}
-    for rank in range(2):
-        push(store, 0, source=RankSource(Rank(rank)))
+    push_step(store, 0)
     with pytest.raises(InvalidRequest, match="attempt 0, after 1, attempt 1, was written"):
         save(store, tmp_path, 1, step=1)
     assert {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")} == before

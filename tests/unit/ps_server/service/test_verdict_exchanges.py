@@ -21,7 +21,7 @@ from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from tests.unit.ps_server.service.test_exchanges import (
+from tests.support.exchanges import (
     ELEMENTS,
     GENERATION,
     HERE,
