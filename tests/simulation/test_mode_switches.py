@@ -21,7 +21,8 @@ from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_worker.session.step_barrier import StepBarrier
 from tests.simulator.mutations import first_red
 from tests.simulator.parallel import run_seeds
-from tests.simulator.yard import make_plan, simulation
+from tests.simulator.plan import make_plan
+from tests.simulator.yard import simulation
 
 SEEDS = 100
 SEEDS_FOR_A_MUTATION = 60

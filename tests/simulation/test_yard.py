@@ -12,7 +12,8 @@ import pytest
 from tests.simulator import yard
 from tests.simulator.mutations import MUTATIONS, Mutation, first_red
 from tests.simulator.parallel import KINDS_OF_TEN, PID_MAX, folder_name, mixed, run_seeds
-from tests.simulator.yard import make_plan, run_plan, simulation
+from tests.simulator.plan import make_plan
+from tests.simulator.yard import run_plan, simulation
 
 FIRST_SEEDS = range(150)
 MORE_SEEDS = range(150, 1_000)

@@ -10,7 +10,8 @@ import sys
 import time
 
 from .parallel import mixed, run_seeds
-from .yard import make_plan, run_plan, simulation
+from .plan import make_plan
+from .yard import run_plan, simulation
 
 
 def main() -> int:

@@ -51,8 +51,10 @@ from shardyard_worker.exchange.norm_sums import NormSums
 from shardyard_worker.training.nonfinite import NonFiniteCheck
 
 from .disk import SimulatedOs
+from .plan import Plan
+from .state import Ending
 from .world import SECOND, current_world
-from .yard import Ending, Plan, prepare, run_plan
+from .yard import prepare, run_plan
 
 Patch = pytest.MonkeyPatch
 

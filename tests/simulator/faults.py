@@ -1,0 +1,98 @@
+"""The faults of a run, the end of all faults, and the person who switches the job."""
+
+from __future__ import annotations
+
+import functools
+
+from shardyard.domain import errors
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+from .network import SimulatedNetwork
+from .plan import TO_STEPS
+from .processes import EXPECTED
+from .state import COORDINATOR, JOB, Yard
+from .world import MS, SECOND, current
+
+SWITCH_TRIES = 20
+
+
+def schedule(yard: Yard) -> None:
+    if yard.plan.switches:
+        yard.person = yard.world.process("person-0")
+        yard.person.spawn(functools.partial(_switch, yard), "main")
+    for at, kind in yard.plan.faults:
+        yard.world.call(at, functools.partial(_fault, yard, kind))
+    yard.world.call(yard.plan.calm_at, functools.partial(_calm, yard))
+
+
+def _fault(yard: Yard, kind: str) -> None:
+    world, rng = yard.world, yard.world.rng
+    what, _, role = kind.partition(" ")
+    alive = [p for p in yard.places.values() if p.alive and p.host.startswith(role)]
+    yard.happened.append(kind)
+    match what:
+        case "kill" if alive:
+            victim = rng.choice(alive)
+            world.say(f"FAULT kill {victim}")
+            victim.kill("killed")
+        case "freeze" if alive:
+            victim = rng.choice(alive)
+            span = rng.choice((rng.randrange(600 * MS), rng.randrange(8 * SECOND)))
+            world.say(f"FAULT freeze {victim} for {span / SECOND:.3f} s")
+            victim.freeze()
+            world.call(span, victim.thaw)
+        case "dead":
+            hosts = yard.hosts
+            one = rng.choice(hosts)
+            ways = {(one, other) for other in hosts} | {(other, one) for other in hosts}
+            if rng.random() < 0.5:
+                other = rng.choice([host for host in hosts if host != one])
+                ways = {(one, other)}
+            world.say(f"FAULT dead links {sorted(ways)}")
+            span = rng.randrange(4 * SECOND)
+            for way in sorted(ways):
+                yard.wires.kill_link(*way)
+                world.call(span, functools.partial(yard.wires.mend_link, *way))
+        case "bad":
+            world.say("FAULT the disk refuses now and then")
+            yard.disk.refusing = rng.choice((0.05, 0.5))
+            world.call(rng.randrange(4 * SECOND), functools.partial(setattr, yard.disk, "refusing", 0.0))
+        case "power":
+            world.say("FAULT power failure")
+            for process in [p for p in yard.places.values() if p.alive]:
+                process.kill("power failure")
+            yard.disk.fail_power()
+
+
+def _calm(yard: Yard) -> None:
+    yard.world.say("CALM")
+    yard.world.calm = True
+    yard.disk.refusing = 0.0
+    for way in sorted(yard.wires.dead_links):
+        yard.wires.mend_link(*way)
+    for process in yard.places.values():
+        if process.alive and process.frozen:
+            process.thaw()
+
+
+def _switch(yard: Yard) -> None:
+    """A person on another machine asks for each switch, and asks again after each refusal, SWITCH_TRIES times."""
+    network = SimulatedNetwork(yard.wires, current().process)
+    for at, bound in yard.plan.switches:
+        yard.world.pause(max(0, at - yard.world.now))
+        if bound == TO_STEPS:
+            request = wire.SwitchConsistencyRequest(job_name=JOB, mode=wire.CONSISTENCY_MODE_SYNC)
+        else:
+            mode = wire.CONSISTENCY_MODE_ASYNC if bound is None else wire.CONSISTENCY_MODE_BOUNDED
+            request = wire.SwitchConsistencyRequest(job_name=JOB, mode=mode, staleness=bound)
+        for _ in range(SWITCH_TRIES):
+            peer = network.connect(COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+            try:
+                peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=1_000)
+                break
+            except (*EXPECTED, errors.NotFound, errors.InvalidRequest) as error:
+                yard.world.say(f"no switch to {bound} now: {error.what}")
+            finally:
+                peer.close()
+            yard.world.pause(300 * MS)
