@@ -253,6 +253,7 @@ class AsyncStrategy(Strategy):
                 # no other worker can have counted it: the servers were restored to a point before this worker's last
                 # pushes
                 raise
+            self.clock.take_back()
             self._give_up(name, error)
         except (errors.Unavailable, KeyboardInterrupt):
             if is_own:
@@ -273,7 +274,6 @@ class AsyncStrategy(Strategy):
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         """Another worker has this work now, or part of it was counted (rule A12): its lease is continued from there."""
-        self.clock.take_back()
         log.info("%s does not count: %s", name, error.what)
         self._trainer.pushes.not_counted()
         self._take_newest()

@@ -1,5 +1,5 @@
-"""A worker that has no work says so to whoever may have been told that it takes steps (docs/internals/ledger.md, rule
-C3)."""
+"""What a worker in a bounded job tells the servers of its clock: rests (docs/internals/ledger.md, rule C3), and steps
+that it gives up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from shardyard.domain.consistency import Consistency, ConsistencyMode
+from shardyard.domain.errors import StaleToken
+from shardyard.domain.ids import Token
+from shardyard.domain.push_names import DataShardSource, PushName, SourceKey
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
+from shardyard_worker.consistency.strategy import LostWork
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import PullSpec
 
@@ -22,6 +26,8 @@ class Servers:
         self._session = session
         self.generation = session.generation
         self.rested: list[int] = []
+        self.clocks: list[int] = []
+        """Of this worker, as its pulls report them."""
 
     @property
     def is_behind(self) -> bool:
@@ -35,7 +41,9 @@ class Servers:
     def abandon_pull(self) -> None:
         """Nothing was begun."""
 
-    def pull(self, _: PullSpec) -> Any:
+    def pull(self, pull: PullSpec) -> Any:
+        assert pull.ssp_report is not None
+        self.clocks.append(pull.ssp_report.clock)
         return SimpleNamespace(clock=0, missing=(), ahead=None, version_max=0)
 
 
@@ -48,6 +56,9 @@ class Session:
         self.consistency = Consistency(0, self.mode, bound)
         self.settings = SimpleNamespace(worker=SimpleNamespace(window=0))
         self.wait_registry = SimpleNamespace(over=lambda _: self)
+
+    def reached(self, _: int) -> None:
+        """The next heartbeat reports it."""
 
     def acknowledge_mode(self, _: Consistency) -> None:
         """It was asked for by nobody."""
@@ -114,3 +125,26 @@ def test_without_a_bound_nobody_is_told_of_a_rest() -> None:
     made.rest()
     assert training.maps == [training.router]
     assert not training.router.rested
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_step_that_is_given_up_leaves_the_clock_where_it_was(is_sent: bool) -> None:
+    """Another worker has the lease: the servers refuse its source when it is opened again, or the push itself."""
+
+    def refuse(*_: object) -> None:
+        raise StaleToken("another worker has it")
+
+    made, training, _ = strategy()
+    made.resume()
+    given: Any = training
+    given.pushes = SimpleNamespace(feedback=None, not_counted=lambda: None, build=lambda *_: None)
+    given.router.open_sources = given.router.push_pull = refuse
+    given.follow_map = lambda: None
+    for number in range(3):
+        name = PushName(SourceKey(DataShardSource(0, 0, number)), Token(1), 0, 0)
+        if not is_sent:
+            made.follow_map()
+        with pytest.raises(LostWork):
+            made.contribute(name, None)
+    assert set(training.router.clocks) == {0}
+    assert made.clock.steps == 0
