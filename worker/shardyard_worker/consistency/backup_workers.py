@@ -183,11 +183,7 @@ class BackupVersions(StepVersions):
                         raise
                     later = int(error.facts["newest"]) + 1  # others take steps meanwhile: wait for the next one
                     continue
-                if not answer.missing:
-                    break
-                self._session.check()
-                self.refresh_ranks()
-                if not self._ranks.held:
+                if not self._must_wait(answer):
                     break
                 later_ms = max(later_ms - wait_ms, 0)
                 if later is not None and not later_ms:

@@ -80,13 +80,17 @@ class StepVersions:
                 version = self._ranks.lowest_step
                 self._trainer.router.abandon_pull()
                 answer = self._trainer.router.pull(PullSpec(version, exactly=True, wait_ms=SLICE_MS))
-                if not answer.missing:
-                    break
-                self._session.check()
-                self.refresh_ranks()
-                if not self._ranks.held:
+                if not self._must_wait(answer):
                     break
         self._begin_at(version)
+
+    def _must_wait(self, answer: ExchangeResult) -> bool:
+        """Whether the version has not come, and this worker still has a rank that needs it."""
+        if not answer.missing:
+            return False
+        self._session.check()
+        self.refresh_ranks()
+        return bool(self._ranks.held)
 
     def catch_up(self, at_least: int) -> None:
         """Loads the version of this worker's ranks, or without ranks version `at_least` or a later one. That version
