@@ -71,12 +71,14 @@ class GrpcPeer:
         return self._once(method, iter(requests), timeout_ms)
 
     def receive(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Iterator[Response]:
-        return self._stream(method, request, timeout_ms)
-
-    def exchange(
-        self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
-    ) -> Iterator[Response]:
-        return self._stream(method, iter(requests), timeout_ms)
+        call = self._begin(method, request, timeout_ms)
+        try:
+            for answer in call:
+                yield method.response.decode(answer)
+        except grpc.RpcError as error:
+            raise self._failure(method, error) from None
+        finally:
+            call.cancel()
 
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> GrpcStream:
         metadata = ((REQUEST_ID_KEY, next_request_id()),)
@@ -100,16 +102,6 @@ class GrpcPeer:
         except grpc.RpcError as error:
             raise self._failure(method, error) from None
         return method.response.decode(answer)
-
-    def _stream(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Iterator[Response]:
-        call = self._begin(method, sent, timeout_ms)
-        try:
-            for answer in call:
-                yield method.response.decode(answer)
-        except grpc.RpcError as error:
-            raise self._failure(method, error) from None
-        finally:
-            call.cancel()
 
     def _begin(self, method: Method[Any, Any], sent: object, timeout_ms: int) -> Any:
         try:
@@ -144,10 +136,7 @@ class GrpcPeer:
     def _stub(self, method: Method[Any, Any]) -> Any:
         stub = self._stubs.get(method.path)
         if stub is None:
-            kind = (
-                ("unary_unary", "unary_stream"),
-                ("stream_unary", "stream_stream"),
-            )[method.streams_in][method.streams_out]
+            kind = "stream_unary" if method.streams_in else "unary_stream" if method.streams_out else "unary_unary"
             stub = self._stubs[method.path] = getattr(self._channel, kind)(
                 method.path,
                 # the caller decodes answers: gRPC would hide an error that is raised in here

@@ -75,12 +75,6 @@ class InProcessPeer:
         del timeout_ms
         return self.run(method, method.request.encode(request))
 
-    def exchange(
-        self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
-    ) -> Iterator[Response]:
-        del timeout_ms
-        return self.run(method, map(method.request.encode, requests))
-
     @property
     def is_gone(self) -> bool:
         return self._closed or self._network.handlers_at(self._address) is None

@@ -82,10 +82,6 @@ class Peer(Protocol):
         self, method: Method[Request, Response], request: Request, *, timeout_ms: int
     ) -> Iterator[Response]: ...
 
-    def exchange(
-        self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
-    ) -> Iterator[Response]: ...
-
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> Stream:
         """Opens a stream. `timeout_ms`: how long it may take to send one request."""
         ...

@@ -361,9 +361,6 @@ class SimulatedPeer:
     def receive(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Iterator[Any]:
         return self._run(method, [request], timeout_ms)
 
-    def exchange(self, method: Method[Any, Any], requests: Iterable[Any], *, timeout_ms: int) -> Iterator[Any]:
-        return self._run(method, requests, timeout_ms)
-
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> SimulatedStream:
         return SimulatedStream(self, method)
 

@@ -48,10 +48,6 @@ class _SlowPeer:
         time.sleep(self._delay_s)
         return self._inner.receive(method, request, timeout_ms=timeout_ms)
 
-    def exchange(self, method: Method[Any, Any], requests: Iterable[Any], *, timeout_ms: int) -> Iterator[Any]:
-        time.sleep(self._delay_s)
-        return self._inner.exchange(method, requests, timeout_ms=timeout_ms)
-
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> Stream:
         return _SlowStream(self._inner.open(method, timeout_ms=timeout_ms), self._delay_s)
 

@@ -28,7 +28,7 @@ BLOCKING: Final = frozenset(
     }
 )  # fmt: skip
 """Methods and functions that may block, whatever they are called on."""
-PEERS: Final = frozenset({"call", "send", "receive", "exchange"})
+PEERS: Final = frozenset({"call", "send", "receive"})
 """Methods of a Peer or a Stream: they block where they are given a `timeout_ms`."""
 EXPLAINED: Final = frozenset({"ExplainedWait", "over"})
 
