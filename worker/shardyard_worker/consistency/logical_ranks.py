@@ -86,29 +86,26 @@ class LogicalRanks:
 
     def open(self, rank: Rank, token: Token) -> None:
         """Continues a rank at the servers' next step, unless another worker has it by now."""
-        try:
-            self.held[rank] = self._position(rank, token)
-        except errors.StaleToken:
-            self.refuse(rank, token)
-            return
-        log.info("computes logical rank %d from step %d on", rank, self.held[rank].next)
+        self._read_position(rank, token)
+        if rank in self.held:
+            log.info("computes logical rank %d from step %d on", rank, self.held[rank].next)
 
     def reopen(self) -> None:
         """Reads the next steps of all ranks from the servers."""
         for rank, position in sorted(self.held.items()):
-            try:
-                self.held[rank] = self._position(rank, position.token)
-            except errors.StaleToken:
-                self.refuse(rank, position.token)
+            self._read_position(rank, position.token)
 
     def refuse(self, rank: Rank, token: Token) -> None:
         """Servers know a higher token, so another worker has the rank."""
         self._refused[rank] = token
         self.held.pop(rank, None)
 
-    def _position(self, rank: Rank, token: Token) -> RankPosition:
-        """Raises StaleToken."""
+    def _read_position(self, rank: Rank, token: Token) -> None:
         keys = self._keys_of(rank)
-        marks = self._trainer.router.open_sources([(key, token) for key in keys])
+        try:
+            marks = self._trainer.router.open_sources([(key, token) for key in keys])
+        except errors.StaleToken:
+            self.refuse(rank, token)
+            return
         highest = max(mark.next for key in keys for mark in marks[key])
-        return RankPosition(token, min(mark.next for mark in marks[keys[0]]), highest)
+        self.held[rank] = RankPosition(token, min(mark.next for mark in marks[keys[0]]), highest)

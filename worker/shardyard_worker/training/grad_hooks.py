@@ -28,21 +28,25 @@ class GradHooks:
 
     def __init__(
         self,
-        buckets: FlatBuffers,
+        buffers: FlatBuffers,
         parameters: Mapping[int, torch.Tensor],
         *,
         ready: Ready | None = None,
         partial_now: Callable[[], bool] = lambda: False,
     ) -> None:
         """`ready` is called with a gradient's index and a function; once that returns, the gradient is in its view.
-        Later backwards may still add to it. `partial_now`: they surely will, so it is neither announced nor copied."""
-        self._buckets = buckets
+        A later backward may still add to it. `partial_now`: whether one surely will; then the gradient is neither
+        announced nor copied yet."""
+        self._buffers = buffers
         self._ready = ready
         self._partial_now = partial_now
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
             for index, parameter in parameters.items()
-            if ((_pays(parameter, ready) and buckets.view(index) is not None) or buckets.carries(parameter))
+            if (
+                buffers.carries(parameter)
+                or ((ready is not None or parameter.nbytes >= WATCHED_BYTES_MIN) and buffers.view(index) is not None)
+            )
             and parameter.is_leaf
             and parameter.requires_grad
         ]
@@ -54,16 +58,16 @@ class GradHooks:
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """Moves a gradient to the memory from which it is pushed."""
-        gradient, view = parameter.grad, self._buckets.view(index)
+        gradient, view = parameter.grad, self._buffers.view(index)
         if gradient is None or gradient.requires_grad:
             return
         if gradient is view:
             self._tell(index)
             return
-        if self._buckets.carries(gradient):
+        if self._buffers.carries(gradient):
             if self._partial_now():
                 return
-            wait = self._buckets.take(index, gradient)
+            wait = self._buffers.take(index, gradient)
             if wait is not None:
                 self._tell(index, wait)
             return
@@ -77,7 +81,3 @@ class GradHooks:
     def _tell(self, index: int, wait: Callable[[], None] | None = None) -> None:
         if self._ready is not None and not self._partial_now():
             self._ready(index, wait)
-
-
-def _pays(parameter: torch.Tensor, ready: Ready | None) -> bool:
-    return ready is not None or parameter.nbytes >= WATCHED_BYTES_MIN

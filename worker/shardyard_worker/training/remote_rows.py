@@ -33,14 +33,14 @@ class RemoteRows:
 
     def __init__(
         self,
-        training: Trainer,
+        trainer: Trainer,
         tables: TableBinding,
         *,
         context: Callable[[], StepContext],
         looks_ahead: Callable[[], bool],
     ) -> None:
         """`looks_ahead`: whether the script announces the ids of its next batches."""
-        self._training = training
+        self._trainer = trainer
         self._context = context
         self._looks_ahead = looks_ahead
         self._tables = tables
@@ -120,7 +120,7 @@ class RemoteRows:
         return found
 
     def count(self, table: Table) -> int:
-        name = self._tables.names[self._tables.number(table)]
+        name = self._tables.settings[self._tables.number(table)].name
         return self._reach(lambda reads: reads.count_rows(name))
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
@@ -138,10 +138,10 @@ class RemoteRows:
 
     def _reach(self, ask: Callable[[RowReads], R]) -> R:
         """Asks under the newest map."""
-        with self._training.session.interrupts:
+        with self._trainer.session.interrupts:
             while True:
                 try:
-                    return ask(self._training.router.rows)
+                    return ask(self._trainer.router.rows)
                 except MapChanged:
                     self._context().follow_map()
 

@@ -69,25 +69,14 @@ class TableBinding:
     def __init__(self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]]) -> None:
         self._tables = tuple(tables.values())
         self.settings = tuple(_settings(name, table) for name, table in tables.items())
-        self._partitions = 1
+        self.partitions = 1
+        """The job's number of partitions."""
         self.ahead: RowPrefetch | None = None
         """Prefetched rows that are as new as the model's values."""
         self.cache: RowCache | None = None
         """Rows of earlier steps, if this worker caches any."""
         self._rates = [_Rate(table, groups) for table in self._tables]
         self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(settings.name for settings in self.settings)
-
-    @property
-    def partitions(self) -> int:
-        """The job's number of partitions."""
-        return self._partitions
 
     def number(self, table: Table) -> int:
         """The table's number in the job; a copy has the same. Raises InvalidRequest for another table."""
@@ -99,7 +88,7 @@ class TableBinding:
     def adopt(self, layout: JobLayout) -> None:
         """Takes over the job's settings, those of the first registration. The model's own rows do not change."""
         assert len(layout.tables) == len(self._tables)
-        self._partitions = len(layout.partitions)
+        self.partitions = len(layout.partitions)
         self.settings = layout.tables
         for settings, table in zip(self.settings, self._tables, strict=True):
             table.name, table.seed = settings.name, settings.seed
@@ -121,7 +110,7 @@ class TableBinding:
         for number, table in enumerate(self._tables):
             every = table.rows.everything()
             if every.ids.size:
-                order = unique_ids(every.ids, self._partitions)
+                order = unique_ids(every.ids, self.partitions)
                 values = np.empty_like(every.rows)
                 values[order.places] = every.rows
                 found.append(TableRows(number, order, values))
@@ -146,7 +135,7 @@ class TableBinding:
         """Takes all gradients. None if no table has any."""
         found = []
         for number, table in enumerate(self._tables):
-            taken = table.gradients.take(self._partitions)
+            taken = table.gradients.take(self.partitions)
             if taken is not None:
                 found.append(TableRows(number, *taken))
         return TakenRows(tuple(found), self._groups()) if found else None
@@ -162,7 +151,7 @@ class TableBinding:
         """The rows to prefetch, without those in the cache. None if there are none, or more than one answer can carry.
         `step`: at which they are used; `as_of`: the step as of which servers answer."""
         asked = [
-            RowQuery(number, unique_ids(ids, self._partitions), self.settings[number].dim)
+            RowQuery(number, unique_ids(ids, self.partitions), self.settings[number].dim)
             for number, ids in joined.items()
             if ids.size
         ]
@@ -195,7 +184,7 @@ class TableBinding:
     def once(self, number: int, ids: Int64s) -> UniqueIds:
         """Ids of a table, each once, by partition."""
         known = None if self.ahead is None else self.ahead.known(number, ids)
-        return unique_ids(ids, self._partitions) if known is None else known
+        return unique_ids(ids, self.partitions) if known is None else known
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients so far. They may be changed in place."""
