@@ -60,7 +60,7 @@ class AsyncStrategy(Strategy):
     # ---- work, and no work
 
     def begin(self) -> None:
-        with contextlib.suppress(LostWork):  # reported when the work was given up; here only its end matters
+        with contextlib.suppress(LostWork):  # already reported; here only the end of the push matters
             self.drain()
         self._take_newest()
 
@@ -177,9 +177,9 @@ class AsyncStrategy(Strategy):
     # ---- a push
 
     def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        name = name or self._own_name()  # first: while it waits for a mode change, no worker waits for this one
+        name = name or self._own_name()  # first, since it may wait for a mode change
         if self.clock.bound is not None and self.clock.resting and not self._leaves:
-            self.resume()  # the servers could not know of the script's own work
+            self.resume()  # the script pushes work of its own, which no lease has announced
         self._send(name, sending, upcoming)
         if self.clock.waits_at_once:
             self.drain()

@@ -38,7 +38,7 @@ class StepVerdicts:
         self._session = session
         self._known: tuple[int, tuple[Rank, ...]] | None = None
         self.again_ms = 0
-        """When the coordinator wants the next question, in milliseconds; 0: no hurry."""
+        """The time until the coordinator wants to be asked again, in milliseconds; 0: it does not matter."""
 
     def members(self, step: int, ranks: Iterable[Rank]) -> tuple[Rank, ...] | None:
         """The ranks that count in a step, ascending. None: not decided yet. Empty: no longer known. `ranks`: those
@@ -52,8 +52,8 @@ class StepVerdicts:
         return self._known[1]
 
     def left_ms(self, step: int) -> int:
-        """How many milliseconds a worker should wait for this step to be over, which the others are computing. The
-        coordinator knows how long steps take. 0: they have just begun, so it is quicker to take part."""
+        """How long to wait for the end of this step, which the others are computing, in milliseconds. The coordinator
+        estimates it. 0: they have just begun, so it is quicker to take part."""
         return int(self._ask(step - 1, ()).left_ms) if step else 0
 
     def verdict(self, step: int) -> StepVerdict | None:
@@ -71,8 +71,8 @@ class StepVerdicts:
 
 @dataclass(frozen=True)
 class _Contribution:
-    """A contribution that all servers have; its verdict is pending. `is_kept`: the residual is updated as if it
-    counted, since this worker has encoded another rank's push since."""
+    """A contribution that all servers have; its verdict is pending. `is_kept`: the residual was updated as if it
+    counts, because this worker encodes another rank's push next."""
 
     rank: Rank
     step: int
@@ -95,7 +95,7 @@ class BackupVersions(StepVersions):
         return None
 
     def recorded(self, rank: Rank, answer: ExchangeResult, sending: StepInput | None, *, others: bool) -> None:
-        """All servers have recorded the contribution, or dropped it as late; then raises LostWork."""
+        """All servers have recorded the contribution, or dropped it as late. Raises LostWork if it was dropped."""
         assert self.current is not None
         given = _Contribution(rank, self.current, answer, sending, is_kept=others)
         if any(result.outcome is Outcome.DROPPED for result in answer.results):
@@ -115,7 +115,7 @@ class BackupVersions(StepVersions):
         return explain(answer) if answer.missing else "the coordinator to decide which ranks count"
 
     def _bring_verdict(self, step: int) -> None:
-        """For ranks that do not count, the step is then over."""
+        """Once the verdict is known, ranks that do not count continue with the next step."""
         held = self._ranks.held
         members = self._verdicts.members(step, [rank for rank, position in held.items() if position.next > step])
         self._trainer.router.set_members(self._verdicts.verdict(step))

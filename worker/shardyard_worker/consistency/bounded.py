@@ -62,12 +62,13 @@ class SspClock:
 
     @property
     def is_known(self) -> bool:
-        """Whether it takes steps, and the servers know. While it had no lease, new servers were not told to expect
-        it."""
+        """Whether this worker takes steps, and the servers know it. Servers of a newer map do not: they were not told
+        to expect a worker that had no lease."""
         return not self.resting and (self.bound is None or self._known_to is self._trainer.router)
 
     def join(self, *, anew: bool) -> ExchangeResult:
-        """Joins at the slowest worker's clock, and waits for values. Not `anew`: on servers that do not know it yet."""
+        """Joins at the slowest worker's clock, and waits for values. If not `anew`, this worker takes steps already,
+        but these servers do not know it."""
         self._trainer.router.abandon_pull()
         spec = self._spec(SspPhase.JOINS)
         answer = self._trainer.reach(lambda router: router.pull(spec))
@@ -106,7 +107,7 @@ class SspClock:
     def change(self, latest: Consistency) -> None:
         """Changes to another bound, or none, from now on."""
         if self.bound is not None and not self.resting:
-            self._say_rest()  # a report of the clock before may arrive late
+            self._say_rest()  # a report under the old bound may arrive late
         self.consistency = latest
         log.info("changes to %s", latest)
         self._session.acknowledge_mode(latest)

@@ -4,10 +4,13 @@ Local SGD (Stich, ICLR 2019): each logical rank takes several steps by itself, s
 continue from the mean of their results. DiLoCo (Douillard et al., 2023): the mean change is a gradient for an outer
 optimizer, SGD with Nesterov momentum. To the servers a round is one step of a synchronous job.
 
-Owns: the inner optimizer, its state for each logical rank, and the position in the current round. Invariants: a rank's
-round begins with the state that its last round ended with, even if it is computed again, provided this process has
-computed that round; a parameter's change is sent if, and only if, it had a gradient in the round; a step's number says
-how many steps of a rank came before it, whichever worker computed them. Must not know: datasets, names of pushes.
+Owns: the inner optimizer, its state for each logical rank, and the position in the current round. Invariants:
+- A rank's round begins with the inner state at the end of the rank's last round, if this process computed that round.
+  A round that is computed again begins with the same state.
+- Only parameters that had a gradient in the round are sent.
+- A step's number counts the rank's steps before it, whichever worker computed them.
+
+Must not know: datasets, names of pushes.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def outer_optimizer(consistency: ConsistencySettings) -> OptimizerSpec:
 
 @dataclass(frozen=True)
 class _Range:
-    """Rounds [first, end) belong to one data set, which begins after this many steps."""
+    """The rounds [first, end) of one data set. `steps`: the rank's steps before the first of them."""
 
     first: int
     end: int
@@ -60,8 +63,8 @@ class _Range:
 
 
 class Rounds:
-    """Counts a rank's steps before a round. Rounds of `job.batches` may be shorter at the end of an epoch; unknown
-    rounds count as full."""
+    """Counts a rank's steps before a round. The last round of an epoch of `job.batches` may be shorter. Rounds without
+    a known data set count as full."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -85,7 +88,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _RankState:
     """A rank's inner state at the beginning of a round."""
 
     round: int
@@ -101,13 +104,14 @@ class InnerOptimizer:
         self.lost = 0
         """Rounds that began without the state of the round before, because another process had it."""
         self._first = _copied(optimizer.state)
-        self._before: dict[Rank | None, _Kept] = {}
-        self._after: dict[Rank | None, _Kept] = {}
+        self._before: dict[Rank | None, _RankState] = {}
+        """The state at the beginning of each rank's latest round."""
+        self._after: dict[Rank | None, _RankState] = {}
+        """The state after it, for the round that follows."""
         self._at: tuple[Rank | None, int] | None = None
         self._fresh = False
 
     def begin(self, rank: Rank | None, round_: int) -> None:
-        """Begins a rank's round."""
         after, before = self._after.get(rank), self._before.get(rank)
         self._fresh = False
         if after is not None and after.round == round_:
@@ -117,16 +121,16 @@ class InnerOptimizer:
         else:
             self._fresh = round_ > 0
             state, start = _copied(self._first), _copied(self._first)
-        # states of ranks that other workers have now are of no use
+        # drop the states of ranks that other workers have now
         self._after = {each: kept for each, kept in self._after.items() if kept.round >= round_}
         self._before = {each: kept for each, kept in self._before.items() if kept.round >= round_ - 1}
         self._after.pop(rank, None)
-        self._before[rank] = _Kept(round_, start)
+        self._before[rank] = _RankState(round_, start)
         self.optimizer.state = state
         self._at = rank, round_
 
     def end(self, *, keeps: bool) -> None:
-        """Ends the round. Not `keeps`: as if its steps had not been taken."""
+        """Ends the round. If not `keeps`, the state goes back to the round's beginning."""
         assert self._at is not None
         (rank, round_), self._at = self._at, None
         state = self.optimizer.state
@@ -140,7 +144,7 @@ class InnerOptimizer:
             )
         if not keeps:
             self.optimizer.state = state = _copied(self._before[rank].state)
-        self._after[rank] = _Kept(round_ + 1, state)
+        self._after[rank] = _RankState(round_ + 1, state)
 
 
 def _copied(state: Mapping[torch.Tensor, Any]) -> State:
@@ -156,7 +160,7 @@ class LocalRounds:
 
     def __init__(
         self,
-        training: Trainer,
+        trainer: Trainer,
         strategy: SyncStrategy,
         inner: InnerOptimizer,
         schedule: JobScheduler | None,
@@ -165,12 +169,12 @@ class LocalRounds:
         steps: int,
     ) -> None:
         """The first `parameters` variables are the optimizer's, the others are buffers."""
-        self._training = training
+        self._trainer = trainer
         self._strategy = strategy
         self._inner = inner
         self._schedule = schedule
-        self._parameters = training.variables[:parameters]
-        self._buffers: Sequence[Variable] = training.variables[parameters:]
+        self._parameters = trainer.variables[:parameters]
+        self._buffers: Sequence[Variable] = trainer.variables[parameters:]
         self._at: tuple[Rank | None, int] | None = None
         self._moving: set[int] = set()
         self.steps = steps
@@ -198,10 +202,11 @@ class LocalRounds:
         return self.taken > 0 and self._at is not None and self._at[0] is not None
 
     def enter(self, rank: Rank | None, round_: int) -> None:
-        """From now on steps belong to that rank's round. `rank` None: to no rank, on standby."""
+        """From now on steps belong to that rank's round. `rank` None: this worker is on standby; its steps count for no
+        rank."""
         if self._at == (rank, round_):
             return
-        self._training.values.complete()
+        self._trainer.values.complete()
         self._at, self.taken, self._moving = (rank, round_), 0, set()
         self._inner.begin(rank, round_)
         if self._schedule is not None:
@@ -212,7 +217,8 @@ class LocalRounds:
         """As `enter`, for a script with its own data: enters the rank that is due."""
         round_ = self._strategy.step
         if self.taken == 0:
-            self._training.session.step_barrier.may_begin(round_)  # if it may not, it does not count in the end
+            # if it may not begin, it is computed anyway, and does not count
+            self._trainer.session.step_barrier.may_begin(round_)
         self.enter(self._strategy.due(), round_)
 
     def run(self, closure: Closure | None) -> float | None:
@@ -227,9 +233,9 @@ class LocalRounds:
         return loss
 
     def outer(self, groups: tuple[tuple[float, ...], ...]) -> StepInput:
-        """This round's contribution: of each parameter that had a gradient its value at the round's beginning minus its
-        value now; buffers as they are. `finite` says whether it counts."""
-        moved = self._training.values.moved(sorted(self._moving))
+        """This round's contribution. For each parameter that had a gradient: its value at the round's beginning minus
+        its value now. For buffers: their values. Afterwards `finite` says whether the round counts."""
+        moved = self._trainer.values.moved(sorted(self._moving))
         wrong = next((index for index, each in moved.items() if not bool(torch.isfinite(each).all())), None)
         self.finite = wrong is None
         if wrong is not None:
@@ -245,7 +251,8 @@ class LocalRounds:
         return StepInput([*sent, *(buffer.found for buffer in self._buffers)], 1.0, groups)
 
     def leave(self, *, keeps: bool) -> None:
-        """The round was contributed, or is lost. Not `keeps`: the rank continues as if it had not been computed."""
+        """Ends the round, which was contributed, or is lost. If not `keeps`, the rank's inner state goes back to the
+        round's beginning."""
         self._at, self.taken = None, 0
         self._inner.end(keeps=keeps)
 
@@ -253,7 +260,7 @@ class LocalRounds:
         """Discards the current round. The model holds the job's values again."""
         if self._at is not None:
             self.leave(keeps=False)
-            self._training.values.load()
+            self._trainer.values.load()
 
     def _note(self) -> None:
         for index, variable in enumerate(self._parameters):
@@ -282,7 +289,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Takes one step of this logical rank. Raises JobFailed if the job has ended with an error, InvalidRequest."""
         return self._run(closure)
 
-    # the inner optimizer's own step calls hooks, which are registered there
+    # torch must not call hooks here: they are registered on the inner optimizer, whose own step calls them
     step.hooked = True  # type: ignore[attr-defined]
 
     def register_step_pre_hook(self, hook: Any) -> Any:

@@ -83,8 +83,7 @@ class SyncStrategy(Strategy):
         return None if self._mixed else self.versions.current
 
     def on_rows_version_passed(self, error: errors.NotFound) -> None:
-        """That version's step and another one are complete everywhere: another worker did this worker's part, or it
-        came too late."""
+        """Later steps are complete on all servers: another worker computed this worker's part, or it came too late."""
         log.info("rows are read as they are now, and the batch does not count: %s", error.what)
         self._mixed = True
 
@@ -149,7 +148,7 @@ class SyncStrategy(Strategy):
 
     def may_compute(self, *, is_long: bool = False) -> bool:
         """Waits until it is decided whether the step on the targets' version is computed, and returns that. `is_long`:
-        the step is a round, which is not begun in vain: if it may be computed, the job stops after it."""
+        the step is a round; once it has begun, the job stops only after it."""
         assert self.versions.current is not None
         try:
             return (may_begin if is_long else await_last_step)(self._trainer, self.versions.current)

@@ -1,8 +1,7 @@
 """Calls to all servers of a job at once, with retries.
 
 Owns: retries, and the meaning of errors. Invariants: a request that is sent again has the same name; every wait
-explains itself; no call waits under a map that is not the job's any more: `check` raises MapChanged then. Must not
-know: what is asked.
+explains itself; no call waits under an old map: `check` raises MapChanged. Must not know: what is asked.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class FanOut:
             each = zip(futures, policies, strict=True)
             return "; ".join(policy.explanation for future, policy in each if not future.done())
 
-        # explained here, since one call may take longer than a wait may stay unexplained
+        # explained here too: one call may take longer than a wait may go unexplained
         with self._wait_registry.over(explanation):
             wait(futures)
         return [future.result() for future in futures]
@@ -192,7 +191,7 @@ class FanOut:
                         if result is not None:
                             results.append(result)
         except BaseException:
-            # an answer that was not read must not be taken for the answer to the next request
+            # an unread answer would be read as the answer to the next request
             for stream in streams:
                 stream.cancel()
             raise

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 Bring = Callable[[Sequence[int]], None]
 
 _TENSOR: Any = torch.Tensor
-_SAYS_NO_VALUE = frozenset(
+_NEEDS_NO_VALUE = frozenset(
     [
         *(
             getattr(_TENSOR, name).__get__
@@ -175,7 +175,7 @@ class ForwardPrefetch:
 
         def torch_function(_: type, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
             given = kwargs or {}
-            if func in _SAYS_NO_VALUE:
+            if func in _NEEDS_NO_VALUE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **given)
             found = [index for index in map(self._places.get, map(id, _leaves((args, given)))) if index is not None]

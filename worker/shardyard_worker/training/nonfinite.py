@@ -82,7 +82,7 @@ class NonFiniteCheck:
         for index in self._parameters:
             tensor = tensors[index]
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                continue  # found when it is sent
+                continue  # its push is refused
             if tensor.device.type == "cpu":
                 here.setdefault(tensor.dtype, []).append((index, tensor))
             else:
@@ -135,7 +135,7 @@ def _first_here(gradients: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtyp
 
 def _first_away(gradients: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
     """At most one index: the first that is not finite, on other devices. Checks all there at once, and waits once."""
-    filled = [(index, each) for index, each in gradients if each.numel()]  # the largest of no elements is not defined
+    filled = [(index, each) for index, each in gradients if each.numel()]  # no elements have no largest one
     if not filled:
         return []
     norms = torch._foreach_norm([each for _, each in filled], float("inf"))

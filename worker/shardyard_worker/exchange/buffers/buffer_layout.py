@@ -26,8 +26,8 @@ from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, int]
-"""The place of a partition's values: (region, byte) of its server's memory; (-1 or -2, 0) if they came over a
-stream."""
+"""Where a partition's values lie: (region, byte) of the server's shared memory; (-1, 0) and (-2, 0) are the two buffers
+for values that come over a stream."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,11 @@ class Span(NamedTuple):
 
 @dataclass
 class ServerBuffers:
-    """The buffers of one server: its partitions in order, where each begins in the payload, and their pieces."""
+    """The buffers of one server: its partitions in order, where each begins in the payload, and their pieces.
+
+    `whole`, `empty`: a push of all, and of nothing. `shadow`: the values that coded differences are added to.
+    `current`, `arrival`: the version that is used, and the rest of it, if it is still arriving; `incoming`, `arriving`:
+    the next version. `known`: all tensors made so far. `attached`: pinned memory of the server."""
 
     server: Incarnation
     partitions: tuple[PartitionId, ...]
@@ -116,7 +120,7 @@ class ServerBuffers:
     known: dict[tuple[int, Key], PartValues] = field(default_factory=dict)
 
     def values(self, index: int, key: Key, payload: Bytes) -> PartValues:
-        """The tensors of partition `index` at a place. They are cached, since places recur."""
+        """The tensors of partition `index` at a place. They are cached, since servers reuse places."""
         found = self.known.get((index, key))
         if found is None:
             found = PartValues(key, tuple(piece.of(payload) for piece in self.pieces[index]))

@@ -6,7 +6,7 @@ all this. Invariants:
   still the same tensor with the same elements; otherwise it is copied again.
 - Work launched on the computing stream after `bring` reads the new values. The memory that they come from may change
   only after `await_values`.
-- If memory cannot be pinned, copies are slower, but right.
+- If memory cannot be pinned, copies are slower, and have the same results.
 
 How a changed gradient is noticed: torch counts changes in place, but not those that `.data` or `GradScaler.unscale_`
 make. So each early copy also has a sum: the gradient's elements, read as integers, added up. The sum is computed before
@@ -64,8 +64,7 @@ class CudaLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Runs `work` later, in order. It keeps alive what it needs until then, except memory of the computing stream's
-        tensors on a device: see `keep`."""
+        """Runs `work`, now or later, in order. For tensors of the computing stream call `keep` too."""
         with self.inside():
             work()
 

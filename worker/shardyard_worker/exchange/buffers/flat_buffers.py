@@ -1,7 +1,8 @@
 """Flat buffers between the model's tensors and the payloads of partitions.
 
-Owns: for each server the memory that holds gradients in their layout on the wire, and the views that a model's `.grad`s
-may be. `pulled_values` has what comes back. Must not know: servers' addresses, names of pushes.
+Owns: for each server, memory with the gradients in their layout on the wire, and tensors over that memory, which a
+model's `.grad`s can be. `pulled_values` has the values that come back. Must not know: servers' addresses, names of
+pushes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 class FlatBuffers:
     """The buffers of a job's variables under one partition map.
 
-    `shareable`: servers on this machine may open the gradients' memory. `slots`: how many pushes may be in flight, each
-    with its own gradients. `copies`: copies tensors of a GPU, if there are any.
+    `shareable`: servers on this machine may open the gradients' memory. `slots`: the number of copies of that memory,
+    one for the push that is being filled and one for each push in flight. `copies`: copies tensors of a GPU, if any.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class FlatBuffers:
 
     def fill(self, sent: Sequence[torch.Tensor | None]) -> None:
         """Copies what a push carries into the flat buffers: for each variable, in order, a gradient (parameter), a new
-        value (buffer), or None. What is there already is not copied. Raises ShapeMismatch, DTypeMismatch,
-        UnsupportedModel; then nothing was sent."""
+        value (buffer), or None. A gradient that is its own `view` is not copied. Raises ShapeMismatch, DTypeMismatch,
+        UnsupportedModel."""
         views, pairs = self._views[self._slot], []
         wanted: list[DeviceCopy] = []
         for index, tensor in enumerate(sent):
@@ -177,8 +178,8 @@ class FlatBuffers:
         return self._copies is not None and self._copies.carries(tensor)
 
     def take(self, index: int, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Begins to copy a gradient that a GPU has just made, so that `fill` need not copy it. Returns a function that
-        waits until it is in its view; None: `fill` will copy it."""
+        """Begins to copy a gradient that a GPU has just computed, so that `fill` need not copy it. Returns a function
+        that waits for the end of the copy; None: `fill` will copy it."""
         spec = self._layout.variables[index]
         fits = tuple(gradient.shape) == spec.shape and fits_dtype(spec, gradient)
         if self._copies is None or not fits or gradient.layout is not torch.strided:
@@ -192,7 +193,7 @@ class FlatBuffers:
 
     @property
     def slot(self) -> int:
-        """The slot that is filled now. Each slot is reused after as many pushes as there are slots."""
+        """The slot that is filled now. Slots are used in turn."""
         return self._slot
 
     def next_slot(self) -> None:
@@ -225,7 +226,7 @@ class FlatBuffers:
             ends = [*(block.position for block in part.blocks[1:]), part.payload_bytes]
             present = [
                 (block.position, end)
-                for block, end in zip(part.blocks, ends, strict=False)  # one end more where there is no block
+                for block, end in zip(part.blocks, ends, strict=False)  # a partition without blocks has one end
                 if block.variable not in absent
             ]
             if not present:
@@ -280,7 +281,7 @@ class FlatBuffers:
     def coded_parts(
         self, server: Incarnation, absent: frozenset[int], codes: Codes
     ) -> tuple[tuple[PushPart, ...], list[memoryview]]:
-        """As `parts`, with codes for payload."""
+        """As `parts`, with codes as the payload."""
         parts: list[PushPart] = []
         pieces: list[memoryview] = []
         for partition in self._homes[server].partitions:

@@ -61,7 +61,7 @@ def _cut(into: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tenso
 
 
 def _copy_past_cache(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """As `_copy_in_order`, for tensors too large for the cache."""
+    """As `copy_in_order`, for tensors too large for the cache."""
     for into, values in pairs:
         plain = into.device.type == values.device.type == "cpu" and into.dtype is values.dtype
         if plain and into.is_contiguous() and values.is_contiguous():
