@@ -204,9 +204,3 @@ class HostedJob:
                 into.disk_bytes += table.disk_bytes
                 into.disk_refused = into.disk_refused or table.disk_refused
         return found
-
-    def release_partitions(self) -> None:
-        """Frees what the partitions hold, since the job no longer uses them."""
-        for former in self.partitions.values():
-            former.forget_bases()
-            former.drop_tables()

@@ -104,7 +104,8 @@ def _replace(store: Store, hosted: HostedJob | None, request: CreateRequest, loa
         hosted.pins.clear()
         if hosted.mode is not made.mode:
             hosted.generation = request.generation  # now partitions refuse pushes that were admitted before
-            hosted.release_partitions()
+            for former in hosted.partitions.values():
+                former.leave()
         hosted.regions.close()
 
 

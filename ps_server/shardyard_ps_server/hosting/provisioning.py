@@ -105,8 +105,7 @@ def give(store: Store, hosted: HostedJob, request: CreateRequest, loaded: Sequen
                 partitions[each.state.partition].restore(each.state, each.tables)
         gone = {number: former for number, former in before.items() if number not in partitions}
         for former in gone.values():
-            former.forget_bases()
-            former.drop_tables()
+            former.leave()
         hosted.spare.update(gone)
         for number in partitions:
             hosted.spare.pop(number, None)

@@ -44,10 +44,7 @@ POOL_BYTES_MIN: Final = limits.MIB
 
 def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
     """Sets first values: all values of a partition or none of them; or first rows, over the rows that are there."""
-
-    def check_current() -> None:
-        check_still_admitted(store, hosted, header)
-
+    check_current = partial(check_still_admitted, store, hosted, header)
     if header.rows:
         for partition, given in _rows_by_partition(hosted.layout, header, rows).items():
             hosted.find(partition).set_rows(given, check_current)
@@ -89,12 +86,8 @@ def _apply(store: Store, hosted: HostedJob, header: PushHeader, work: Sequence[W
     if len(work) > 1:
         for target, contribution in work:
             check_push(target, header.name, contribution)
-
-    def check_current() -> None:
-        check_still_admitted(store, hosted, header)
-
     try:
-        return _push_all(store, header, work, check_current)
+        return _push_all(store, header, work, partial(check_still_admitted, store, hosted, header))
     finally:
         _report_torn(store, [target for target, _ in work])
 

@@ -306,8 +306,9 @@ class Partition:
                 self.is_open = True
                 self.changed.notify_all()
 
-    def drop_tables(self) -> None:
-        """Frees the memory of the rows, because the partition has left this server, until it is restored."""
+    def leave(self) -> None:
+        """Frees the rows, and the versions kept for workers, because the partition has left this server."""
+        self.forget_bases()
         with self.turn, self.changed:
             self.rows.become({})
             self.overlay.clear("the partition has left this server")

@@ -168,7 +168,7 @@ def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Call
             scale = scale_of(verdict.square_norm, partition.rules.clipping.norm)
             taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
             rows = step_rows(partition, row_sums.scaled(mean.rows, scale), mean.table_groups)
-            _apply(partition, steps, taken, rows, _nothing_more, scale)
+            _apply(partition, steps, taken, rows, lambda: None, scale)
 
 
 def gathered_part(partition: Partition, step: int) -> GatheredPart | None:
@@ -202,7 +202,3 @@ def _close(partition: Partition, gate: StepGate[Contribution], members: Sequence
     step = gate.step
     for rank in gate.name_members(members):
         partition.ledger.pass_over(SourceKey(RankSource(rank)), step + 1)
-
-
-def _nothing_more() -> None:
-    """Nothing else changes in that moment."""

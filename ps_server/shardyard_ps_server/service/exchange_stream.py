@@ -119,7 +119,7 @@ class ExchangeStream:
             pulls.keep_base(self._store, hosted, worker, reply, held)
             more = NO_BYTES if reply.missing else self._find_rows(header, hosted, queries, room)
             if pull.coding and not reply.missing:
-                codes = self._encoder_for(pull.coding, hosted).codes(held)
+                codes = list(self._encoder_for(pull.coding, hosted).codes(held))
                 reply.code_bytes = tuple(map(len, codes))
                 self._store.count_sent(sum(reply.code_bytes))
                 yield from frames.cut(push_messages.pulled_to_header(reply), [b"".join(codes), more.data])

@@ -28,11 +28,8 @@ class PullEncoder:
         self._codecs: tuple[CodecSpec, ...] = tuple(rules.codec_for(variable) for variable in layout.variables)
         self._senders: dict[CodecSpec, DeltaSender] = {}
 
-    def codes(self, held: HeldValues) -> list[memoryview]:
-        """Returns one code for each block of each partition, in order."""
-        return list(self._codes(held))
-
-    def _codes(self, held: HeldValues) -> Iterator[memoryview]:
+    def codes(self, held: HeldValues) -> Iterator[memoryview]:
+        """Yields one code for each block of each partition, in order."""
         for partition, buffer in held.buffers:
             for number, block in enumerate(self._layout.partitions[partition.id].blocks):
                 spec, codec = self._layout.variables[block.variable], self._codecs[block.variable]

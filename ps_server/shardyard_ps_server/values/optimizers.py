@@ -74,17 +74,9 @@ def _adam(
     `decoupled`: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv:1711.05101), as in
     torch.optim.AdamW: the parameter shrinks by lr * weight_decay, and the gradient does not see the decay."""
     lr, beta1, beta2, eps, weight_decay, amsgrad, maximize = settings
-    scalars = _scalars(
-        task,
-        _sign(maximize),
-        *_decay(lr, weight_decay, decoupled),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        (1 - beta2**count) ** 0.5,
-        eps,
-        lr / (1 - beta1**count),
-    )
+    root2, rate = (1 - beta2**count) ** 0.5, lr / (1 - beta1**count)
+    decay = _decay(lr, weight_decay, decoupled)
+    scalars = _scalars(task, _sign(maximize), *decay, *_weights(beta1, beta2), root2, eps, rate)
     kernels.adam(task, state[0], state[1], state[2] if amsgrad else None, scalars)
 
 
@@ -139,18 +131,9 @@ def _nadam(settings: Sequence[float], count: int, task: Task, state: Sequence[By
     lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize = settings
     momentum, following = (beta1 * (1.0 - 0.5 * 0.96 ** (each * momentum_decay)) for each in (count, count + 1))
     product = kernels.momentum_product(beta1, momentum_decay, count)
-    scalars = _scalars(
-        task,
-        _sign(maximize),
-        *_decay(lr, weight_decay, decoupled),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        1 - beta2**count,
-        eps,
-        lr * (1.0 - momentum) / (1.0 - product),
-        lr * following / (1.0 - product * following),
-    )
+    rate, rate_avg = lr * (1.0 - momentum) / (1.0 - product), lr * following / (1.0 - product * following)
+    decay = _decay(lr, weight_decay, decoupled)
+    scalars = _scalars(task, _sign(maximize), *decay, *_weights(beta1, beta2), 1 - beta2**count, eps, rate, rate_avg)
     kernels.nadam(task, state[0], state[1], scalars)
 
 
@@ -159,7 +142,7 @@ def _radam(settings: Sequence[float], count: int, task: Task, state: Sequence[By
     update is not adaptive while the approximated average has a length of at most 5, and `eps` is added to the root
     before its correction."""
     lr, beta1, beta2, eps, weight_decay, decoupled, maximize = settings
-    correction2 = 1 - beta2**count
+    correction1, correction2 = 1 - beta1**count, 1 - beta2**count
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * count * beta2**count / correction2
     rectified = length > 5
@@ -167,19 +150,8 @@ def _radam(settings: Sequence[float], count: int, task: Task, state: Sequence[By
     if rectified:
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         rectifier = ratio**0.5
-    scalars = _scalars(
-        task,
-        _sign(maximize),
-        *_decay(lr, weight_decay, decoupled),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        1 - beta1**count,
-        correction2**0.5,
-        eps,
-        lr,
-        rectifier,
-    )
+    weights, decay = _weights(beta1, beta2), _decay(lr, weight_decay, decoupled)
+    scalars = _scalars(task, _sign(maximize), *decay, *weights, correction1, correction2**0.5, eps, lr, rectifier)
     kernels.radam(task, state[0], state[1], scalars, rectified)
 
 
@@ -188,17 +160,8 @@ def _lamb(settings: Sequence[float], count: int, task: Task, state: Sequence[Byt
     norm scaled by the identity. Where the norm of the variable or of its update is 0, the ratio is 1. A task is a whole
     variable (shardyard.domain.optimizers.WHOLE_VARIABLES)."""
     lr, beta1, beta2, eps, weight_decay, maximize = settings
-    scalars = _scalars(
-        task,
-        _sign(maximize),
-        weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        (1 - beta2**count) ** 0.5,
-        eps,
-        1 / (1 - beta1**count),
-    )
+    root2, scale = (1 - beta2**count) ** 0.5, 1 / (1 - beta1**count)
+    scalars = _scalars(task, _sign(maximize), weight_decay, *_weights(beta1, beta2), root2, eps, scale)
     kernels.lamb(task, state[0], state[1], scalars, lr)
 
 
@@ -256,6 +219,11 @@ def _decay(lr: float, weight_decay: float, decoupled: float) -> tuple[float, flo
     """Returns the factor of the parameter that is added to the gradient, and the factor by which the parameter
     shrinks."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
+
+
+def _weights(beta1: float, beta2: float) -> tuple[float, float, float]:
+    """Returns the weight of a gradient in the first moment, and the weights of the second moment and of a square."""
+    return 1 - beta1, beta2, 1 - beta2
 
 
 def _scalars(task: Task, *values: float) -> Array:

@@ -122,10 +122,7 @@ class Wal:
     def turn(self, ticket: int) -> Iterator[None]:
         """Enters when all earlier records have taken effect. A ShardyardError means that the record itself is refused.
         Any other error stops the log, because later records would be applied without this one."""
-        with self._wait_registry.over(self._applying), self._changed:
-            while self._applied < ticket - 1:
-                self._check()
-                self._changed.wait()
+        self._await_applied(ticket - 1)
         try:
             failpoint("wal.before_apply")
             yield
@@ -146,10 +143,7 @@ class Wal:
         with self._changed:
             ticket = self._appended
         self.sync(ticket)
-        with self._wait_registry.over(self._applying), self._changed:
-            while self._applied < ticket:
-                self._check()
-                self._changed.wait()
+        self._await_applied(ticket)
 
     # ---- segments
 
@@ -261,6 +255,12 @@ class Wal:
     def _note(self, mark: Mark) -> None:
         """Notes a lower bound of what is durable. A power cut may lose the newest notes; a kill does not."""
         os.pwrite(self._synced_fd, encode_mark(mark), 0)
+
+    def _await_applied(self, ticket: int) -> None:
+        with self._wait_registry.over(self._applying), self._changed:
+            while self._applied < ticket:
+                self._check()
+                self._changed.wait()
 
     def _end_turn(self, ticket: int) -> None:
         with self._changed:

@@ -472,7 +472,7 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
     pulls.pin(store, wish())
     push_ones(store, 0)
     partition = parts_of(store)[0]
-    partition.drop_tables()
+    partition.leave()
     held = partition.overlay.find(pin_of(store).wanted[0][1])
     assert held is not None
     with pytest.raises(VersionPassed, match="has left this server"):
