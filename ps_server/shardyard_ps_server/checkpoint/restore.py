@@ -1,7 +1,7 @@
 """The state that partitions begin with when they come from a checkpoint.
 
-Owns: how the state in a checkpoint is adapted to the job. Invariants: ledger entries of workers are dropped in another
-job, where the incarnations mean nothing; after a change of mode, work that has counted has its names in the new mode.
+Owns: how the state in a checkpoint is adapted to the job. Invariants: another job drops the ledger entries of workers,
+because their incarnations are not known there; after a change of mode, counted work has the names of the new mode.
 Must not know: files, which partitions are here.
 """
 
@@ -53,7 +53,7 @@ class Restore:
             )
 
     def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
-        """The state that `job` begins with."""
+        """Returns the state that `job` begins with."""
         marks = state.marks
         if self.job != job:
             marks = tuple([mark for mark in marks if not isinstance(mark.key.source, WorkerSource)])

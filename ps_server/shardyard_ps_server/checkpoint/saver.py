@@ -62,7 +62,7 @@ class SaveRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Requests are compared by this."""
+        """The order of requests: a lower place is an earlier request."""
         return self.number, self.attempt
 
 
@@ -102,8 +102,8 @@ class Saver:
     def save(
         self, partitions: Sequence[Partition], request: SaveRequest, storage: Storage, *, between: bool = False
     ) -> list[Saved]:
-        """`between`: cut a synchronous job only between two steps (see `name_cut`). Raises
-        InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
+        """Writes all partitions. `between`: cuts a synchronous job only between two steps (see `name_cut`). Raises
+        InvalidRequest (facts: newest) if the step has passed, NotReady if it does not come in time or another
         checkpoint is being written, StorageUnavailable, TooLarge."""
         if not self._saving.acquire(blocking=False):
             raise NotReady(f"checkpoint {request.number} while server {self._server} writes another")

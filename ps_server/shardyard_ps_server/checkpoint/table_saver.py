@@ -61,7 +61,7 @@ class _Chain:
         )
 
     def drop_cells(self) -> None:
-        """The filter is about to be written again."""
+        """Removes the files of the filter from the lists, because the filter was written again."""
         gone = frozenset(self.cells)
         self.base = [file for file in self.base if file not in gone]
         self.increments = [file for file in self.increments if file not in gone]
@@ -77,8 +77,8 @@ class TableSaver:
         self._cuts = 0
 
     def since(self, partition: PartitionId, name: str, table: Table, base: int) -> int | None:
-        """The generation since which changes are enough for a checkpoint that follows checkpoint `base`; None: all of
-        the table must be written."""
+        """Returns a generation. A checkpoint that follows checkpoint `base` needs only the changes since that one.
+        None: it needs the whole table."""
         chain = self._chains.get((partition, name))
         return chain.generation if chain is not None and chain.follows(table, base) else None
 
@@ -126,8 +126,8 @@ def _bytes(files: list[FileRef]) -> int:
 
 
 def parts(cut: TableCut, place: RowsFileKey) -> Iterator[Part]:
-    """The contents of a cut's files, in their order: removed ids, the filter, and entries, each of about FILE_BYTES at
-    most."""
+    """Yields the contents of a cut's files: removed ids, then the filter, then entries. Each has at most about
+    FILE_BYTES bytes."""
     removed, most = cut.removed, FILE_BYTES // 8
     for begin in range(0, removed.size, most):
         yield Removed(removed[begin : begin + most])
@@ -138,7 +138,7 @@ def parts(cut: TableCut, place: RowsFileKey) -> Iterator[Part]:
 
 
 def _batches(pieces: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Pieces in a row whose sizes together reach `most`."""
+    """Yields lists of successive pieces. The sizes in a list add up to `most` or more, except in the last one."""
     batch: list[T] = []
     n = 0
     for piece in pieces:
@@ -152,7 +152,7 @@ def _batches(pieces: Iterable[T], size: Callable[[T], int], most: int) -> Iterat
 
 
 def _entries(chunks: list[Chunk]) -> Entries:
-    """Ids with a row first, as in each chunk."""
+    """Joins chunks. Ids with a row come first, as in each chunk."""
     rows = [len(chunk.records) for chunk in chunks]
 
     def joined(arrays: list[Numbers]) -> Numbers:

@@ -75,7 +75,7 @@ class Ledger:
         return entry.next
 
     def is_duplicate(self, name: PushName) -> bool:
-        """Rule A2: True where the work has been counted, False where it is the next.
+        """Rule A2: True if the work was counted before, False if it is the next.
 
         Raises StaleToken, InvalidRequest for a token that was not opened, SequenceGap (facts: partition, next),
         StraddlingRange.

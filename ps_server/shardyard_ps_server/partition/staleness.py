@@ -97,8 +97,8 @@ class Staleness:
     # ---- how old
 
     def staleness(self, base: Base | None, newest: Version) -> int:
-        """How many updates the base lacked; 0 where the base is unknown. A base of an earlier life counts at most up to
-        the version at which the present life began."""
+        """Returns how many updates the base lacked; 0 if the base is unknown. A base of an earlier life counts at most
+        up to the version at which the present life began."""
         if base is None:
             return 0
         number = base.version.number

@@ -190,8 +190,8 @@ class PartitionTables:
             _remove(self._of(expired), expired.ids)
 
     def _time_ms(self, rows: PushedTableRows) -> int:
-        """The time by the table's clock. A replayed push sets the clock to the recorded time, however long ago that
-        is."""
+        """Returns the time by the table's clock. A replayed push sets the clock to the recorded time, however long ago
+        that is."""
         name, now_ms = self._settings[rows.table].name, self._clock.now_ms()
         if rows.now_ms is not None:
             self._begun_ms[name] = min(self._begun_ms[name], now_ms - rows.now_ms)

@@ -97,7 +97,7 @@ def requested_bytes_max(
 
 
 def table_at(tables: Sequence[TableSettings], index: int) -> TableSettings:
-    """Raises InvalidRequest where there is none."""
+    """Raises InvalidRequest if the job has no such table."""
     if index >= len(tables):
         raise InvalidRequest(f"rows of table {index}; the job has {len(tables)} tables")
     return tables[index]

@@ -29,7 +29,7 @@ def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
 
 
 def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
-    """The settings for one partition. The bound on a table's rows is for all partitions; each gets its share, rounded
+    """Returns the settings for one partition. The bound on a table's rows is divided between all partitions, rounded
     up."""
     kept = -(-settings.expiry.rows_kept // len(layout.partitions))
     return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))

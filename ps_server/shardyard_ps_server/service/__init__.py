@@ -1,4 +1,4 @@
-"""The server towards the outside: the gRPC service, and the process.
+"""The gRPC service of a server, and the server's process.
 
 In: messages, checked and turned into domain values. Out: replies, with payloads put together for the stream or for
 shared memory. Nothing is stored or decided here; `hosting` does that.

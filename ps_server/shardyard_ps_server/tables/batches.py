@@ -18,14 +18,14 @@ class Batches(threading.local):
         self._room = _room_for(0)
 
     def room(self, n: int) -> TableRoom:
-        """Memory for a batch of n ids, until this thread calls again."""
+        """Returns memory for a batch of n ids, valid until this thread calls again."""
         room = self._room if self._room.ids.size >= n else _room_for(n)
         if n <= _IDS_KEPT_MAX:
             self._room = room
         return room
 
     def arrange(self, memory: TableMemory, ids: Ids, stripes: int) -> LoopBatch:
-        """The ids in the order of their stripes, valid until this thread calls again."""
+        """Returns the ids in the order of their stripes, valid until this thread calls again."""
         room = self.room(ids.size)
         batch = batch_in(room, ids.size, stripes)
         index.arrange(memory, writable(ids), stripes, batch, room.which)

@@ -78,7 +78,7 @@ class BloomFilter:
         return before
 
     def cut(self) -> FilterCut:
-        """The cells as they are now, to be read while others count. Ends the cut before."""
+        """Returns the cells as they are now, to be read while other threads count. Ends the previous cut."""
         made = FilterCut(self._cells, self._changing)
         with self._changing:
             if self._cut is not None:
@@ -87,7 +87,7 @@ class BloomFilter:
         return made
 
     def end(self, cut: FilterCut) -> None:
-        """Nothing reads it any more."""
+        """Ends a cut, because its reader has finished."""
         with self._changing:
             cut.over = True
             if self._cut is cut:

@@ -125,9 +125,9 @@ class TableCuts:
             yield from cut
 
     def take(self, since: int | None = None) -> TableCut:
-        """The table as it is now, for a checkpoint. `since`: only what has changed after the cut of that generation,
-        which must be the last cut and have been read to its end. Raises NotReady while another cut is taken, TableError
-        for another generation."""
+        """Cuts the table as it is now, for a checkpoint. `since`: only what has changed after the cut of that
+        generation, which must be the last cut and have been read to its end. Raises NotReady while another cut is
+        taken, TableError for another generation."""
         known = self.known_since
         if since is not None and since != known:
             raise TableError(
@@ -256,8 +256,8 @@ class TableCut:
         return np.empty((n, 3), np.uint64), np.empty((n, self._stride), np.float32)
 
     def _step(self, words: Words, records: Floats, *, clear: bool = True) -> int:
-        """Copies some entries to the front of the arrays. Returns how many. `clear`: from now on they count as not
-        changed."""
+        """Copies some entries to the front of the arrays, and returns how many. `clear`: marks them as not changed
+        since this cut."""
         only_changed = self.only_changed
         moves.bring_window(self._memory, self._cursor, HOMES_PER_STEP, not_copied=True, only_changed=only_changed)
         clear = clear and self.generation > 0

@@ -1,8 +1,9 @@
 """Decides which rows of a table are in memory, and which are in its file.
 
-Before rows are pushed or loaded, their pages of the file are read, and as many other rows leave memory as these need.
-Of a few hundred rows that are adjacent in the order of hashes, which is a random sample, the quarter leaves that was
-pushed longest ago, and among those the rows that were pushed least often. Rows return when they are pushed.
+Before rows are pushed or loaded, their pages of the file are read, and other rows leave memory to make room for them.
+The walk looks at a few hundred rows at a time that are adjacent in the order of hashes, so they are a random sample.
+The quarter of them that was pushed longest ago leaves; among equally old rows, those that were pushed least often. A
+row returns to memory when it is pushed.
 
 Invariants: only the thread that pushes waits for the disk, while it holds no lock; rows stay in memory if the disk, or
 memory for moving them, is refused. Must not know: gradients, cuts, settings.
@@ -42,7 +43,7 @@ _MORE: Final = 2_048
 
 
 class DiskTier:
-    """Of one table. Rows from number `memory.cold` on lie in the file."""
+    """The disk tier of one table. Rows from number `memory.cold` on lie in the file."""
 
     def __init__(self, state: TableState, budget: Budget) -> None:
         self._memory, self._stripes, self._reclaim, self._lock = state.memory, state.stripes, state.reclaim, state.lock
@@ -114,13 +115,13 @@ class DiskTier:
         return wanted
 
     def _missing(self, needed: int) -> int:
-        """How many rows must leave, so that `needed` rows fit and no row is beyond the limit; at most all."""
+        """Returns how many rows must leave, so that `needed` rows fit and no row is beyond the limit; at most all."""
         shared = self._memory.shared
         free = int(shared[FREED]) + max(int(shared[LIMIT] - shared[NEXT_ROW]), 0)
         return min(needed + self._beyond() - free, int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED]))
 
     def _beyond(self) -> int:
-        """How many rows lie beyond the limit."""
+        """Returns how many rows lie beyond the limit."""
         shared = self._memory.shared
         return max(int(shared[NEXT_ROW] - shared[LIMIT] - shared[HIGH_FREED]), 0)
 

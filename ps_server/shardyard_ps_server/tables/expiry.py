@@ -26,7 +26,7 @@ from shardyard_ps_server.tables.state import TableState
 HOMES_PER_STEP: Final = 512
 """The buckets that are examined while a stripe is locked once."""
 HOMES_PER_SWEEP: Final = 16 * HOMES_PER_STEP
-"""The same in a sweep, beside which nothing is pushed."""
+"""The same in a sweep. Nothing is pushed during a sweep, so it may hold the lock for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Expired:
 
 
 class TableExpiry:
-    """Of one table. Safe for several threads."""
+    """The expiry of one table. Safe for several threads."""
 
     def __init__(self, state: TableState) -> None:
         self._state = state
@@ -48,7 +48,8 @@ class TableExpiry:
         self._histogram: Numbers | None = None
         """Of the rows' frequencies, while they are counted because there are too many rows."""
         self._lowest = 0
-        """Rows that are less frequent are too many, and so many with this frequency as `_ties` says."""
+        """Rows that are less frequent expire because there are too many rows; of those with this frequency, `_ties`
+        expire."""
         self._ties = np.zeros(1, np.int64)
 
     def expiring(self, step: int, budget: int, besides: Sequence[Ids] = (), now_ms: int = 0) -> Expired:
@@ -85,8 +86,8 @@ class TableExpiry:
 
     def sweep(self, step: int, besides: Sequence[Ids]) -> Ids:
         """Finds everything that expires at `step`, ascending, except the ids in `besides`. The result depends only on
-        the entries and the step: tables with the same entries give the same ids. Among rows with equal frequency, those
-        are too many whose ids, mixed with the step, are the smallest. Nothing may be pushed meanwhile."""
+        the entries and the step: tables with the same entries give the same ids. If there are too many rows of one
+        frequency, those expire whose ids, mixed with the step, are the smallest. Nothing may be pushed meanwhile."""
         state, none = self._state, np.zeros(1, np.int64)
         too_many, lowest = 0, 0
         if 0 < state.settings.expiry.rows_kept < state.entries:
@@ -136,7 +137,7 @@ class TableExpiry:
         )
 
     def _all(self, reasons: walks.Reasons) -> Numbers:
-        """All ids that expire for these reasons, in no particular order."""
+        """Returns all ids that expire for these reasons, in no particular order."""
         state, found = self._state, list[Numbers]()
         cursor, over, room = np.uint64(0), False, HOMES_PER_SWEEP
         while not over:
@@ -160,5 +161,5 @@ def _no_frequencies() -> Numbers:
 
 
 def _distinct(ids: Sequence[Ids]) -> Ids:
-    """Ascending."""
+    """Returns the ids, each once, ascending."""
     return np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int64)

@@ -109,7 +109,7 @@ def replay(
 
 
 def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
-    """Where each partition last began anew, for those that did."""
+    """Returns where each partition last began anew. Partitions that did not are left out."""
     found: dict[PartitionId, Mark] = {}
     for record in records:
         if record.kind is RecordKind.BEGIN:

@@ -52,7 +52,7 @@ def encode_expired(
 def with_times(
     pushed: Sequence[PushedRows], brought: Iterable[tuple[PartitionId, Sequence[PushedTableRows]]]
 ) -> tuple[PushedRows, ...]:
-    """The header's part for the rows of a push, with arrival times for tables that have a clock."""
+    """Returns the header's part for the rows of a push, with arrival times for tables that have a clock."""
     times = {
         (partition, each.table): each.now_ms for partition, rows in brought for each in rows if each.now_ms is not None
     }

@@ -51,7 +51,7 @@ class Budget:
             self._members.append(weakref.ref(member))
 
     def limit_of(self, member: TieredTable, *, index_bytes: int, rows: int, record_bytes: int) -> int:
-        """How many of its rows a member may have in memory; UNLIMITED while everything fits."""
+        """Returns how many of its rows a member may have in memory; UNLIMITED while everything fits."""
         with self._lock:
             self._forget()
             reported = _Reported(index_bytes, rows * record_bytes)
@@ -65,7 +65,8 @@ class Budget:
             return rows * room // self._row_bytes
 
     def next_to_shrink(self, besides: TieredTable) -> TieredTable | None:
-        """Another member, each in turn: a table that is never pushed would keep its rows in memory otherwise."""
+        """Returns another member, each in turn. Otherwise a table that is never pushed would keep its rows in
+        memory."""
         with self._lock:
             for _ in self._members:
                 self._turn = (self._turn + 1) % len(self._members)
@@ -83,7 +84,8 @@ class Budget:
 
 
 def budget_in(folder: Path, bytes_max: int) -> Budget | None:
-    """None if `bytes_max` is 0, which is no bound. Raises StorageUnavailable if no file can be made in the folder."""
+    """Returns the budget; None if `bytes_max` is 0, which means no bound. Raises StorageUnavailable if no file can be
+    made in the folder."""
     if not bytes_max:
         return None
     try:
