@@ -44,7 +44,7 @@ class Worker:
 
     caller: Caller
     atoms: set[int] = field(default_factory=set)
-    gone_back: Generation = NEVER
+    restored_generation: Generation = NEVER
     reading: list[CheckpointResidual] = field(default_factory=list)
     added: set[tuple[int, str]] = field(default_factory=set)
 
@@ -96,7 +96,7 @@ class Yard(orders.Yard):
 
     def check(self) -> None:
         """Each step that counts is in one place."""
-        places = [each.atoms for each in self.workers if each.gone_back == self.current]
+        places = [each.atoms for each in self.workers if each.restored_generation == self.current]
         found = [*self.lost, *(atom for place in (*places, *self.due.values()) for atom in place)]
         assert len(found) == len(set(found)), "something is in two places"
         assert set(found) == self.steps, "something is nowhere"
@@ -130,8 +130,8 @@ class Yard(orders.Yard):
         except NotReady:
             return
         assert isinstance(placed, effects.VariablesPlaced)
-        if placed.gone_back > worker.gone_back:
-            worker.atoms, worker.gone_back = set(), placed.gone_back
+        if placed.restored_generation > worker.restored_generation:
+            worker.atoms, worker.restored_generation = set(), placed.restored_generation
             for each in placed.feedback:
                 if each.own:
                     self.take(worker, each)
@@ -154,14 +154,14 @@ class Yard(orders.Yard):
 
     def do_step(self) -> None:
         worker = self.random.choice(self.workers)
-        if self.taking is None and worker.gone_back == self.current:
+        if self.taking is None and worker.restored_generation == self.current:
             self._atoms += 1
             self.steps.add(self._atoms)
             worker.atoms.add(self._atoms)
 
     def do_hear(self) -> None:
         worker = self.random.choice(self.workers)
-        if worker.gone_back != self.current:
+        if worker.restored_generation != self.current:
             self.follow(worker)
             return
         told = self.beat(worker.caller.incarnation, Report(residual_norm=1.0)).feedback
@@ -171,7 +171,7 @@ class Yard(orders.Yard):
         worker = self.random.choice(self.workers)
         reading, worker.reading = worker.reading, []
         for handed in reading:
-            if handed.generation <= worker.gone_back:
+            if handed.generation <= worker.restored_generation:
                 self.take(worker, handed)
 
     def do_leave(self) -> None:
@@ -184,7 +184,7 @@ class Yard(orders.Yard):
         """But for the last."""
         if len(self.workers) > 1:
             worker = self.random.choice(self.workers)
-            if worker.gone_back == self.current:
+            if worker.restored_generation == self.current:
                 self.lost |= worker.atoms
             self.workers.remove(worker)
             end(worker.caller)
@@ -206,7 +206,7 @@ class Yard(orders.Yard):
         return {
             worker_name(each.caller.incarnation): frozenset(each.atoms)
             for each in self.workers
-            if each.caller.incarnation in effect.keepers and each.gone_back == self.current
+            if each.caller.incarnation in effect.keepers and each.restored_generation == self.current
         }
 
     def do_end(self) -> None:

@@ -261,7 +261,7 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
-    worker takes over. `gone_back`: the generation with which the whole job last went back to a checkpoint.
+    worker takes over. `restored_generation`: the generation with which the whole job last went back to a checkpoint.
     `checkpoint`: the newest one. `consistency`: set for a job that was switched. `switch_point`: set while the
     job changes between synchronous and asynchronous updates."""
 
@@ -275,7 +275,7 @@ class HeartbeatReply:
     initializer: bool = False
     recovering: bool = False
     feedback: tuple[CheckpointResidual, ...] = ()
-    gone_back: Generation = NEVER
+    restored_generation: Generation = NEVER
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
@@ -298,14 +298,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class VariablesPlaced:
-    """Where a job's variables are. `initializer`: the asking worker sends the first values. `feedback`, `gone_back`: as
+    """Where a job's variables are. `initializer`: the asking worker sends the first values. `feedback`, `restored_generation`: as
     in HeartbeatReply. `consistency`: of a job that was switched, what its partitions follow."""
 
     layout: JobLayout
     map: PartitionMap
     initializer: bool
     feedback: tuple[CheckpointResidual, ...] = ()
-    gone_back: Generation = NEVER
+    restored_generation: Generation = NEVER
     consistency: Consistency | None = None
 
 

@@ -65,7 +65,7 @@ def register_variables(job: JobState, registered: VariablesRegistered, servers: 
             deployed.map,
             initializer=deployed.initializer == worker,
             feedback=residuals.for_worker(job, worker),
-            gone_back=job.checkpoint_residuals.generation,
+            restored_generation=job.checkpoint_residuals.generation,
             consistency=job.consistency,
         )
         effects.append(Reply(placed))

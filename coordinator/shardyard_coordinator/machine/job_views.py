@@ -26,7 +26,7 @@ def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
         initializer=job.deployment.initializer == worker and job.deployment.stage is Stage.CREATED,
         recovering=job.recovery.needed,
         feedback=residuals.for_worker(job, worker),
-        gone_back=job.checkpoint_residuals.generation,
+        restored_generation=job.checkpoint_residuals.generation,
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,

@@ -231,7 +231,7 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint", "consistency", "switch_point")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -244,7 +244,7 @@ class HeartbeatReply(_message.Message):
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     SAVE_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
-    GONE_BACK_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
@@ -261,12 +261,12 @@ class HeartbeatReply(_message.Message):
     recovering: bool
     save_feedback: SaveFeedback
     feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
-    gone_back: int
+    restored_generation: int
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost")
@@ -347,20 +347,20 @@ class RegisterVariablesRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., variables: _Optional[_Iterable[_Union[_common_pb2.VariableSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[_common_pb2.TableSpec, _Mapping]]] = ...) -> None: ...
 
 class RegisterVariablesReply(_message.Message):
-    __slots__ = ("layout", "map", "initializer", "feedback", "gone_back", "consistency")
+    __slots__ = ("layout", "map", "initializer", "feedback", "restored_generation", "consistency")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
-    GONE_BACK_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     layout: _common_pb2.JobLayout
     map: _common_pb2.PartitionMap
     initializer: bool
     feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
-    gone_back: int
+    restored_generation: int
     consistency: Consistency
-    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., gone_back: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class CommitVariablesRequest(_message.Message):
     __slots__ = ("caller", "generation")

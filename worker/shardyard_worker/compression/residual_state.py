@@ -75,7 +75,9 @@ class ResidualCheckpointer:
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
         # what comes with a map that this worker does not follow yet, and its own state, is restored with the map
         others = tuple(each for each in reply.feedback if not each.own and each.generation <= self._restores)
-        follows = reply.gone_back <= self._restores and not self._following and len(others) == len(reply.feedback)
+        follows = (
+            reply.restored_generation <= self._restores and not self._following and len(others) == len(reply.feedback)
+        )
         number = self._asked if follows and self._asked != self._copied else 0
         if not number and not others:
             return
@@ -158,13 +160,13 @@ class ResidualCheckpointer:
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
         """Called before the first push under the reply's map: restores this worker's state if the job has gone back to
         a checkpoint, and adds residuals of workers that are gone. Raises what ends the job."""
-        if not reply.feedback and reply.gone_back <= self._restores:
+        if not reply.feedback and reply.restored_generation <= self._restores:
             return
         self._following = True
         try:
-            if reply.gone_back > self._restores:
+            if reply.restored_generation > self._restores:
                 self._restore([each for each in reply.feedback if each.own])
-                self._restores = reply.gone_back
+                self._restores = reply.restored_generation
             for handed in reply.feedback:
                 if not handed.own:
                     self._add(handed)

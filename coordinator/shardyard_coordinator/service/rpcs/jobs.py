@@ -53,7 +53,7 @@ def register_variables_reply(placed: VariablesPlaced) -> wire.RegisterVariablesR
         map=layout_messages.map_to_wire(placed.map),
         initializer=placed.initializer,
         feedback=map(parts.residual, placed.feedback),
-        gone_back=placed.gone_back,
+        restored_generation=placed.restored_generation,
         consistency=parts.consistency(placed.consistency),
     )
 

@@ -93,7 +93,7 @@ def heartbeat_reply(
         initializer=answer.initializer,
         save_feedback=None if residual is None else wire.SaveFeedback(number=residual.number, url=residual.url),
         feedback=map(parts.residual, answer.feedback),
-        gone_back=answer.gone_back,
+        restored_generation=answer.restored_generation,
         stop=parts.stop(answer.stop),
         consistency=parts.consistency(answer.consistency),
         switch_point=parts.switch_point(answer.switch_point),

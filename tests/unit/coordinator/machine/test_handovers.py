@@ -91,7 +91,7 @@ def told(yard: Yard, worker: Caller) -> list[tuple[str, bool]]:
     assert isinstance(placed, effects.VariablesPlaced)
     beat = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(beat, effects.HeartbeatReply)
-    assert (beat.feedback, beat.gone_back) == (placed.feedback, placed.gone_back)
+    assert (beat.feedback, beat.restored_generation) == (placed.feedback, placed.restored_generation)
     return [(each.file.worker, each.own) for each in beat.feedback]
 
 
@@ -226,7 +226,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     perhaps(yard, restarts)
     answer = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(answer, effects.HeartbeatReply)
-    assert (answer.feedback, answer.gone_back) == ((), generation)
+    assert (answer.feedback, answer.restored_generation) == ((), generation)
     plain = Yard()
     (worker,) = run(plain, 1, orders.SETTINGS)
     commit(plain, [])
@@ -235,7 +235,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     restore(plain)
     answer = plain.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(answer, effects.HeartbeatReply)
-    assert answer.gone_back == 0, "not a byte more"
+    assert answer.restored_generation == 0, "not a byte more"
 
 
 def test_going_back_again_begins_anew_with_what_that_checkpoint_says(restarts: str) -> None:
@@ -334,9 +334,9 @@ def test_what_a_worker_says_is_checked() -> None:
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
     handed = CheckpointResidual(Generation(4), True, "here", file_of("7"))
-    standing = effects.HeartbeatReply(feedback=(handed,), gone_back=Generation(4))
+    standing = effects.HeartbeatReply(feedback=(handed,), restored_generation=Generation(4))
     reply = members.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
-    assert (reply.save_feedback.number, reply.save_feedback.url, reply.gone_back) == (12, "there", 4)
+    assert (reply.save_feedback.number, reply.save_feedback.url, reply.restored_generation) == (12, "there", 4)
     (found,) = reply.feedback
     assert (found.generation, found.worker, found.own, found.url) == (4, "7", True, "here")
     assert (found.path, found.length, found.sha256) == (feedback_path(1, "7"), 1_000, b"\xab" * 32)

@@ -223,10 +223,10 @@ def test_checkpoint_that_was_given_up_is_no_error(worker: Worker, caplog: pytest
 
 def test_nothing_is_saved_before_the_map_is_followed_with_which_the_job_went_back(worker: Worker) -> None:
     worker.push(0)
-    worker.save(4, gone_back=2)
+    worker.save(4, restored_generation=2)
     assert worker.made._thread is None
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2))
-    worker.save(4, gone_back=2)
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2))
+    worker.save(4, restored_generation=2)
     wait_until(lambda: len(worker.session.reports) == 2)
     assert (worker.session.reports[-1].stage, worker.session.reports[-1].length) == (ENDED, 0), "it has nothing"
 
@@ -260,14 +260,14 @@ def test_job_that_goes_back_gives_a_worker_its_own_in_the_place_of_what_it_has(w
     then = remembered(range(2))
     worker.push(7)
     own = worker.handed(NAME, then, own=True)
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[own]))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[own]))
     assert feedbacks.same(worker.feedback.state_dict(), then)
     (claim,) = worker.session.of(wire.TakeUpFeedbackRequest)
     assert (claim.generation, claim.worker, claim.failure) == (2, NAME, "")
     assert worker.session.progress.residual_norm == pytest.approx(worker.feedback.lost_norm)
     worker.push(8)
     now = worker.feedback.state_dict()
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2))
     assert feedbacks.same(worker.feedback.state_dict(), now), "once"
 
 
@@ -279,7 +279,7 @@ def test_worker_without_its_own_forgets_what_it_has(worker: Worker, why: str) ->
     if why == "damaged":
         worker.damage(own)
     worker.session.taken = why != "taken"
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[] if why == "none" else [own]))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[] if why == "none" else [own]))
     assert worker.feedback.residuals() == {}
     claims = worker.session.of(wire.TakeUpFeedbackRequest)
     assert [bool(each.failure) for each in claims] == {
@@ -293,9 +293,9 @@ def test_worker_without_its_own_forgets_what_it_has(worker: Worker, why: str) ->
 def test_what_a_worker_that_is_gone_had_not_sent_is_added_between_two_pushes(worker: Worker) -> None:
     worker.push(0)
     theirs = remembered(range(3))
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=1))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=1))
     worker.push(0)
-    reply = wire.HeartbeatReply(gone_back=1, feedback=[worker.handed(GONE, theirs, generation=1)])
+    reply = wire.HeartbeatReply(restored_generation=1, feedback=[worker.handed(GONE, theirs, generation=1)])
     worker.begin_push(1)
     worker.made.on_heartbeat(reply)
     wait_until(lambda: not worker.made._busy)
@@ -308,9 +308,9 @@ def test_what_a_worker_that_is_gone_had_not_sent_is_added_between_two_pushes(wor
 
 def test_hand_over_of_a_map_that_is_not_followed_yet_waits_for_it(worker: Worker) -> None:
     handed = worker.handed(GONE, remembered(range(3)))
-    worker.made.on_heartbeat(wire.HeartbeatReply(gone_back=2, feedback=[handed]))
+    worker.made.on_heartbeat(wire.HeartbeatReply(restored_generation=2, feedback=[handed]))
     assert worker.made._thread is None
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[handed]))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[handed]))
     assert worker.feedback.residuals().keys() == {0, 2}
 
 
@@ -320,7 +320,7 @@ def test_what_cannot_be_taken_up_is_left_and_told(worker: Worker, why: str) -> N
     if why == "damaged":
         worker.damage(handed)
     worker.session.taken = why != "taken"
-    worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[handed]))
+    worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[handed]))
     assert worker.feedback.residuals() == {}
     (claim,) = worker.session.of(wire.TakeUpFeedbackRequest)
     assert ("SHA-256" in claim.failure) == (why == "damaged")
