@@ -108,7 +108,7 @@ class OpenPartitions(Effect):
 @dataclass(frozen=True, slots=True)
 class FenceOnServers(Effect):
     """Followed by WorkersFenced, whichever servers answered. `map`: the partitions whose ledgers have what the workers
-    held; None if nobody needs to know."""
+    held; None if these are not read."""
 
     job: JobId
     servers: tuple[Server, ...]
@@ -137,7 +137,7 @@ class ReadWatermarks(Effect):
 
 @dataclass(frozen=True, slots=True)
 class ReadDeparted(Effect):
-    """Followed by DepartedRead or NotAnswered. `workers`: workers that are gone."""
+    """Followed by DepartedRead or NotAnswered. `workers`: departed workers."""
 
     job: JobId
     map: PartitionMap
@@ -240,7 +240,7 @@ class DropJob(Effect):
 
 @dataclass(frozen=True, slots=True)
 class ForgetServer(Effect):
-    """The server is gone. Close the connections to it."""
+    """The server left or died. Close the connections to it."""
 
     server: Incarnation
 
@@ -298,8 +298,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class VariablesPlaced:
-    """Where a job's variables are. `initializer`: the asking worker sends the first values. `feedback`, `restored_generation`: as
-    in HeartbeatReply. `consistency`: of a job that was switched, what its partitions follow."""
+    """Where a job's variables are. `initializer`: the asking worker sends the first values. `feedback`,
+    `restored_generation`: as in HeartbeatReply. `consistency`: the mode of the partitions, if the job was switched."""
 
     layout: JobLayout
     map: PartitionMap

@@ -376,7 +376,7 @@ class WatermarksRead(Event):
 
 @dataclass(frozen=True, slots=True)
 class DepartedRead(Event):
-    """The next sequence in each partition of the own sources of workers that are gone, under the map of that
+    """The next sequence in each partition of the own sources of departed workers, under the map of that
     generation."""
 
     job: JobId

@@ -1,4 +1,4 @@
-"""Frees the work of a worker that is gone: servers refuse the worker first, then others may have its work.
+"""Frees the work of a departed worker: servers refuse the worker first, then others may have its work.
 
 Invariant: no work of a lost worker is given away before WorkersFenced. Must not know: who gets the work, why the worker
 is gone, the clock.

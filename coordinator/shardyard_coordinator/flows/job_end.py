@@ -60,7 +60,7 @@ def fail_checkpoint(job: JobState, draft: int, failure: errors.ShardyardError) -
 
 
 def fail(job: JobState, failure: errors.ShardyardError, gone: Incarnation | None = None) -> list[Effect]:
-    """Ends the job with a failure. `gone`: a server that is gone and is not told."""
+    """Ends the job with a failure. `gone`: a lost server, which is not told."""
     job.failure = failure
     return _end(job, JobPhase.FAILED, gone)
 

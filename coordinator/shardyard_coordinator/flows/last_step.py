@@ -1,7 +1,7 @@
 """Fixes the step before which all workers of a job stop or change the mode.
 
 Workers report how far they are, and wait. Once all living workers have reported, the servers' ledgers are read, which
-have the contributions of workers that are gone. The step is fixed after all of these. The job's `stopping` and `drain`
+have the contributions of departed workers. The step is fixed after all of these. The job's `stopping` and `drain`
 hold the decisions. Invariant: the step is fixed while no fence is under way and all partitions have servers, under the
 map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
 """

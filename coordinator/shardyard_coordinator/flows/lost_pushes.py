@@ -1,6 +1,6 @@
 """Which pushes without leased data are lost after partitions have gone back to a checkpoint (rule A11).
 
-The job's `lost_pushes` counts what is lost; its `departed` has the workers that are gone. Invariants: a lost range is
+The job's `lost_pushes` counts what is lost; its `departed` has the departed workers. Invariants: a lost range is
 recorded before it is skipped. What was read under an earlier map is not used. Partitions are asked about departed
 workers before another checkpoint is begun. Must not know: leased work, how servers are called, the clock.
 """
@@ -56,11 +56,11 @@ def declare_lost(job: JobState, read: WatermarksRead) -> list[Effect]:
     ]
 
 
-# ---- workers that are gone
+# ---- departed workers
 
 
 def add_departed(job: JobState, worker: Incarnation, pushed: int, *, died: bool) -> None:
-    """The worker is gone. `pushed`: its acknowledged pushes without leased data, as far as it has reported them."""
+    """The worker departed. `pushed`: its acknowledged pushes without leased data, as far as it has reported them."""
     if job.departed is None or (not pushed and not died):
         job.lost_pushes.forget(worker)
         return

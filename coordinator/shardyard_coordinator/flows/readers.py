@@ -1,4 +1,4 @@
-"""What readers of a job's values are told, and what evaluators report."""
+"""Requests of the readers of a job's values, and reports of evaluators."""
 
 from __future__ import annotations
 

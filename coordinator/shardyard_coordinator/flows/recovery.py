@@ -119,7 +119,7 @@ def _check_order(job: JobState, origin: RestorePoint) -> None:
 
 
 def lost_with(job: JobState, server: Server) -> list[PartitionOwner]:
-    """The partitions that a server that is gone had, or was about to get."""
+    """The partitions that a lost server had, or was about to get."""
     maps = [job.deployment.map, None if job.recovery.attempt is None else job.recovery.attempt.map]
     found = {owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())}
     return [found[partition] for partition in sorted(found)]
@@ -135,7 +135,7 @@ def can_begin_again(job: JobState) -> bool:
 
 
 def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
-    """Partitions are gone with their server, and there is a checkpoint to go back to."""
+    """Partitions were lost with their server, and there is a checkpoint to go back to."""
     newest = job.book.committed
     assert newest is not None
     job.book.abandon()
@@ -148,7 +148,7 @@ def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str
 
 
 def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
-    """Partitions are gone with their server, and `can_begin_again` is true."""
+    """Partitions were lost with their server, and `can_begin_again` is true."""
     job.book.abandon()
     record = job.recovery.lose([owner.partition for owner in lost], now_ms)
     job.deployment.lose_values()

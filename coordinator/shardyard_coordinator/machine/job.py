@@ -98,7 +98,7 @@ def _remove(
     residual: float = 0.0,
     pushed: int = 0,
 ) -> Entry:
-    """The worker is gone. No other worker gets its work before `free`. `residual`: the 2-norm of what its compression
+    """The worker departed. No other worker gets its work before `free`. `residual`: the 2-norm of what its compression
     had not sent. `pushed`: its acknowledged pushes without leased data."""
     job.lost_residuals.add(residual)
     if died:
@@ -158,7 +158,7 @@ def restore_gone(job: JobState, body: Body, now_ms: int) -> None:
 
 
 def lose_server(job: JobState, server: Server, how: str, now_ms: int) -> list[Effect]:
-    """A server is gone, with any partitions that it had or was about to get."""
+    """A server left or died, with any partitions that it had or was about to get."""
     lost = recovery.lost_with(job, server)
     job.readers.lose_server(server)
     if job.phase.ended or not lost:

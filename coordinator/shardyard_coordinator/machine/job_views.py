@@ -1,4 +1,4 @@
-"""What workers and people are told about a job. Nothing here changes the job."""
+"""The state of a job for workers and people. Nothing here changes the job."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Machine:
         return [*effects, *self.waits.look(self.jobs, now_ms)]
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
-        """A member is gone, and has not told its job."""
+        """A member departed without telling its job."""
         effects = self._remove(member, how)
         if member.role is MemberRole.SERVER:
             for job in self._jobs:

@@ -26,7 +26,7 @@ from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 TERM_BITS: Final = 32
 """Numbers given in one life of the coordinator stay below 2 ** 32; its term stands above them."""
 FORMER_MAX: Final = 1_024
-"""Of so many former members the reason of their end is remembered, for messages."""
+"""The number of former members whose end is remembered, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class Membership:
         self._members[incarnation].last_seen_ms = now_ms
 
     def forgive(self, gap_ms: int) -> None:
-        """Extends all leases by `gap_ms`, during which the coordinator itself was not running and nobody could reach
-        it."""
+        """Extends all leases by `gap_ms`, during which the coordinator itself was not running and members could not
+        reach it."""
         for member in self._members.values():
             member.last_seen_ms += gap_ms
 

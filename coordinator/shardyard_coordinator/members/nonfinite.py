@@ -1,7 +1,7 @@
 """How many gradients of each worker were not finite, and which workers are excluded for it.
 
 Owns: counts by worker and in total. Invariants: a gradient that a worker reports twice is counted once. Memory does not
-grow with the number of workers that have gone. Must not know: which batches these were (quarantine), members, time.
+grow with the number of departed workers. Must not know: which batches these were (quarantine), members, time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NotFinite:
         self.quarantined += 1
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone. Its reports stay counted."""
+        """The worker departed. Its reports stay counted."""
         self._of_departed += self._said.pop(worker, _Said()).count
 
     # ---- records

@@ -72,7 +72,7 @@ class Progress:
         self.step, self._samples_of_departed, self.metrics = step, samples, metrics
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone. What it pushed stays counted."""
+        """The worker departed. What it pushed stays counted."""
         self._samples_of_departed += self.of(worker).samples
         self._reports.pop(worker, None)
 

@@ -16,7 +16,7 @@ from shardyard.domain.errors import TooLarge
 from shardyard_coordinator.placement.placement import Server
 
 SILENT_MS: Final = 10_000
-"""A reader that was not heard for so long is gone. Readers ask every second."""
+"""A reader that has sent nothing for this long is inactive. Readers ask every second."""
 END_MS: Final = 120_000
 """For so long a finished job keeps its values on the servers for readers, so that they evaluate the final state."""
 
@@ -51,7 +51,7 @@ class Readers:
         self._heard_ms.pop(reader, None)
 
     def expire(self, now_ms: int) -> None:
-        """Forgets readers that are gone, and all of them once END_MS is over."""
+        """Forgets inactive readers, and all of them once END_MS is over."""
         late = self._end_ms is not None and now_ms - self._end_ms >= END_MS
         self._heard_ms = {
             reader: at_ms for reader, at_ms in self._heard_ms.items() if now_ms - at_ms < SILENT_MS and not late

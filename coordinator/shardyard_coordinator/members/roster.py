@@ -1,8 +1,8 @@
-"""The workers of one job: the living, those that are gone, and how long the job waits for more.
+"""The workers of one job: the living, those that departed, and how long the job waits for more.
 
-Owns: the living workers; the workers that are gone, as long as servers must refuse them; since when the job has had no
+Owns: the living workers; the departed workers, as long as servers must refuse them; since when the job has had no
 worker, and when it is over for that reason. Invariants: after a chief has said goodbye, no worker is chief. A worker
-that joins puts off the end. Memory does not grow with the number of workers that have gone. Must not know: what workers
+that joins puts off the end. Memory does not grow with the number of departed workers. Must not know: what workers
 compute, when their work is free, how a job ends.
 """
 
@@ -25,9 +25,9 @@ class Roster:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
         self.fenced: list[Incarnation] = []
-        """They are gone; servers refuse them, or shall."""
+        """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
-        """Those of whom servers may still take something: nobody has their work yet."""
+        """Those whose pushes servers may still take. No other worker has their work yet."""
         self.last_lost = ""
         self.goodbyes = 0
         self._chief_is_done = False
@@ -100,7 +100,7 @@ class Roster:
         return [*joined, *([gone] if self.last_lost else [])]
 
     def restore(self, body: Body, now_ms: int) -> None:
-        """Applies the record of the workers that are gone. Raises DamagedRecord."""
+        """Applies the record of the departed workers. Raises DamagedRecord."""
         self.goodbyes, self._chief_is_done = body.number("goodbyes"), body.flag("chief_is_done")
         self.last_lost = body.text("last_lost")
         self.fenced = [Incarnation(each) for each in body.numbers("fenced")][-FENCED_MAX:]

@@ -27,7 +27,7 @@ class Drain:
         self._count = 0
         self._reached = StepBarrier()
         self.switch_point: SwitchPoint | None = None
-        """What workers are told."""
+        """In the replies to workers, while a switch is under way."""
         self.wanted: Consistency | None = None
         """The mode to which the job switches."""
         self.ticket = 0
@@ -71,7 +71,7 @@ class Drain:
 
     def fix_step(self, step: int, ticket: int = 0) -> list[Entry]:
         """Fixes the step once `is_due`. Returns the records. `step`: the first to which no partition has any
-        contribution, those of workers that are gone included. If the job changes to steps: a step above all versions,
+        contribution, those of departed workers included. If the job changes to steps: a step above all versions,
         with `ticket` for the next checkpoint."""
         return self._fix(step if self.drains else self._reached.agreed_step(step), ticket)
 

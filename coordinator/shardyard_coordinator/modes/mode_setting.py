@@ -41,7 +41,7 @@ class ModeSetting:
         """The checkpoint by way of which it did."""
         self._acknowledged: dict[Incarnation, int] = {}
 
-    # ---- what is asked
+    # ---- requests
 
     def ask(self, settings: JobSettings) -> list[Entry]:
         """Asks for these settings. Returns the records, none if the job follows them already. Raises NotReady while a
@@ -132,7 +132,7 @@ class ModeSetting:
         return tuple(worker for worker in sorted(workers) if not self.follows_latest(worker))
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone."""
+        """The worker departed."""
         self._acknowledged.pop(worker, None)
 
     def _switch(self, consistency: Consistency) -> None:

@@ -31,7 +31,7 @@ class StepBarrier:
 
     def agreed_step(self, step: int) -> int:
         """The step before which all stop. `step`: the first to which no partition has any contribution, those of
-        workers that are gone included."""
+        departed workers included."""
         return max([step, *self._steps.values()])
 
     def clear(self) -> None:

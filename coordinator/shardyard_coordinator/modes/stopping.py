@@ -3,7 +3,7 @@ docs/internals/ledger.md).
 
 Owns: who asked for it first; in a synchronous job, how far each worker is, and the fixed step. Invariants: the first
 request decides, and cannot be cancelled. The step is fixed once, after every living worker has reported how far it is
-and waits there, and after the servers have reported what they have from workers that are gone. So no worker has
+and waits there, and after the servers have reported what they have from departed workers. So no worker has
 contributed to that step, and all steps with a contribution are computed by all. Must not know: what steps contain,
 servers, time.
 """
@@ -46,7 +46,7 @@ class Stopping:
 
     def fix_step(self, step: int) -> list[Entry]:
         """Fixes the step once `is_due`. Returns the records. `step`: the first to which no partition has any
-        contribution, those of workers that are gone included."""
+        contribution, those of departed workers included."""
         return self._fix(self._reached.agreed_step(step))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:

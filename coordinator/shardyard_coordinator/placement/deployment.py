@@ -29,7 +29,7 @@ OPEN_RETRY_MS = 1_000
 
 
 class Stage(enum.Enum):
-    """RESTORING: the partitions begin with a checkpoint. LOST: a server is gone with first values on which nothing
+    """RESTORING: the partitions begin with a checkpoint. LOST: a server was lost with first values on which nothing
     depends yet; a worker gives them again. CREATING and OPENING: calls to servers are under way. UNCREATED and
     COMMITTED: these calls are due, or due again."""
 
@@ -84,8 +84,8 @@ class Deployment:
         self.layout, self.stage = layout, stage
 
     def lose_values(self) -> None:
-        """A server is gone before anything depended on the first values. The worker that gave them, or was about to,
-        gives them again if it lives."""
+        """A server left or died before anything depended on the first values. The worker that gave them, or was about
+        to, gives them again if it lives."""
         assert self.stage not in (Stage.EMPTY, Stage.RESTORING), self.stage
         self.stage = Stage.LOST
         if self.initializer is None:
@@ -112,7 +112,7 @@ class Deployment:
         return self.stage in _BEFORE_COMMIT and self.initializer in (worker, None)
 
     def remove(self, worker: Incarnation) -> list[Entry]:
-        """The worker is gone and fenced. Another worker may have to give the first values."""
+        """The worker departed and is fenced. Another worker may have to give the first values."""
         self.forget(worker)
         return self._choose_initializer()
 
@@ -123,7 +123,7 @@ class Deployment:
             self.initializer = None
 
     def suspend(self, worker: Incarnation) -> None:
-        """The worker is gone but not fenced yet. No other worker may begin what this one may still be doing."""
+        """The worker departed and is not fenced yet. No other worker may begin what this one may still be doing."""
         self._registered = [each for each in self._registered if each != worker]
 
     # ---- creation, commit, opening

@@ -22,7 +22,7 @@ ROWS_MAX: Final = 1 << 26
 """Rows of a table in one partition, where there is address space for as many."""
 ROWS_MAX_LEAST: Final = 1 << 12
 _STATES: Final = 4
-"""A row with its optimizer state has at most so many times its values."""
+"""A row with its optimizer state is at most this many times as large as its values."""
 
 
 def check_settings(tables: Tables, settings: JobSettings) -> None:

@@ -1,7 +1,7 @@
-"""The audit of a yard: which records of the journal it shows, and how much of each.
+"""The audit of a yard: which records of the journal it has, and which of their values.
 
-Owns: the choice. Invariant: the audit has every lease and its end, every verdict, and everything that was revoked. It
-leaves out large values that say nothing about these (layouts, maps, a checkpoint's copy of the ledgers). Must not know:
+Invariant: the audit has every lease and its end, every verdict, and everything that was revoked. It
+leaves out large values that do not concern these (layouts, maps, a checkpoint's copy of the ledgers). Must not know:
 where the audit is kept.
 """
 
@@ -32,7 +32,7 @@ LEFT_OUT: Final[Mapping[str, frozenset[str]]] = {
     "checkpoint_committed": frozenset({"data_ledger"}),
     "partitions_moved": frozenset({"map"}),
 }
-"""Values, by kind of record, that the audit does not repeat. All others, of kinds that are not UNAUDITED, are there."""
+"""For each kind of record, the values that the audit leaves out."""
 _SAID_OF_A_JOB: Final = ("name", "seed", "workers_expected", "consistency", "data")
 
 
@@ -51,7 +51,7 @@ class Audited:
 @dataclass(frozen=True, slots=True)
 class Page:
     """A part of the audit, in order. `reached`: the number up to which entries were examined. `more`: whether more
-    follow. `lost`: entries up to this number were dropped for newer ones."""
+    follow. `lost`: entries up to this number were deleted."""
 
     entries: tuple[Audited, ...]
     reached: int
@@ -60,7 +60,7 @@ class Page:
 
 
 def audited(kind: str, body: Mapping[str, object]) -> tuple[int, Entry] | None:
-    """The job that a record is about, and what the audit keeps of the record. None: nothing."""
+    """The job of a record, and its entry in the audit; None if the audit does not have it."""
     if kind in UNAUDITED:
         return None
     job = body.get("job", 0)

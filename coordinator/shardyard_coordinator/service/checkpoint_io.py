@@ -2,7 +2,8 @@
 
 Owns: the order of these actions. Invariants: a manifest is written when all servers have reported that their files are
 durable. A checkpoint of a synchronous job is of one moment (rule B7); in one of an asynchronous job each partition
-comes with its own ledger (rule A9). What is restored was checked. Must not know: when and why a checkpoint is taken.
+comes with its own ledger (rule A9). Files are checked before they are restored. Must not know: when and why a
+checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ R = TypeVar("R")
 log = logging.getLogger("shardyard.coordinator")
 
 STEP_WAIT_MS: Final = 2_000
-"""How long servers wait for the step that was chosen ahead. Then the current step is taken."""
+"""How long servers wait for the step that was chosen ahead. Then they save the current step."""
 STEPS_AHEAD: Final = 2
 STEPS_AHEAD_MAX: Final = 1 << 20
 TRIES: Final = 12
@@ -64,10 +65,10 @@ HEARTBEATS_TO_HEAR: Final = 3
 COPY_WAIT_MS: Final = 1_000
 """How long workers may take to copy their residuals: a push may be under way."""
 FEEDBACK_WAIT_MS: Final = 5_000
-"""How much longer than the servers' files the workers' files may take. They are begun earlier, and all together are no
-larger than a worker's values."""
+"""How much longer than the servers' files the workers' files may take. Workers begin earlier, and all their files
+together are no larger than one worker's values."""
 FILES_PER_ENTRY_MAX: Final = 64
-"""A partition whose state lies in more files than this is written whole."""
+"""A partition with more files than this is written whole."""
 
 
 Verdicts = Callable[[int], Sequence[Entry]]

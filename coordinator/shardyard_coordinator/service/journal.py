@@ -1,12 +1,13 @@
 """The coordinator's journal: its term, its records, and the audit made from them, on disk or in memory.
 
 Owns: a state folder with a SQLite file and a lock file. The lock file also has the term and the number of the last
-record: SQLite takes a damaged tail of its log for one that was never written, and a file that is moved away takes its
-terms along. Invariants: one process at a time has a folder's journal. Each opening has a higher term than all before.
-`append` returns when all its records, or none, are on the disk, in order. `replace` leaves the old records or the new
-ones. `records` returns all of them as they were written, or refuses: a file of another format, a missing record, a
-wrong checksum. The audit has an entry for each audited record that was ever appended, written with it; when there are
-too many, the oldest are dropped. Must not know: what records mean.
+record, for two cases that the SQLite file does not show: SQLite ignores a damaged tail of its log, and a file that is
+moved away takes its terms with it. Invariants: one process at a time has a folder's journal. Each opening has a higher
+term than all before. `append` returns when all its records, or none, are on the disk, in order. `replace` leaves the
+old records or the new ones. `records` returns all records as they were written; it raises if the file has another
+format, or a record is missing or has a wrong checksum. The audit has an entry for each audited record that was ever
+appended, written in the same transaction; when there are too many, the oldest are deleted. Must not know: what records
+mean.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ LOCK: Final = "coordinator.lock"
 TERMS_KEPT: Final = 16
 NOTE_BYTES: Final = 80
 AUDIT_MAX: Final = 1_000_000
-"""Entries of the audit, of all jobs; the latest are kept."""
+"""Entries of the audit over all jobs. Older ones are deleted."""
 AUDIT_SLACK: Final = 1_024
-"""So many more may be there before the oldest are deleted."""
+"""The oldest entries are deleted once per this many new ones."""
 AUDITED_JOBS_MAX: Final = 10_000
-"""Jobs that are found by name."""
+"""Jobs of which the audit knows the name. Older ones are deleted."""
 PAGE_ENTRIES_MAX: Final = 20_000
-"""Entries looked at for one page of the audit."""
+"""Entries that are examined for one page of the audit."""
 PAGE_BYTES_MAX: Final = 4 << 20
 FORMAT: Final = 3
-"""Of the file and of what records mean. Kept as SQLite's user_version; 0 is that of a file without a format."""
+"""The format of the file and of its records, in SQLite's user_version. A new file has 0."""
 
 _TABLES: Final = (
     """CREATE TABLE terms (
@@ -63,28 +64,28 @@ _INSERT: Final = "INSERT INTO records (number, term, time, kind, body, checksum)
 _SELECT: Final = """
     SELECT number, term, time, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM records ORDER BY number"""
 _UNREADABLE: Final = (sqlite3.DatabaseError, ValueError, TypeError)
-"""What reading a damaged file raises: SQLite's own words may quote bytes that are no text, and a number may be none."""
-_REFUSED_WHY: Final = "a coordinator that goes on from half of its records would decide against what was decided"
+"""The errors of reading a damaged file: bytes may not be text, and a number may have another type."""
+_REFUSED_WHY: Final = "with only a part of its records, a coordinator would contradict its earlier decisions"
 _REFUSED_TODO: Final = (
-    "start the release that wrote it, or bring the folder back from a copy; else move it away, or set yard.state to "
-    "another folder: the jobs that it knows are lost then"
+    "start the release that wrote it, or restore the folder from a copy; otherwise move it away, or set yard.state to "
+    "another folder: then its jobs are lost"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is in the lock file beside the holder's process id: the last record's number, and the term."""
+    """The last record's number and the term, in the lock file after the holder's process id."""
 
     record: int = 0
     term: int = 0
 
 
 class Journal:
-    """Opens the journal of `folder` for this process; None keeps it in memory. `secluded`: no member of a former life
-    can come by, as in a yard inside one process.
+    """Opens the journal of `folder` for this process; None keeps it in memory. `secluded`: no member of an earlier run
+    can connect, as in a yard inside one process.
 
-    Not safe for several threads at a time. Raises ConfigurationError where another process has it, where the folder
-    cannot be written, where the file is damaged or of another format.
+    Not safe for several threads at a time. Raises ConfigurationError if another process has the journal, if the folder
+    cannot be written, or if the file is damaged or has another format.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Journal:
         if folder is None:
             self.name = "in memory"
             self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-            # nothing remembers earlier runs; the time of day keeps their incarnations apart from this run's
+            # no record of earlier runs: the time of day makes this run's incarnations differ from theirs
             term = 1 if secluded else int(wall_clock())
         else:
             self.name = str(folder / FILE)
@@ -115,7 +116,7 @@ class Journal:
                 os.close(self._lock)
                 raise ConfigurationError(
                     f"cannot open the journal {folder / FILE}: {error}",
-                    why="the coordinator writes down what it decides before anybody is told",
+                    why="the coordinator records each decision before it replies",
                     todo="move the file away, or set yard.state to another folder",
                 ) from error
             term = noted.term + 1
@@ -193,7 +194,7 @@ class Journal:
                     "INSERT INTO terms VALUES (?, ?, ?, ?)", (term, at, pid, _checksum(term, at, pid))
                 )
                 self._database.execute("DELETE FROM terms WHERE term <= ?", (term - TERMS_KEPT,))
-            # the tables are in the file itself, so that one that lost its log is not taken for a new one
+            # writes the tables into the file itself, so that a file that lost its log does not look like a new one
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except _UNREADABLE as error:
             raise self._refused(str(error)) from error
@@ -289,7 +290,7 @@ class Journal:
 
 @contextmanager
 def reading_audit(folder: Path) -> Iterator[AuditReader]:
-    """The audit in a folder whose coordinator need not run. Raises NotFound, ConfigurationError."""
+    """The audit in a state folder. The coordinator need not run. Raises NotFound, ConfigurationError."""
     path = folder / FILE
     if not path.exists():
         raise NotFound(
@@ -311,7 +312,7 @@ def reading_audit(folder: Path) -> Iterator[AuditReader]:
 
 
 class AuditReader:
-    """Reads the audit in a journal's file. `name`: the file's."""
+    """Reads the audit in a journal's file. `name`: the name of the file, for messages."""
 
     def __init__(self, database: sqlite3.Connection, name: str) -> None:
         self._database = database
@@ -357,8 +358,8 @@ class AuditReader:
 def _unreadable(name: str, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"the audit in {name} cannot be read: {what}",
-        why="an audit from which entries are missing, or wrong, proves nothing",
-        todo="bring the file back from a copy",
+        why="an audit with missing or wrong entries proves nothing",
+        todo="restore the file from a copy",
         facts={"file": name},
     )
 
@@ -368,8 +369,8 @@ def _checksum(*values: object) -> int:
 
 
 def _lock(folder: Path) -> tuple[int, Note]:
-    """A descriptor that holds the folder's lock until it is closed, by the process's death too; and what its last
-    holder noted."""
+    """A descriptor that holds the folder's lock until it is closed or the process ends, and the note of the last
+    holder."""
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -404,7 +405,7 @@ def _read_lines(descriptor: int) -> list[str]:
 
 def _write_note(descriptor: int, note: Note) -> None:
     text = f"{os.getpid()}\n{note.record}\n{note.term}\n"
-    # not waited for, and of one length: it is a lower bound of what has been written, and whole if it is there
+    # not synced: the note is a lower bound of what was written. Its length is fixed, so a write replaces all of it
     with suppress(OSError):
         os.pwrite(descriptor, text.ljust(NOTE_BYTES).encode("ascii"), 0)
 

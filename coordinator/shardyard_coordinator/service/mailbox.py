@@ -3,8 +3,8 @@
 Owns: the lock, the machine, and the order of writing. Invariants: the machine is touched under the lock only; the
 records of an event are on disk before any other effect of it begins, and before the lock is released; the lock is
 never held during a call to a server. If the journal cannot be written, every event is refused until it can be. Then
-the machine is built anew from the journal's records, as after a restart.
-Must not know: messages, and how effects are carried out.
+the machine is built again from the journal's records, as after a restart.
+Must not know: messages, how effects are carried out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("shardyard.coordinator")
 COMPACT_RECORDS_MIN: Final = 4_096
 """The journal is replaced by a snapshot after this many records, or after twice the snapshot's records if those are
 more."""
-_BROKEN_WHY: Final = "each decision is written to disk before anybody learns of it; otherwise a restart could revoke it"
+_BROKEN_WHY: Final = "each decision is written to disk before the reply; otherwise a restart could revoke it"
 _BROKEN_TODO: Final = "make room on the disk; the coordinator then continues by itself"
 
 Start = Callable[[effects.Effect], None]
@@ -104,8 +104,8 @@ class Mailbox:
             self._resume(start)
 
     def repair(self, start: Start) -> None:
-        """If the journal could not be written and can be now, continues from its records. Nobody learned of anything
-        that is not in it, so this is a restart without a new term."""
+        """If the journal could not be written and can be now, continues from its records. No reply has depended on
+        anything else, so this is a restart without a new term."""
         with self._lock:
             if self._broken is None or self._closed:
                 return

@@ -1,7 +1,7 @@
 """The coordinator as a process: journal, listener, service, from start to stop.
 
 Owns: the order of starting and stopping. Invariant: `ready` is called once, when requests are served; when `serve`
-returns, nothing of it runs and the journal can be opened by another process. Must not know: signals, the command line.
+returns, none of its threads runs, and another process can open the journal. Must not know: signals, the command line.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def serve(
 ) -> None:
     """Serves the coordinator at `bind` until `stop` is set.
 
-    `advertise`: the HOST:PORT that `ready` gets if others use another address than `bind`; port 0 in it stands for the
-    port that was taken. `state`: the journal's folder; None keeps the journal in memory. Raises AddressInUse and
+    `advertise`: the HOST:PORT that `ready` gets if others use another address than `bind`; port 0 in it means the
+    port of `bind`. `state`: the journal's folder; None keeps the journal in memory. Raises AddressInUse and
     ConfigurationError.
     """
     tune_malloc()

@@ -1,12 +1,12 @@
 """Collects the residuals of workers' error feedback while a checkpoint is being taken.
 
-    ready     a heartbeat has told each worker, and it asks until all workers are ready
-    copied    each worker has copied its residual between two of its pushes; then servers cut their partitions, so that
+    ready     the worker knows of the checkpoint from a heartbeat, and asks until all workers are ready
+    copied    the worker has copied its residual between two of its pushes; then servers cut their partitions, so that
               few pushes lie between the copy and the cut
-    ended     the worker has written its file, beside the servers
+    ended     the worker has written its file, at the same time as the servers write theirs
 
-Owns: which checkpoint waits for which workers, and how far each is. Invariants: a worker that has left is not waited
-for, and no wait is longer than its limit; a worker is told of the newest checkpoint only; a report about another
+Owns: which checkpoint waits for which workers, and how far each is. Invariants: no call waits for a worker
+that has left, nor longer than its limit; a worker is asked for the newest checkpoint only; a report about another
 checkpoint, or by another worker, is refused. Safe for several threads. Must not know: storage, members, when a
 checkpoint is taken.
 """
@@ -27,12 +27,12 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.storage.storage import Written
 
 LOOK_S: Final = 0.1
-"""How often it is checked which workers have left."""
+"""How often a wait checks which workers have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualRequest:
-    """What a worker is asked for: `number`: the checkpoint; `url`: where the job's checkpoints are."""
+    """Asks a worker for its residual. `number`: of the checkpoint. `url`: the folder of the job's checkpoints."""
 
     number: int
     url: str
@@ -67,7 +67,7 @@ class ResidualCollection:
 
 
 class ResidualCollections:
-    """`living`: returns a job's living workers. `wait_registry`: shows what is waited for."""
+    """`living`: returns a job's living workers. `wait_registry`: shows the waits."""
 
     def __init__(self, living: Callable[[JobId], Collection[Incarnation]], wait_registry: WaitRegistry) -> None:
         self._living = living
@@ -80,8 +80,8 @@ class ResidualCollections:
     def open(
         self, job: JobId, wanted: ResidualRequest, workers: Collection[Incarnation]
     ) -> Iterator[ResidualCollection]:
-        """Within the block, these workers are told to save their residuals for this checkpoint. The block ends when the
-        checkpoint is committed or given up."""
+        """Within the block, these workers are asked to save their residuals for this checkpoint. The block ends when
+        the checkpoint is committed or has failed."""
         begun, key = ResidualCollection(wanted, frozenset(workers)), (job, wanted.number)
         with self._changed:
             assert key not in self._open, f"checkpoint {wanted.number} of job {job} is taken twice"
@@ -93,7 +93,7 @@ class ResidualCollections:
                 del self._open[key]
 
     def wanted(self, job: JobId, worker: Incarnation) -> ResidualRequest | None:
-        """The residual that this worker saves: for the newest checkpoint, if another was given up and still runs."""
+        """The residual that this worker saves: for the newest checkpoint, if an earlier one failed and still runs."""
         with self._changed:
             found = [each.wanted for (of, _), each in self._open.items() if of == job and worker in each.workers]
             return max(found, key=lambda each: each.number, default=None)
@@ -105,7 +105,7 @@ class ResidualCollections:
             if found is None or worker not in found.workers:
                 raise NotFound(
                     f"no checkpoint {number} of job {job} waits for the residual of worker {worker}",
-                    why="it was committed without that, or given up",
+                    why="it was committed without it, or failed",
                     todo="",
                 )
             if said.stage > found.stages.get(worker, 0):

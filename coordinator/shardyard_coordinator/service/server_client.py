@@ -1,7 +1,8 @@
 """The coordinator's calls to servers.
 
-Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline, and a long
-one is explained; a failed one is NotReady unless it can never succeed; no call is made under the coordinator's lock.
+Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline, and
+shows in the status while it lasts; a failed call raises NotReady unless it can never succeed; no call is made under the
+coordinator's lock.
 Must not know: why a call is made.
 """
 
@@ -30,10 +31,10 @@ from shardyard_coordinator.service import ledger_replies
 CALL_MS: Final = 10_000
 """Deadline of a call that a worker waits for."""
 SAVE_MS: Final = 600_000
-"""Deadline of a call that writes or reads partitions: so long that only a dead storage reaches it."""
+"""Deadline of a call that writes or reads partitions: reached only if the storage does not answer at all."""
 DROP_MS: Final = 2_000
 FENCE_MS: Final = 1_500
-"""Deadline of a Fence: a dead worker's work waits for it. Tokens keep the books right without it (rule A5)."""
+"""Deadline of a Fence: a dead worker's work waits for it. The ledgers stay right without it, by tokens (rule A5)."""
 
 Sent = TypeVar("Sent")
 Answered = TypeVar("Answered")
@@ -211,7 +212,7 @@ class ServerClient:
     def _read_ledgers(
         self, job: JobId, map_: PartitionMap, sources: Sequence[SourceKey]
     ) -> Iterator[tuple[wire.ReadLedgerReply, Sequence[SourceKey], Sequence[PartitionId]]]:
-        """The answer of each server, with what was asked of it."""
+        """The reply of each server, with the sources and partitions of its request."""
         for server, partitions in servers_of(map_):
             request = wire.ReadLedgerRequest(
                 caller=self._caller(job),

@@ -1,4 +1,4 @@
-"""The coordinator: its parts put together, started and stopped; and its ticker.
+"""Builds, starts and stops the parts of the coordinator, and runs its ticker.
 
 A request goes through `rpcs` to the machine, which lives in the `mailbox` behind one lock. The machine's effects are
 carried out by `server_calls`, or by the request that waits for them.
@@ -79,7 +79,7 @@ class Coordinator:
         self._ticker.start()
 
     def stop(self) -> None:
-        """Waits for its threads. Requests that still come are answered with NotReady."""
+        """Waits for its threads. Later requests get NotReady."""
         self._mailbox.close()
         self._stop.set()
         self._residuals.close()

@@ -1,7 +1,4 @@
-"""The state of the machine as the messages that people are shown.
-
-Owns: nothing. Invariant: reading changes nothing. Must not know: how it is shown.
-"""
+"""The state of the machine as messages for people. Reading changes nothing. Must not know: how it is shown."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ _UINT64_MAX: Final = (1 << 64) - 1
 
 
 def describe(machine: Machine, now_ms: int) -> wire.StatusReply:
-    """Members and jobs; the caller adds what the machine does not know. Sums over workers stop at the largest number
-    that travels."""
+    """Members and jobs; the caller adds the rest. Sums over workers stop at the largest number of the message's
+    field."""
     jobs = {job.id: job for job in machine.jobs}
     return wire.StatusReply(
         term=machine.term,

@@ -2,7 +2,7 @@
 
 A residual is what a worker's error feedback has not sent yet. It belongs to the state of the checkpoint: what the
 servers have, plus the residuals of all workers, is the sum of the gradients that count there. So a living worker takes
-over its own residual again, in place of its present one. The residuals of workers that are gone are added to that of
+over its own residual again, in place of its present one. The residuals of departed workers are added to that of
 the first living worker.
 
 Owns: the residuals that no worker has taken over yet. Invariants: each is taken over once, by one worker. That of a

@@ -1,4 +1,4 @@
-"""Partitions whose server is gone: which servers take them, and under which generation and life.
+"""Partitions that lost their server: which servers take them, and under which generation and life.
 
 Owns: the lost partitions, and the attempt to restore them. Invariants: each attempt has its own generation and life,
 higher than all before, so that what an abandoned attempt has left on a server is never taken for the job's (rule A10).
@@ -63,7 +63,7 @@ class Recovery:
         return bool(self.lost)
 
     def lose(self, partitions: Collection[PartitionId], now_ms: int) -> Entry:
-        """The partitions' server is gone. An attempt under way is given up, because it may need that server."""
+        """The partitions lost their server. An attempt under way is given up, because it may need that server."""
         if not self.lost:
             self._since_ms = now_ms
         self.lost |= frozenset(partitions)

@@ -122,7 +122,7 @@ class DataLedger:
     def release(
         self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
     ) -> list[DataShardSource]:
-        """The worker is gone. What it held is leased next. `reached`: the final next sequence of each of its
+        """The worker departed. What it held is leased next. `reached`: the final next sequence of each of its
         sources."""
         freed = []
         for shards in self.opened:

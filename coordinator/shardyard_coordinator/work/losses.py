@@ -2,7 +2,7 @@
 
 No other worker can compute the pushes of a worker's own source again: what a restored partition lacks of them is lost.
 A residual is lost with its worker. Owns: which sequences of which worker each partition lacks; how many were lost of
-workers that are gone, and how many residuals; which workers that are gone partitions must still be asked about.
+departed workers, and how many residuals; the departed workers about which partitions must still be asked.
 Invariants: a push that is found lost twice is counted once. Memory does not grow with the number of workers that have
 gone. Must not know: how partitions are asked, which request led to it.
 """
@@ -56,7 +56,7 @@ class LostPushes:
             known[each.partition] = _joined([*known.get(each.partition, []), (each.first, each.last)])
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone. What it lost stays counted."""
+        """The worker departed. What it lost stays counted."""
         self._of_departed += _pushes(self._lost.pop(worker, {}))
 
     # ---- records
@@ -76,9 +76,9 @@ class LostPushes:
 
 
 class Departed:
-    """The workers that have gone since the newest checkpoint of a job whose partitions go back to checkpoints.
+    """The workers that departed since the newest checkpoint of a job whose partitions go back to checkpoints.
 
-    A living worker finds the gap at its next push. A worker that is gone pushes no more, so the partitions are asked
+    A living worker finds the gap at its next push. A departed worker pushes no more, so the partitions are asked
     what they have from it. Only what a restored partition lacks is declared lost.
     """
 
@@ -96,7 +96,7 @@ class Departed:
         return self._is_due
 
     def add(self, worker: Incarnation, pushed: int) -> list[Incarnation]:
-        """A worker is gone that reported so many acknowledged pushes of its own. Returns the workers that are dropped
+        """A worker with so many acknowledged pushes of its own departed. Returns the workers that are dropped
         to make room for it."""
         self._pushed[worker] = pushed
         given_up = list(self._pushed)[:-DEPARTED_MAX]

@@ -18,11 +18,11 @@ from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSourc
 from shardyard_coordinator.records import Body, Entry, checked_items, checked_number, require
 
 CAREFUL_STEPS: Final = 2
-"""A logical rank whose worker has died is announced step by step until it is so many steps further."""
+"""After the death of a worker, the steps of its logical ranks are announced for this many steps."""
 SUSPECTS_MAX: Final = 65_536
-"""Of so many sources it is known that workers died there, the latest."""
+"""The number of sources at which workers died that are remembered: the latest."""
 QUARANTINED_MAX: Final = 10_000
-"""Batches of a job in quarantine. A job that loses so many workers to its data has another trouble."""
+"""Batches of a job in quarantine. A job that loses more workers to its data has another problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Suspect:
 
 
 class Suspects:
-    """The job's sources at which workers have died. `deaths_max`: so many deaths condemn a batch; 0: none ever does."""
+    """The job's sources at which workers have died. `deaths_max`: the deaths that condemn a batch; 0: none ever is."""
 
     def __init__(self, deaths_max: int) -> None:
         self._deaths_max = deaths_max

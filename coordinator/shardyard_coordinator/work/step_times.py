@@ -15,9 +15,9 @@ from typing import Final
 
 LENGTHS_KEPT: Final = 15
 JUST_BEGUN: Final = 0.25
-"""Of a step's usual length: who joins it so early is better off in it than waiting for the next one."""
+"""The part of a step's usual length in which a late worker should compute it, not wait for the next one."""
 OVERDUE: Final = 1.25
-"""Times its usual length: a step that is older may be waiting for just the one who asks."""
+"""In usual lengths of a step: an older step may be waiting for just this worker."""
 LEFT_MS_MAX: Final = 3_600_000
 
 

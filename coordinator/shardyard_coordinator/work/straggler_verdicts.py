@@ -97,7 +97,7 @@ class StepVerdicts:
             self._left_out = {each: ranks for each, ranks in self._left_out.items() if each >= self.known_from}
 
     def drop(self, workers: Iterable[tuple[Incarnation, int]]) -> None:
-        """So many contributions of each worker came late. 0 for a worker that is gone."""
+        """The number of each worker's late contributions. 0 for a departed worker."""
         for worker, count in workers:
             self.dropped += count
             if worker:
