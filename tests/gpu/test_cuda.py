@@ -220,8 +220,8 @@ def test_autocast_and_scaler_train_as_with_torch_alone(connect: Callable[..., sy
 def test_buffers_are_pinned(connect: Callable[..., sy.Job]) -> None:
     job = connect("cuda", SYNC | {"worker.same_host": "never"})
     train(job)
-    homes = job._loop.trainer.link.buffers._homes.values()  # type: ignore[union-attr]
-    memory = [each for home in homes for each in (home.gradients, *home.stream_buffers) if each.size]
+    by_server = job._loop.trainer.link.buffers._by_server.values()  # type: ignore[union-attr]
+    memory = [each for owner in by_server for each in (owner.gradients, *owner.stream_buffers) if each.size]
     assert memory
     assert all(tensor_of(each).is_pinned() for each in memory)
     job.close()
@@ -231,7 +231,7 @@ def test_buffers_are_pinned(connect: Callable[..., sy.Job]) -> None:
 # --- copies
 
 
-def made_buckets(copies: DeviceCopies) -> FlatBuffers:
+def made_buffers(copies: DeviceCopies) -> FlatBuffers:
     layout = plan((VariableSpec("w", DType.FLOAT32, (1_000, 1_000)),), SGD, partitions=1, block_bytes=1 << 23)
     map_ = assign([part.payload_bytes for part in layout.partitions], [Server(SERVER, "h:1")], generation=Generation(1))
     return FlatBuffers(layout, map_, copies=copies)
@@ -245,32 +245,32 @@ def copies(cuda: torch.device) -> Iterator[DeviceCopies]:
     made.close()
 
 
-def sent(buckets: FlatBuffers) -> torch.Tensor:
-    view = buckets.view(0)
+def sent(buffers: FlatBuffers) -> torch.Tensor:
+    view = buffers.view(0)
     assert view is not None
     return view
 
 
 def test_taking_and_bringing_wait_for_nothing(copies: DeviceCopies, cuda: torch.device) -> None:
-    buckets = made_buckets(copies)
-    np.frombuffer(buckets.values.stream_buffer(SERVER), np.float32)[:1_000_000] = 5.0
-    buckets.values.note_streamed(SERVER)
-    buckets.values.flip()
+    buffers = made_buffers(copies)
+    np.frombuffer(buffers.values.stream_buffer(SERVER), np.float32)[:1_000_000] = 5.0
+    buffers.values.note_streamed(SERVER)
+    buffers.values.flip()
     gradient, target = torch.zeros(1_000, 1_000, device=cuda), torch.zeros(1_000, 1_000, device=cuda)
     for cycles in (1, LONG_CYCLES):  # a kernel's first call loads it, and may wait for the device
         torch.cuda.synchronize()
         start = time.perf_counter()
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         gradient.fill_(3.0)
-        begun = buckets.take(0, gradient)
-        buckets.values.load({0: target})
+        begun = buffers.take(0, gradient)
+        buffers.values.load({0: target})
         doubled = target * 2
         launched_s = time.perf_counter() - start
         assert begun is not None
         begun()
         done_s = time.perf_counter() - start
     assert launched_s < 0.05 < done_s
-    assert set(sent(buckets).unique().tolist()) == {3.0}
+    assert set(sent(buffers).unique().tolist()) == {3.0}
     assert doubled.unique().tolist() == [10.0]
 
 
@@ -292,30 +292,30 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 def test_gradient_is_pushed_as_it_is_when_it_is_pushed(
     copies: DeviceCopies, cuda: torch.device, change: str, late: bool
 ) -> None:
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     parameter = torch.nn.Parameter(torch.zeros(1_000, 1_000, device=cuda))
-    parameter.register_post_accumulate_grad_hook(lambda p: buckets.take(0, p.grad) and None)
+    parameter.register_post_accumulate_grad_hook(lambda p: buffers.take(0, p.grad) and None)
     if late:
         copies._known(cuda).out.launch(lambda: torch.cuda._sleep(LONG_CYCLES))  # type: ignore[no-untyped-call]
     (parameter * 3.0).sum().backward()
     if not late:
         torch.cuda.synchronize()
     CHANGES[change](parameter)
-    buckets.fill([parameter.grad])
+    buffers.fill([parameter.grad])
     assert parameter.grad is not None
-    assert torch.equal(sent(buckets), parameter.grad.cpu())
+    assert torch.equal(sent(buffers), parameter.grad.cpu())
 
 
 def test_memory_of_a_gradient_is_not_used_anew_while_it_is_copied(copies: DeviceCopies, cuda: torch.device) -> None:
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     gradient = torch.full((1_000, 1_000), 3.0, device=cuda)
     copies._known(cuda).out.launch(lambda: torch.cuda._sleep(LONG_CYCLES))  # type: ignore[no-untyped-call]
-    begun = buckets.take(0, gradient)
+    begun = buffers.take(0, gradient)
     del gradient
     others = [torch.full((1_000, 1_000), 9.0, device=cuda) for _ in range(4)]
     assert begun is not None
     begun()
-    assert sent(buckets).unique().tolist() == [3.0]
+    assert sent(buffers).unique().tolist() == [3.0]
     del others
 
 
@@ -329,15 +329,15 @@ def test_refused_pinning_leaves_no_error_behind(cuda: torch.device) -> None:
 
 
 def test_gradients_of_many_sizes_and_orders_are_copied(copies: DeviceCopies, cuda: torch.device) -> None:
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     for gradient in (
         torch.randn(1_000, 1_000, device=cuda).t(),
         torch.randn(1_000, 2_000, device=cuda)[:, ::2],
         torch.randn(1_000, 1, device=cuda).expand(1_000, 1_000),
     ):
-        buckets.take(0, gradient)
-        buckets.fill([gradient])
-        assert torch.equal(sent(buckets), gradient.cpu())
+        buffers.take(0, gradient)
+        buffers.fill([gradient])
+        assert torch.equal(sent(buffers), gradient.cpu())
 
 
 # --- codes
@@ -466,15 +466,15 @@ def test_deterministic_algorithms_may_be_asked_for(copies: DeviceCopies, cuda: t
         for text in ("int8", "onebit", "randomk:0.05"):
             run(copies, cuda, device_codecs.encode_feedback(parse_codec(text), values, values, KEY))
         run(copies, cuda, device_codecs.encode_largest(values, (values, values), 100, KEY, "int8", 1.0, 0.9))
-        buckets = made_buckets(copies)
+        buffers = made_buffers(copies)
         gradient = torch.ones(1_000, 1_000, device=cuda)
-        buckets.take(0, gradient)
-        buckets.fill([gradient])
+        buffers.take(0, gradient)
+        buffers.fill([gradient])
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_early_copies_are_for_gradients_of_some_size(copies: DeviceCopies, cuda: torch.device) -> None:
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     assert device_copies.EARLY_BYTES_MIN <= 4_000_000
-    assert buckets.take(0, torch.zeros(1_000, 1_000, device=cuda)) is not None
+    assert buffers.take(0, torch.zeros(1_000, 1_000, device=cuda)) is not None

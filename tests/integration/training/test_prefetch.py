@@ -300,11 +300,11 @@ def test_order_is_that_of_the_last_forward_before_the_first_gradient(connect: Co
 def test_slow_server_holds_up_its_own_values_alone(connect: Connect, gate: Gate) -> None:
     model = Chain()
     job, optimizer = begin(connect, model)
-    buckets = job._loop.trainer.link.buffers
-    spans = [buckets.span(index) for index in range(4)]
+    buffers = job._loop.trainer.link.buffers
+    spans = [buffers.span(index) for index in range(4)]
     servers = [span.server for span in spans if span is not None]
     slow = servers[0]
-    assert sorted(servers.count(server) for server in buckets.servers) == [2, 2]
+    assert sorted(servers.count(server) for server in buffers.servers) == [2, 2]
     gate.slow = slow
     gate.shut(job)
     step(model, optimizer)

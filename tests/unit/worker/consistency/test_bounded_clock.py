@@ -20,7 +20,7 @@ from shardyard_worker.exchange.requests import PullSpec
 
 
 class Servers:
-    """Those of one map, as a router reaches them."""
+    """The servers of one map."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -48,7 +48,7 @@ class Servers:
 
 
 class Session:
-    """What the coordinator tells: a bound, or none, and the number of the newest map."""
+    """A session with a bound, or none, and the number of the newest map."""
 
     def __init__(self, bound: int | None) -> None:
         self.generation = 1
@@ -61,7 +61,7 @@ class Session:
         """The next heartbeat reports it."""
 
     def acknowledge_mode(self, _: Consistency) -> None:
-        """It was asked for by nobody."""
+        """No mode change is pending."""
 
     def __enter__(self) -> None:
         """A wait, which is over at once."""
@@ -71,7 +71,7 @@ class Session:
 
 
 class Training:
-    """What a strategy goes by, without a model."""
+    """A trainer without a model."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.cache = session, None
@@ -96,8 +96,8 @@ def strategy(bound: int | None = 3) -> tuple[AsyncStrategy, Training, Session]:
 
 
 @pytest.mark.parametrize("worked", [False, True])
-def test_rule_c3_who_rests_says_so_again_to_the_servers_of_a_newer_map(worked: bool) -> None:
-    """They were told to expect it, since it had work when that map was made; what it said went to those before."""
+def test_rule_c3_a_resting_worker_tells_the_servers_of_a_newer_map(worked: bool) -> None:
+    """They were told to expect it, since it had work when the map was made. Its first report went to others."""
     made, training, session = strategy()
     if worked:
         made.resume()
@@ -109,7 +109,7 @@ def test_rule_c3_who_rests_says_so_again_to_the_servers_of_a_newer_map(worked: b
     assert [servers.rested for servers in training.maps] == [[0], [1]]
 
 
-def test_who_rests_says_it_again_after_each_turn() -> None:
+def test_a_worker_reports_each_rest() -> None:
     made, training, _ = strategy()
     for _ in range(3):
         made.resume()
@@ -117,7 +117,7 @@ def test_who_rests_says_it_again_after_each_turn() -> None:
     assert training.router.rested == [0, 1, 2]
 
 
-def test_without_a_bound_nobody_is_told_of_a_rest() -> None:
+def test_without_a_bound_no_rest_is_reported() -> None:
     made, training, session = strategy(None)
     made.resume()
     made.rest()

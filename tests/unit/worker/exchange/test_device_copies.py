@@ -144,11 +144,11 @@ def layout_and_map() -> tuple[JobLayout, PartitionMap]:
     return layout, assign(sizes, [Server(SERVER, "host:1")], generation=Generation(1))
 
 
-def made_buckets(copies: DeviceCopies, *, slots: int = 1, shareable: bool = False) -> FlatBuffers:
-    buckets = FlatBuffers(*layout_and_map(), slots=slots, shareable=shareable, copies=copies)
-    assert buckets.view(0) is not None
-    assert buckets.view(1) is None
-    return buckets
+def made_buffers(copies: DeviceCopies, *, slots: int = 1, shareable: bool = False) -> FlatBuffers:
+    buffers = FlatBuffers(*layout_and_map(), slots=slots, shareable=shareable, copies=copies)
+    assert buffers.view(0) is not None
+    assert buffers.view(1) is None
+    return buffers
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -159,18 +159,18 @@ def torch_dtype(spec: VariableSpec) -> torch.dtype:
     return {DType.FLOAT32: torch.float32, DType.FLOAT64: torch.float64, DType.INT64: torch.int64}[spec.dtype]
 
 
-def sent_now(buckets: FlatBuffers, index: int) -> np.ndarray:
+def sent_now(buffers: FlatBuffers, index: int) -> np.ndarray:
     """What a push would carry of a variable, read from its payload as it lies now."""
-    return torch.cat([piece.reshape(-1) for piece in buckets._gradients[buckets._slot][index]]).numpy().copy()
+    return torch.cat([piece.reshape(-1) for piece in buffers._gradients[buffers._slot][index]]).numpy().copy()
 
 
 class Model:
     """Parameters whose gradients are what a test says."""
 
-    def __init__(self, buckets: FlatBuffers) -> None:
-        self.buckets = buckets
+    def __init__(self, buffers: FlatBuffers) -> None:
+        self.buffers = buffers
         self.parameters = parameters()
-        self.hooks = GradHooks(buckets, dict(enumerate(self.parameters)))
+        self.hooks = GradHooks(buffers, dict(enumerate(self.parameters)))
         self.count = torch.tensor([7, 8])
 
     def backward(self, value: float, only: int | None = None) -> None:
@@ -178,20 +178,20 @@ class Model:
         torch.autograd.backward([(each * value).sum() for each in chosen])
 
     def fill(self) -> None:
-        self.buckets.fill([*(each.grad for each in self.parameters), self.count])
+        self.buffers.fill([*(each.grad for each in self.parameters), self.count])
 
     def assert_sent(self, *values: float) -> None:
         for index, value in enumerate(values):
-            assert set(sent_now(self.buckets, index).tolist()) == {value}, index
+            assert set(sent_now(self.buffers, index).tolist()) == {value}, index
 
 
 # --- gradients
 
 
 def test_gradient_stays_where_it_is_and_is_copied_beside(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
-    assert all(each.grad is not model.buckets.view(i) for i, each in enumerate(model.parameters))
+    assert all(each.grad is not model.buffers.view(i) for i, each in enumerate(model.parameters))
     assert len(engine.out.waiting) == 3
     assert engine.out.follows == 3
     assert {each.grad.data_ptr() for each in model.parameters} <= set(engine.out.kept)
@@ -199,20 +199,20 @@ def test_gradient_stays_where_it_is_and_is_copied_beside(engine: FakeEngine, cop
 
 
 def test_payload_is_there_when_it_has_been_filled(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     model.fill()
     model.assert_sent(3, 3, 3)
-    np.testing.assert_array_equal(sent_now(model.buckets, 3), [7, 8])
+    np.testing.assert_array_equal(sent_now(model.buffers, 3), [7, 8])
     assert not engine.out.waiting
 
 
 def test_what_was_taken_is_not_copied_twice(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     engine.out.catch_up()
     for index in range(3):
-        for piece in model.buckets._gradients[0][index]:
+        for piece in model.buffers._gradients[0][index]:
             piece.fill_(-1.0)
     model.fill()
     model.assert_sent(-1, -1, -1)
@@ -221,16 +221,16 @@ def test_what_was_taken_is_not_copied_twice(engine: FakeEngine, copies: DeviceCo
 
 
 def test_what_tells_that_it_is_there_waits_for_one_gradient(engine: FakeEngine, copies: DeviceCopies) -> None:
-    buckets = made_buckets(copies)
-    first = buckets.take(0, torch.full((6, 4), 2.0))
-    second = buckets.take(1, torch.full((40,), 4.0, dtype=torch.float64))
+    buffers = made_buffers(copies)
+    first = buffers.take(0, torch.full((6, 4), 2.0))
+    second = buffers.take(1, torch.full((40,), 4.0, dtype=torch.float64))
     assert first is not None
     assert second is not None
     first()
-    assert sent_now(buckets, 0).tolist() == [2.0] * 24
-    assert sent_now(buckets, 1).tolist() == [0.0] * 40
+    assert sent_now(buffers, 0).tolist() == [2.0] * 24
+    assert sent_now(buffers, 1).tolist() == [0.0] * 40
     second()
-    assert sent_now(buckets, 1).tolist() == [4.0] * 40
+    assert sent_now(buffers, 1).tolist() == [4.0] * 40
 
 
 CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
@@ -255,7 +255,7 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 def test_gradient_that_was_changed_after_backward_is_pushed_as_it_is(
     engine: FakeEngine, copies: DeviceCopies, change: str, when: str
 ) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     if when == "after the copy":
         engine.out.catch_up()
@@ -264,14 +264,14 @@ def test_gradient_that_was_changed_after_backward_is_pushed_as_it_is(
     model.fill()
     for index, parameter in enumerate(model.parameters):
         assert parameter.grad is not None
-        np.testing.assert_array_equal(sent_now(model.buckets, index), parameter.grad.numpy().ravel())
+        np.testing.assert_array_equal(sent_now(model.buffers, index), parameter.grad.numpy().ravel())
 
 
 def test_gradient_that_changes_while_it_is_copied_is_copied_again(engine: FakeEngine, copies: DeviceCopies) -> None:
     """The sum of words is taken before the copy, so that it cannot hide that only a part of the copy is new."""
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     gradient = torch.full((6, 4), 3.0)
-    buckets.take(0, gradient)
+    buffers.take(0, gradient)
 
     def torn(pairs: device_copies.Pairs) -> None:
         ((into, values),) = pairs
@@ -282,8 +282,8 @@ def test_gradient_that_changes_while_it_is_copied_is_copied_again(engine: FakeEn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_copies, "_copy_beside", torn)
         engine.out.catch_up()
-    buckets.fill([gradient, None, None, None])
-    assert sent_now(buckets, 0).tolist() == [1.5] * 24
+    buffers.fill([gradient, None, None, None])
+    assert sent_now(buffers, 0).tolist() == [1.5] * 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -297,7 +297,7 @@ def test_sum_of_words_tells_what_was_scaled(dtype: torch.dtype, factor: float) -
 
 
 def test_second_backward_is_taken_in_order(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     model.backward(4.0)
     model.fill()
@@ -305,35 +305,35 @@ def test_second_backward_is_taken_in_order(engine: FakeEngine, copies: DeviceCop
 
 
 def test_gradient_that_is_none_is_absent_and_comes_back(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     model.fill()
     for parameter in model.parameters:
         parameter.grad = None
     model.backward(5.0, only=1)
     model.fill()
-    assert set(sent_now(model.buckets, 1).tolist()) == {5.0}
+    assert set(sent_now(model.buffers, 1).tolist()) == {5.0}
 
 
 def test_other_tensors_may_be_pushed_between(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
-    model.buckets.fill([torch.full((6, 4), 9.0), None, None, None])
-    assert set(sent_now(model.buckets, 0).tolist()) == {9.0}
+    model.buffers.fill([torch.full((6, 4), 9.0), None, None, None])
+    assert set(sent_now(model.buffers, 0).tolist()) == {9.0}
     model.fill()
     model.assert_sent(3, 3, 3)
 
 
 def test_next_slot_is_filled_anew(engine: FakeEngine, copies: DeviceCopies) -> None:
-    model = Model(made_buckets(copies, slots=2))
+    model = Model(made_buffers(copies, slots=2))
     model.backward(3.0)
     model.fill()
-    model.buckets.next_slot()
+    model.buffers.next_slot()
     model.assert_sent(0, 0, 0)
     model.fill()
     model.assert_sent(3, 3, 3)
     model.backward(1.0, only=0)
-    model.buckets.next_slot()
+    model.buffers.next_slot()
     model.fill()
     model.assert_sent(4, 3, 3)
 
@@ -342,7 +342,7 @@ def test_small_gradients_are_left_to_the_push(
     engine: FakeEngine, copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_copies, "EARLY_BYTES_MIN", 97)
-    model = Model(made_buckets(copies))
+    model = Model(made_buffers(copies))
     model.backward(3.0)
     assert len(engine.out.waiting) == 1  # the one of 40 float64
     model.fill()
@@ -350,17 +350,17 @@ def test_small_gradients_are_left_to_the_push(
 
 
 def test_gradient_of_another_kind_is_left_to_the_push_which_refuses_it(copies: DeviceCopies) -> None:
-    buckets = made_buckets(copies)
-    assert buckets.take(0, torch.zeros(24)) is None
-    assert buckets.take(0, torch.zeros(6, 4, dtype=torch.float64)) is None
-    assert buckets.take(0, torch.eye(6)[:, :4].to_sparse()) is None
-    assert buckets.take(0, torch.zeros(4, 6).t()) is not None
+    buffers = made_buffers(copies)
+    assert buffers.take(0, torch.zeros(24)) is None
+    assert buffers.take(0, torch.zeros(6, 4, dtype=torch.float64)) is None
+    assert buffers.take(0, torch.eye(6)[:, :4].to_sparse()) is None
+    assert buffers.take(0, torch.zeros(4, 6).t()) is not None
 
 
 def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: DeviceCopies) -> None:
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     gradient = torch.ones(6, 4)
-    buckets.take(0, gradient)
+    buffers.take(0, gradient)
     engine.out.catch_up()
     taken = copies._taken[0]
     del gradient
@@ -370,10 +370,10 @@ def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: DeviceCopies) -> 
 # --- values
 
 
-def landed(buckets: FlatBuffers, value: int) -> None:
-    np.frombuffer(buckets.values.stream_buffer(SERVER), np.uint8)[:] = value
-    buckets.values.note_streamed(SERVER)
-    buckets.values.flip()
+def landed(buffers: FlatBuffers, value: int) -> None:
+    np.frombuffer(buffers.values.stream_buffer(SERVER), np.uint8)[:] = value
+    buffers.values.note_streamed(SERVER)
+    buffers.values.flip()
 
 
 def targets() -> dict[int, torch.Tensor]:
@@ -385,9 +385,9 @@ def bytes_of(tensor: torch.Tensor) -> set[int]:
 
 
 def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, copies: DeviceCopies) -> None:
-    buckets, held = made_buckets(copies), targets()
-    landed(buckets, 1)
-    buckets.values.load(held)
+    buffers, held = made_buffers(copies), targets()
+    landed(buffers, 1)
+    buffers.values.load(held)
     assert engine.back.follows == 1
     assert engine.back.waiting
     (event,) = engine.back.led
@@ -398,22 +398,22 @@ def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, 
 
 
 def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: DeviceCopies) -> None:
-    buckets, held = made_buckets(copies), targets()
-    landed(buckets, 1)
-    memory = buckets._homes[SERVER].stream_buffers[0]
-    buckets.values.load(held)
-    buckets.values.await_copies()
+    buffers, held = made_buffers(copies), targets()
+    landed(buffers, 1)
+    memory = buffers._by_server[SERVER].stream_buffers[0]
+    buffers.values.load(held)
+    buffers.values.await_copies()
     memory[:] = 77
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
-    buckets.values.await_copies()
+    buffers.values.await_copies()
 
 
 def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceCopies) -> None:
-    buckets, held = made_buckets(copies), targets()
-    landed(buckets, 1)
+    buffers, held = made_buffers(copies), targets()
+    landed(buffers, 1)
     before = [tensor.data_ptr() for tensor in held.values()]
-    buckets.values.load(held, view=True)
-    buckets.values.await_copies()
+    buffers.values.load(held, view=True)
+    buffers.values.await_copies()
     assert [tensor.data_ptr() for tensor in held.values()] == before
     assert all(bytes_of(tensor) == {1} for tensor in held.values())
 
@@ -423,15 +423,15 @@ def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceC
 
 def test_buffers_are_pinned_and_given_back(engine: FakeEngine, copies: DeviceCopies) -> None:
     for shareable in (False, True):
-        buckets = made_buckets(copies, shareable=shareable)
-        home = buckets._homes[SERVER]
-        landed(buckets, 1)
-        pinned = {home.gradients.ctypes.data, *(landing.ctypes.data for landing in home.stream_buffers)}
+        buffers = made_buffers(copies, shareable=shareable)
+        owner = buffers._by_server[SERVER]
+        landed(buffers, 1)
+        pinned = {owner.gradients.ctypes.data, *(landing.ctypes.data for landing in owner.stream_buffers)}
         assert engine.pinned.keys() == pinned
         assert {read_only for _, read_only in engine.pinned.values()} == {False}
         assert all(address % 4_096 == 0 for address in pinned)
-        buckets.values.load(targets())
-        buckets.close()
+        buffers.values.load(targets())
+        buffers.close()
         assert not engine.pinned
         assert not engine.back.waiting
 
@@ -441,8 +441,8 @@ def test_refused_pinning_is_told_once_and_changes_nothing(caplog: pytest.LogCapt
     copies = copies_for([torch.zeros(1)], lambda where: engine)
     assert copies is not None
     with caplog.at_level(logging.INFO, "shardyard.worker"):
-        model = Model(made_buckets(copies))
-        landed(model.buckets, 0)
+        model = Model(made_buffers(copies))
+        landed(model.buffers, 0)
         model.backward(3.0)
         model.fill()
     model.assert_sent(3, 3, 3)
@@ -450,20 +450,20 @@ def test_refused_pinning_is_told_once_and_changes_nothing(caplog: pytest.LogCapt
     assert [record.message for record in caplog.records if "pinned" in record.message] == [
         "copies to and from the GPU are slower: memory could not be pinned (cudaHostRegister: error 801)"
     ]
-    model.buckets.close()
+    model.buffers.close()
 
 
 def test_server_memory_is_shared_and_pinned_to_be_read(engine: FakeEngine, copies: DeviceCopies) -> None:
     """A private mapping would get pages of its own by being pinned, and never see another version."""
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     with contextlib.closing(SharedMemory(10_000, read_only=True)) as theirs:
-        found = buckets.values.attach(SERVER, theirs.ticket())
+        found = buffers.values.attach(SERVER, theirs.ticket())
         assert not found.private
         assert engine.pinned[found.bytes.ctypes.data] == (10_000, True)
         theirs.bytes[:] = 5
         into = torch.zeros(10_000, dtype=torch.uint8)
         copies.bring([(into, tensor_of(found.bytes))])
-        buckets.values.forget(SERVER)  # waits, since the memory may go
+        buffers.values.forget(SERVER)  # waits, since the memory may go
         assert bytes_of(into) == {5}
         assert found.bytes.ctypes.data not in engine.pinned
         theirs.bytes[:] = 6
@@ -475,9 +475,9 @@ def test_where_some_parameters_are_on_the_cpu_server_memory_stays_private(engine
     copies = copies_for([torch.zeros(1), other], lambda where: engine if where.type == "cpu" else None)
     assert copies is not None
     assert not copies.alone
-    buckets = made_buckets(copies)
+    buffers = made_buffers(copies)
     with contextlib.closing(SharedMemory(100, read_only=True)) as theirs:
-        assert buckets.values.attach(SERVER, theirs.ticket()).private
+        assert buffers.values.attach(SERVER, theirs.ticket()).private
 
 
 def test_tensor_of_memory_that_cannot_be_written(recwarn: pytest.WarningsRecorder) -> None:

@@ -86,9 +86,9 @@ def as_sent(pieces: Sequence[memoryview]) -> bytes:
     return bytes(into)
 
 
-def read_payload(case: Case, server: Incarnation, buckets: FlatBuffers) -> dict[int, np.ndarray[Any, Any]]:
+def read_payload(case: Case, server: Incarnation, buffers: FlatBuffers) -> dict[int, np.ndarray[Any, Any]]:
     """What a server reads from a push, by the layout alone: variable to values, NaN or -1 where nothing was sent."""
-    parts, pieces = buckets.parts(server, case.absent)
+    parts, pieces = buffers.parts(server, case.absent)
     payload, at = as_sent(pieces), 0
     found: dict[int, np.ndarray[Any, Any]] = {}
     for part in parts:
@@ -113,13 +113,13 @@ def read_payload(case: Case, server: Incarnation, buckets: FlatBuffers) -> dict[
 
 @given(cases())
 def test_servers_read_exactly_what_is_present(case: Case) -> None:
-    buckets = FlatBuffers(case.layout, case.map)
-    buckets.fill([torch.full_like(tensor, 99) for tensor in tensors_of(case, first=0)])
+    buffers = FlatBuffers(case.layout, case.map)
+    buffers.fill([torch.full_like(tensor, 99) for tensor in tensors_of(case, first=0)])
     tensors = tensors_of(case, first=1)
-    buckets.fill([None if index in case.absent else tensor for index, tensor in enumerate(tensors)])
+    buffers.fill([None if index in case.absent else tensor for index, tensor in enumerate(tensors)])
     found: dict[int, np.ndarray[Any, Any]] = {}
-    for server in buckets.servers:
-        for index, values in read_payload(case, server, buckets).items():
+    for server in buffers.servers:
+        for index, values in read_payload(case, server, buffers).items():
             into = found.setdefault(index, np.zeros_like(values))
             into += values
     for index, (spec, tensor) in enumerate(zip(case.layout.variables, tensors, strict=True)):
@@ -131,31 +131,31 @@ def test_servers_read_exactly_what_is_present(case: Case) -> None:
 
 @given(cases())
 def test_a_push_lists_every_partition_of_the_server(case: Case) -> None:
-    buckets = FlatBuffers(case.layout, case.map)
+    buffers = FlatBuffers(case.layout, case.map)
     for server, owners in case.map.by_server().items():
         expected = [owner.partition for owner in owners]
-        assert [part.partition for part in buckets.parts(server, case.absent)[0]] == expected
-        assert [part.partition for part in buckets.empty_parts(server)] == expected
-        assert all(part.payload_bytes == 0 for part in buckets.empty_parts(server))
+        assert [part.partition for part in buffers.parts(server, case.absent)[0]] == expected
+        assert [part.partition for part in buffers.empty_parts(server)] == expected
+        assert all(part.payload_bytes == 0 for part in buffers.empty_parts(server))
 
 
 @given(cases())
 def test_values_come_back_as_they_were_sent(case: Case) -> None:
-    buckets = FlatBuffers(case.layout, case.map)
+    buffers = FlatBuffers(case.layout, case.map)
     sent = tensors_of(case, first=1)
-    buckets.fill(sent)
-    for server in buckets.servers:
-        buckets.values.stream_buffer(server)[:] = bytes(buckets.nbytes(server))
-        buckets.values.note_streamed(server)
-    buckets.values.flip()
-    for server in buckets.servers:
-        buckets.values.stream_buffer(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.values.note_streamed(server)
+    buffers.fill(sent)
+    for server in buffers.servers:
+        buffers.values.stream_buffer(server)[:] = bytes(buffers.nbytes(server))
+        buffers.values.note_streamed(server)
+    buffers.values.flip()
+    for server in buffers.servers:
+        buffers.values.stream_buffer(server)[:] = as_sent(buffers.parts(server, frozenset())[1])
+        buffers.values.note_streamed(server)
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
-    buckets.values.load(targets)
+    buffers.values.load(targets)
     assert not any(target.any() for target in targets.values()), "what lands is not current before the flip"
-    buckets.values.flip()
-    buckets.values.load(targets)
+    buffers.values.flip()
+    buffers.values.load(targets)
     for index, tensor in enumerate(sent):
         assert targets[index].stride() == torch.zeros_like(tensor).stride()
         assert torch.equal(targets[index], tensor)
@@ -163,17 +163,17 @@ def test_values_come_back_as_they_were_sent(case: Case) -> None:
 
 @given(cases())
 def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case) -> None:
-    buckets = FlatBuffers(case.layout, case.map)
-    buckets.fill(tensors_of(case, first=1))
-    for server in buckets.servers:
-        buckets.values.stream_buffer(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
-        buckets.values.note_streamed(server)
-    buckets.values.flip()
-    for server in buckets.servers[:1]:
-        landing = buckets.values.stream_buffer(server)
+    buffers = FlatBuffers(case.layout, case.map)
+    buffers.fill(tensors_of(case, first=1))
+    for server in buffers.servers:
+        buffers.values.stream_buffer(server)[:] = as_sent(buffers.parts(server, frozenset())[1])
+        buffers.values.note_streamed(server)
+    buffers.values.flip()
+    for server in buffers.servers[:1]:
+        landing = buffers.values.stream_buffer(server)
         landing[:] = bytes(len(landing))
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
-    buckets.values.load(targets)
+    buffers.values.load(targets)
     for index, tensor in enumerate(tensors_of(case, first=1)):
         assert torch.equal(targets[index], tensor)
 
@@ -191,6 +191,6 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(tensor: Any, error: type[Exception]) -> None:
     layout = plan([VariableSpec("fc.weight", DType.FLOAT32, (3,))], SGD, partitions=1, block_bytes=64)
-    buckets = FlatBuffers(layout, assign([64], [Server(Incarnation(1), "host:1")], generation=Generation(1)))
+    buffers = FlatBuffers(layout, assign([64], [Server(Incarnation(1), "host:1")], generation=Generation(1)))
     with pytest.raises(error, match=r"fc\.weight"):
-        buckets.fill([tensor])
+        buffers.fill([tensor])

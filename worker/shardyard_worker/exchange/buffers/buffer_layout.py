@@ -132,15 +132,15 @@ class ServerBuffers:
 class Where:
     """Where a piece of a variable lies: server, index of the partition there, index of the piece in the partition."""
 
-    home: ServerBuffers
+    buffers: ServerBuffers
     part: int
     number: int
     piece: Piece
 
 
-def free_stream_buffer(home: ServerBuffers) -> int:
+def free_stream_buffer(buffers: ServerBuffers) -> int:
     """The index of the stream buffer that does not hold the current version."""
-    return 1 if home.current and home.current[0].key == (-1, 0) else 0
+    return 1 if buffers.current and buffers.current[0].key == (-1, 0) else 0
 
 
 def gradient_memory(nbytes: int, shareable: bool, copies: DeviceCopies | None) -> tuple[SharedMemory | None, Bytes]:

@@ -54,10 +54,10 @@ class FlatBuffers:
         self._copies = copies
         self._slots = slots
         self._slot = 0
-        self._homes: dict[Incarnation, ServerBuffers] = {}
+        self._by_server: dict[Incarnation, ServerBuffers] = {}
         self._where: list[list[Where]] = [[] for _ in layout.variables]
         for server, owners in map_.by_server().items():
-            self._make_home(server, tuple(owner.partition for owner in owners), shareable)
+            self._allocate(server, tuple(owner.partition for owner in owners), shareable)
         self._gradients = [
             [self._gradient_pieces(index, slot) for index in range(len(layout.variables))] for slot in range(slots)
         ]
@@ -65,25 +65,25 @@ class FlatBuffers:
             [self._view(index, pieces) for index, pieces in enumerate(self._gradients[slot])] for slot in range(slots)
         ]
         self._copier = TensorCopier(copies)
-        self.values = PulledValues(layout, self._homes, self._where, copies, self._copier)
+        self.values = PulledValues(layout, self._by_server, self._where, copies, self._copier)
 
     def close(self) -> None:
         """From now on servers cannot attach."""
         if self._copies is not None:
             self._copies.close()
-        for home in self._homes.values():
-            if home.memory is not None:
-                home.memory.close()
+        for buffers in self._by_server.values():
+            if buffers.memory is not None:
+                buffers.memory.close()
         self._copier.close()
 
-    def _make_home(self, server: Incarnation, partitions: tuple[PartitionId, ...], shareable: bool) -> None:
+    def _allocate(self, server: Incarnation, partitions: tuple[PartitionId, ...], shareable: bool) -> None:
         parts = [self._layout.partitions[partition] for partition in partitions]
         begins, total = [], 0
         for part in parts:
             begins.append(total)
             total += part.payload_bytes
         memory, gradients = gradient_memory(self._slots * total, shareable, self._copies)
-        home = ServerBuffers(
+        buffers = ServerBuffers(
             server,
             partitions,
             tuple(begins),
@@ -94,16 +94,16 @@ class FlatBuffers:
             memory,
             gradients,
         )
-        self._homes[server] = home
-        for index, pieces in enumerate(home.pieces):
+        self._by_server[server] = buffers
+        for index, pieces in enumerate(buffers.pieces):
             for number, piece in enumerate(pieces):
-                self._where[piece.variable].append(Where(home, index, number, piece))
+                self._where[piece.variable].append(Where(buffers, index, number, piece))
 
     def _gradient_pieces(self, index: int, slot: int) -> tuple[torch.Tensor, ...]:
         found = []
         for where in self._where[index]:
-            begin = slot * where.home.nbytes + where.home.begins[where.part]
-            found.append(where.piece.of(where.home.gradients[begin:]))
+            begin = slot * where.buffers.nbytes + where.buffers.begins[where.part]
+            found.append(where.piece.of(where.buffers.gradients[begin:]))
         return tuple(found)
 
     def _view(self, index: int, pieces: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
@@ -117,29 +117,31 @@ class FlatBuffers:
         assert old._slots == self._slots
         self._slot = old._slot
         for index, places in enumerate(self._where):
-            before = {(w.home.partitions[w.part], w.number): at for at, w in enumerate(old._where[index])}
+            before = {(w.buffers.partitions[w.part], w.number): at for at, w in enumerate(old._where[index])}
             for slot in range(self._slots):
                 for into, where in zip(self._gradients[slot][index], places, strict=True):
-                    into.copy_(old._gradients[slot][index][before[where.home.partitions[where.part], where.number]])
+                    into.copy_(old._gradients[slot][index][before[where.buffers.partitions[where.part], where.number]])
         current = {
-            home.partitions[part]: values for home in old._homes.values() for part, values in enumerate(home.current)
+            buffers.partitions[part]: values
+            for buffers in old._by_server.values()
+            for part, values in enumerate(buffers.current)
         }
-        for server, home in self._homes.items():
-            if current and home.partitions:
+        for server, buffers in self._by_server.items():
+            if current and buffers.partitions:
                 self.values.stream_buffer(server)
-                for part, partition in enumerate(home.partitions):
-                    kept = home.values(part, (-1, 0), home.stream_buffers[0][home.begins[part] :])
+                for part, partition in enumerate(buffers.partitions):
+                    kept = buffers.values(part, (-1, 0), buffers.stream_buffers[0][buffers.begins[part] :])
                     for into, values in zip(kept.tensors, current[partition].tensors, strict=True):
                         into.copy_(values)
-                    home.current.append(kept)
+                    buffers.current.append(kept)
 
     @property
     def servers(self) -> tuple[Incarnation, ...]:
-        return tuple(self._homes)
+        return tuple(self._by_server)
 
     def nbytes(self, server: Incarnation) -> int:
         """The size of a server's whole payload."""
-        return self._homes[server].nbytes
+        return self._by_server[server].nbytes
 
     def payload_bytes(self, partition: PartitionId) -> int:
         return self._layout.partitions[partition].payload_bytes
@@ -204,24 +206,24 @@ class FlatBuffers:
 
     def memory(self, server: Incarnation) -> SharedMemory | None:
         """The shared memory of a server's gradients, if they are in shared memory."""
-        return self._homes[server].memory
+        return self._by_server[server].memory
 
     def place(self, server: Incarnation, slot: int) -> int:
         """Where the payload of a slot begins in the server's shared memory."""
-        return slot * self._homes[server].nbytes
+        return slot * self._by_server[server].nbytes
 
     def parts(
         self, server: Incarnation, absent: frozenset[int], slot: int = 0
     ) -> tuple[tuple[PushPart, ...], list[memoryview]]:
         """A server's part of a push over a stream, without the variables in `absent` (indices), and its payload in
         pieces."""
-        home = self._homes[server]
+        buffers = self._by_server[server]
         payload = self.payload(server, slot)
         if not absent:
-            return home.whole, [payload.data]
+            return buffers.whole, [payload.data]
         parts: list[PushPart] = []
         pieces: list[memoryview] = []
-        for index, partition in enumerate(home.partitions):
+        for index, partition in enumerate(buffers.partitions):
             part = self._layout.partitions[partition]
             ends = [*(block.position for block in part.blocks[1:]), part.payload_bytes]
             present = [
@@ -232,7 +234,7 @@ class FlatBuffers:
             if not present:
                 parts.append(PushPart(partition, 0))
                 continue
-            begin = home.begins[index]
+            begin = buffers.begins[index]
             pieces += [payload[begin + start : begin + stop].data for start, stop in present]
             nbytes = sum(stop - start for start, stop in present)
             parts.append(PushPart(partition, nbytes, absent_blocks(part, absent)))
@@ -243,20 +245,20 @@ class FlatBuffers:
         if len(self._where[index]) != 1:
             return None
         (where,) = self._where[index]
-        begin = where.home.begins[where.part]
-        return Span(where.home.server, begin + where.piece.start, begin + aligned_bytes(where.piece.stop))
+        begin = where.buffers.begins[where.part]
+        return Span(where.buffers.server, begin + where.piece.start, begin + aligned_bytes(where.piece.stop))
 
     def payload(self, server: Incarnation, slot: int = 0) -> Bytes:
         """A server's whole payload in a slot."""
-        home = self._homes[server]
-        return home.gradients[slot * home.nbytes :][: home.nbytes]
+        buffers = self._by_server[server]
+        return buffers.gradients[slot * buffers.nbytes :][: buffers.nbytes]
 
     def shared_parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[PushPart, ...]:
         """A server's part of a push whose payload is the whole layout, even if variables are absent."""
-        home = self._homes[server]
+        buffers = self._by_server[server]
         if not absent:
-            return home.whole
-        parts = [self._layout.partitions[partition] for partition in home.partitions]
+            return buffers.whole
+        parts = [self._layout.partitions[partition] for partition in buffers.partitions]
         return tuple([PushPart(part.partition, part.payload_bytes, absent_blocks(part, absent)) for part in parts])
 
     def encode(self, sent: Sequence[torch.Tensor | None], encode: Encode) -> Codes:
@@ -266,8 +268,8 @@ class FlatBuffers:
         codes: dict[PartitionId, list[memoryview]] = {}
         places: list[list[memoryview]] = []
         blocks: list[tuple[Block, torch.Tensor]] = []
-        for home in self._homes.values():
-            for partition in home.partitions:
+        for buffers in self._by_server.values():
+            for partition in buffers.partitions:
                 codes[partition] = []
                 for block in self._layout.partitions[partition].blocks:
                     tensor = flat[block.variable]
@@ -284,7 +286,7 @@ class FlatBuffers:
         """As `parts`, with codes as the payload."""
         parts: list[PushPart] = []
         pieces: list[memoryview] = []
-        for partition in self._homes[server].partitions:
+        for partition in self._by_server[server].partitions:
             sizes = tuple(len(code) for code in codes[partition])
             missing = absent_blocks(self._layout.partitions[partition], absent) if sizes else ()
             parts.append(PushPart(partition, sum(sizes), missing, sizes))
@@ -293,4 +295,4 @@ class FlatBuffers:
 
     def empty_parts(self, server: Incarnation) -> tuple[PushPart, ...]:
         """A server's part of a push that touches nothing: it lists every partition (rule A3)."""
-        return self._homes[server].empty
+        return self._by_server[server].empty

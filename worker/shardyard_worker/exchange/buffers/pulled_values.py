@@ -40,34 +40,34 @@ class PulledValues:
     def __init__(
         self,
         layout: JobLayout,
-        homes: Mapping[Incarnation, ServerBuffers],
+        by_server: Mapping[Incarnation, ServerBuffers],
         where: Sequence[Sequence[Where]],
         copies: DeviceCopies | None,
         copier: TensorCopier,
     ) -> None:
         self._layout = layout
-        self._homes = homes
+        self._by_server = by_server
         self._where = where
         self._copies = copies
         self._copier = copier
 
     def stream_buffer(self, server: Incarnation) -> memoryview:
         """The memory for the next version of a server's values, if it comes over a stream."""
-        home = self._homes[server]
-        if not home.stream_buffers:
-            home.stream_buffers = [zeros(home.nbytes, self._copies) for _ in range(2)]
-        return home.stream_buffers[free_stream_buffer(home)].data
+        buffers = self._by_server[server]
+        if not buffers.stream_buffers:
+            buffers.stream_buffers = [zeros(buffers.nbytes, self._copies) for _ in range(2)]
+        return buffers.stream_buffers[free_stream_buffer(buffers)].data
 
     def decode(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
         """Decodes the next version of a server's values: one code a block; `sizes`: their bytes. `to_shadow`: a code
         may be the difference to the values before. Raises MalformedPayload, TooLarge."""
-        home = self._homes[server]
+        buffers = self._by_server[server]
         buffer = np.frombuffer(self.stream_buffer(server), np.uint8)
-        if to_shadow and home.shadow is None:
-            home.shadow = np.zeros(home.nbytes, np.uint8)
-        into = buffer if not to_shadow or home.shadow is None else home.shadow
+        if to_shadow and buffers.shadow is None:
+            buffers.shadow = np.zeros(buffers.nbytes, np.uint8)
+        into = buffer if not to_shadow or buffers.shadow is None else buffers.shadow
         left, at = iter(sizes), 0
-        for partition, begin in zip(home.partitions, home.begins, strict=True):
+        for partition, begin in zip(buffers.partitions, buffers.begins, strict=True):
             for block in self._layout.partitions[partition].blocks:
                 dtype, nbytes = self._layout.variables[block.variable].dtype, next(left)
                 start = begin + block.position
@@ -80,40 +80,40 @@ class PulledValues:
 
     def blocks(self, server: Incarnation) -> int:
         """The number of blocks in a server's payload."""
-        return sum(len(self._layout.partitions[p].blocks) for p in self._homes[server].partitions)
+        return sum(len(self._layout.partitions[p].blocks) for p in self._by_server[server].partitions)
 
     def note_streamed(self, server: Incarnation, arrival: PartialReply | None = None) -> None:
         """The stream buffer is full, or will be when `arrival` is complete."""
-        home = self._homes[server]
-        home.arriving = arrival
-        number = free_stream_buffer(home)
-        payload = home.stream_buffers[number]
-        home.incoming = [
-            home.values(index, (-1 - number, 0), payload[begin:]) for index, begin in enumerate(home.begins)
+        buffers = self._by_server[server]
+        buffers.arriving = arrival
+        number = free_stream_buffer(buffers)
+        payload = buffers.stream_buffers[number]
+        buffers.incoming = [
+            buffers.values(index, (-1 - number, 0), payload[begin:]) for index, begin in enumerate(buffers.begins)
         ]
 
     def note_shared(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
         """The next version of a server's values lies in these payloads in shared memory, one for each partition."""
-        home = self._homes[server]
-        home.arriving = None
-        home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
+        buffers = self._by_server[server]
+        buffers.arriving = None
+        buffers.incoming = [buffers.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
 
     def forget(self, server: Incarnation) -> None:
         """The server's memory has changed. The current values stay as they are."""
-        home = self._homes[server]
-        home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
-        if self._copies is not None and home.attached:
+        buffers = self._by_server[server]
+        buffers.known = {at: values for at, values in buffers.known.items() if values.key[0] < 0}
+        if self._copies is not None and buffers.attached:
             self._copies.await_values()
-            for memory in home.attached:
+            for memory in buffers.attached:
                 self._copies.unpin(memory.bytes)
-            home.attached = []
+            buffers.attached = []
 
     def attach(self, server: Incarnation, ticket: ShmHandle) -> AttachedMemory:
         """Opens a server's memory, so that values are read in place. Raises NotShareable."""
         if self._copies is None or not self._copies.alone:
             return attach(ticket, private=True)
         memory = self._copies.attach(ticket)
-        self._homes[server].attached.append(memory)
+        self._by_server[server].attached.append(memory)
         return memory
 
     def await_copies(self) -> None:
@@ -123,22 +123,22 @@ class PulledValues:
 
     def flip(self) -> None:
         """Makes the next version, complete on all servers, the current one."""
-        for home in self._homes.values():
-            if home.incoming:
-                home.current, home.incoming = home.incoming, []
-                home.arrival, home.arriving = home.arriving, None
+        for buffers in self._by_server.values():
+            if buffers.incoming:
+                buffers.current, buffers.incoming = buffers.incoming, []
+                buffers.arrival, buffers.arriving = buffers.arriving, None
 
     @property
     def version(self) -> Version:
         """The current values, for a later `load`."""
-        return {server: home.current for server, home in self._homes.items()}
+        return {server: buffers.current for server, buffers in self._by_server.items()}
 
     def late(self, index: int) -> list[Late]:
         """The parts of a variable's current value that have not arrived."""
         found = []
         for where in self._where[index]:
-            begin = where.home.begins[where.part]
-            arrival, begin, end = where.home.arrival, begin + where.piece.start, begin + where.piece.stop
+            begin = where.buffers.begins[where.part]
+            arrival, begin, end = where.buffers.arrival, begin + where.piece.start, begin + where.piece.stop
             if arrival is not None and not arrival.has(begin, end):
                 found.append(Late(arrival, begin, end))
         return found
@@ -146,12 +146,10 @@ class PulledValues:
     def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False, version: Version | None = None) -> None:
         """Copies the current values, or those of `version`, into tensors, by index of the variable. `view`: parameters
         in one piece become views on the values instead, until the next call."""
+        version = self.version if version is None else version
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
-            if version is None:
-                pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
-            else:
-                pieces = [(w, version[w.home.server][w.part].tensors[w.number]) for w in self._where[index]]
+            pieces = [(w, version[w.buffers.server][w.part].tensors[w.number]) for w in self._where[index]]
             if view and len(pieces) == 1 and self._may_view(index, target):
                 target.data = pieces[0][1].view(target.shape)
                 continue
