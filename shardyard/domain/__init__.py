@@ -7,8 +7,7 @@ bottom:
 - `tables`: the settings of a table, and the partition of each row.
 - `compression`, `optimizers`, `pushes`: settings of codecs and optimizers; a push and its reply.
 - `pulls`, `push_names`, `consistency`, `variables`: reads; names of pushes, and leases; modes; element types.
-- `ids`, `orders`, `units`: identifiers; the order of samples; how an epoch is cut into steps. `failpoints`: crashes
-  for tests.
+- `ids`, `epochs`: identifiers; the order of an epoch's samples, and how it is cut into steps.
 - `errors`, `limits`, `compiling`: the tree of errors, the limits, the options of compiled loops.
 
 Read `ids`, `push_names` and `errors` first.

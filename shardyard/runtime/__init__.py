@@ -1,8 +1,8 @@
-"""What every process needs: logging, a clock, and waits that say what they wait for.
+"""What every process needs: logging, a clock, waits that say what they wait for, and failpoints.
 
 In: log records, and reasons to wait. Out: log lines, each with role, id, job and step; a warning when a wait is long.
 Imports the domain alone. No torch, no gRPC.
 
-Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `clock` has
-the clock as a protocol, and the real one.
+Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `clock` has the
+clock as a protocol, and the real one. `failpoints` has named places where tests end, fail or delay a process.
 """

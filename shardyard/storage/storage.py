@@ -34,7 +34,7 @@ from shardyard.domain.errors import (
     InvalidRequest,
     StorageUnavailable,
 )
-from shardyard.domain.failpoints import failpoint
+from shardyard.runtime.failpoints import failpoint
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes, to be written."""

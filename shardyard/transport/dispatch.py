@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardyard.domain import errors
-from shardyard.domain.failpoints import failpoint
+from shardyard.runtime.failpoints import failpoint
 from shardyard.runtime.log import bind
 from shardyard.transport.interfaces import AtOnce, Context, Handler, request_id
 from shardyard.wire.method import Method

@@ -18,9 +18,9 @@ import numpy as np
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.domain.failpoints import EXIT_CODE
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
+from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage.storage import open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from tests.chaos.battle import (

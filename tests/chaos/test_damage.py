@@ -29,9 +29,9 @@ from shardyard.checkpoints.manifest import NAME, FileRef, Manifest, folder_name
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.consistency import Durability, UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable
-from shardyard.domain.failpoints import EXIT_CODE
 from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId
 from shardyard.domain.layout.layouts import JobLayout
+from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage import tensors
 from shardyard.storage.storage import open_storage
 from shardyard.wire import push_messages

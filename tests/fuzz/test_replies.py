@@ -8,7 +8,7 @@ import pytest
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import Internal, ShardyardError
-from shardyard.domain.failpoints import armed
+from shardyard.runtime.failpoints import armed
 from shardyard.transport.dispatch import REPLY, serve
 from shardyard.transport.interfaces import Context
 from tests.fuzz.worlds import AgentWorld, CoordinatorWorld, ServerWorld, World

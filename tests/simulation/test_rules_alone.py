@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import Durability, UpdateMode
 from shardyard.domain.errors import RateMismatch, StaleIncarnation, StaleTerm
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Rank, Term, Token
@@ -23,6 +22,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
 from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.runtime import failpoints
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store

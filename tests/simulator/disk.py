@@ -23,7 +23,7 @@ from typing import Any
 
 import greenlet
 
-from shardyard.domain import failpoints
+from shardyard.runtime import failpoints
 
 from .world import MS, Process, Task, World
 

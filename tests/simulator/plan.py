@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from shardyard.domain.consistency import NO_CLIPPING, Clipping
-from shardyard.domain.orders import order
+from shardyard.domain.epochs import order
 from shardyard.domain.push_names import DataShardSource
 
 from .network import Weather

@@ -195,7 +195,7 @@ def load() -> None:
         importlib.import_module(name)
     from shardyard.codecs.format import finiteness
     from shardyard.codecs.warmup import warm_decoders
-    from shardyard.domain import failpoints
+    from shardyard.runtime import failpoints
     from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
 

@@ -29,9 +29,9 @@ from shardyard.checkpoints.manifest import (
 from shardyard.config.configuration import parse_job_settings
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
-from shardyard.domain.failpoints import failpoint
 from shardyard.domain.ids import PartitionId, Token, Version
 from shardyard.domain.layout.layouts import PartitionMap
+from shardyard.runtime.failpoints import failpoint
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire

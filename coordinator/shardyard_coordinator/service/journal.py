@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.domain.errors import ConfigurationError, NotFound
-from shardyard.domain.failpoints import failpoint
 from shardyard.domain.ids import JobId, Term
+from shardyard.runtime.failpoints import failpoint
 from shardyard_coordinator.records import Entry, Record
 from shardyard_coordinator.service.audit import JOB_ENDED, JOB_STARTED, Audited, Page, audited
 

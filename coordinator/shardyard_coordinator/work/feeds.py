@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardyard.domain import limits
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import FeedConflict, InvalidRequest, TooLarge
-from shardyard.domain.units import EpochPlan
 from shardyard_coordinator.records import Body, Entry, checked_items, checked_text, require
 from shardyard_coordinator.work.quarantine import QuarantinedWork
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardyard.domain.epochs import StepPlan
 from shardyard.domain.errors import FeedConflict, InvalidRequest, NotFound, NotReady
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSource
-from shardyard.domain.units import StepPlan
 from shardyard_coordinator.records import SUM_MAX, Body, Entry, require
 from shardyard_coordinator.work.feeds import (
     FeedCounts,

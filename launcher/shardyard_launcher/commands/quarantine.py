@@ -71,7 +71,7 @@ def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, 
 def described(job: str, reply: wire.ListQuarantinedReply) -> list[dict[str, object]]:
     """An entry for each batch, with the positions of its samples in the epoch's order and their indices in the
     dataset."""
-    from shardyard.domain.orders import Indices, order
+    from shardyard.domain.epochs import Indices, order
 
     feeds = {each.feed: each for each in reply.feeds}
     orders: dict[tuple[int, int], Indices] = {}

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from shardyard.config.settings import AUTO, CHECKPOINTS, NEVER, Settings
 from shardyard.domain import errors
-from shardyard.domain.failpoints import failpoint
+from shardyard.runtime.failpoints import failpoint
 from shardyard_launcher.yard.role_process import RoleProcess
 
 FORMAT: Final = 1

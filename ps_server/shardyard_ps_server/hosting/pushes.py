@@ -15,11 +15,11 @@ from typing import Final, TypeVar
 
 from shardyard.domain import limits
 from shardyard.domain.errors import Internal
-from shardyard.domain.failpoints import failpoint
 from shardyard.domain.ids import PartitionId, Token
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.push_names import SourceKey, Watermark
 from shardyard.domain.pushes import PartResult, PushHeader, StepVerdict
+from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.hosting.admission import check_still_admitted
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store

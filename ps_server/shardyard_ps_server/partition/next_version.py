@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from shardyard.domain.errors import Internal, TooLarge
-from shardyard.domain.failpoints import failpoint
+from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.partition.checkpoint_cuts import cut_if_named
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition, SyncSteps

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard.domain.failpoints import failpoint
 from shardyard.domain.push_names import PushName, RankSource
 from shardyard.domain.pushes import Outcome, PartResult
+from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.partition import sync_step
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.next_version import RowUpdate, compute_values, end_rows, publish, update_rows

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.domain.errors import StorageUnavailable
-from shardyard.domain.failpoints import failpoint
 from shardyard.domain.ids import Generation, Incarnation, JobId
+from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.wal.records import (
     MARK_BYTES,
     Mark,

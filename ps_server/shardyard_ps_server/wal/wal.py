@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from shardyard.domain.errors import Internal, NotReady, ShardyardError, StaleIncarnation, TooLarge
-from shardyard.domain.failpoints import failpoint
+from shardyard.runtime.failpoints import failpoint
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_ps_server.values.versions import Bytes
 from shardyard_ps_server.wal.records import (

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.config import configuration
-from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire

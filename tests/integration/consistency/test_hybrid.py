@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.domain import errors
-from shardyard.domain.failpoints import armed
+from shardyard.runtime.failpoints import armed
 from shardyard_ps_server.hosting import lookups
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_worker.exchange.row_reads import RowReads

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard.domain.orders import order
-from shardyard.domain.units import EpochPlan
+from shardyard.domain.epochs import EpochPlan, order
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.status.report import mode_of

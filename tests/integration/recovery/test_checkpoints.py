@@ -12,7 +12,7 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage.storage import open_storage
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardyard.domain.orders import order
+from shardyard.domain.epochs import order
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands import quarantine

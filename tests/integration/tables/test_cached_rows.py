@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.domain import errors
-from shardyard.domain.failpoints import armed
+from shardyard.runtime.failpoints import armed
 from shardyard_worker.rows import row_prefetch
 from tests.integration.consistency.test_hybrid import HYBRID, HYBRID_2, adds_one, counter
 from tests.integration.tables.test_look_ahead import (

@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
+from shardyard.runtime.failpoints import armed
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.job import connect as worker

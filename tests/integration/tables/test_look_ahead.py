@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard.domain.failpoints import armed
+from shardyard.runtime.failpoints import armed
 from shardyard.transport import shared_memory
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.service import stream_memory

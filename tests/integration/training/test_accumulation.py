@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.domain import errors
-from shardyard.domain.orders import order
-from shardyard.domain.units import EpochPlan
+from shardyard.domain.epochs import EpochPlan, order
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.data import feed
 from shardyard_worker.exchange.server_stream import ServerStream

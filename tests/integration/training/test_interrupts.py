@@ -18,7 +18,7 @@ import torch
 
 from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard.domain.failpoints import armed
+from shardyard.runtime.failpoints import armed
 from shardyard.wire import methods
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_launcher.yard.local_cluster import LocalCluster

@@ -16,11 +16,12 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.config.settings import JobSettings
-from shardyard.domain import errors, failpoints
+from shardyard.domain import errors
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import JobId, Version
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.runtime import failpoints
 from shardyard.storage.storage import LocalStorage
 from shardyard.transport.error_codes import to_detail
 from shardyard.transport.interfaces import Context

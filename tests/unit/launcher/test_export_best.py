@@ -14,9 +14,9 @@ import torch
 
 from shardyard.checkpoints import best as bests
 from shardyard.checkpoints.best import BestFolder, BestManifest
-from shardyard.domain import failpoints
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
 from shardyard.domain.ids import JobId
+from shardyard.runtime import failpoints
 from shardyard.storage.json_reader import seal
 from shardyard.storage.storage import Written, open_storage
 from shardyard.storage.tensors import Array

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardyard.domain.epochs import order
 from shardyard.domain.ids import Rank
-from shardyard.domain.orders import order
 from shardyard.domain.push_names import DataShardSource, RankSource
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire

@@ -25,10 +25,10 @@ from typing import Any, overload
 import torch
 
 from shardyard.config.settings import ConsistencySettings
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
 from shardyard.domain.ids import Rank
 from shardyard.domain.optimizers import OptimizerSpec, make_group
-from shardyard.domain.units import EpochPlan
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.training.trainer import Trainer

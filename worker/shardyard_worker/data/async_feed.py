@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardyard.domain.epochs import Indices
 from shardyard.domain.errors import ShardyardError, StaleToken
-from shardyard.domain.orders import Indices
 from shardyard.domain.push_names import DataLease, DataShardSource, PushName, SourceKey
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import common_pb2 as common

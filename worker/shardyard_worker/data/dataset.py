@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from shardyard.domain.epochs import Indices
 from shardyard.domain.errors import UnseekableDataset
-from shardyard.domain.orders import Indices
 from shardyard_worker.data.record_files import FileRecords
 from shardyard_worker.data.seeding import undisturbed
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from shardyard.domain.epochs import Indices, order
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Token
-from shardyard.domain.orders import Indices, order
 from shardyard.domain.push_names import LeasedSource, PushName
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire

@@ -13,11 +13,10 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from shardyard.domain.epochs import EpochPlan, Indices, StepPlan
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, StaleToken
 from shardyard.domain.ids import Rank
-from shardyard.domain.orders import Indices
 from shardyard.domain.push_names import RankSource
-from shardyard.domain.units import EpochPlan, StepPlan
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.local_sgd import LocalRounds

@@ -16,7 +16,6 @@ from shardyard.checkpoints import manifest as manifests
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, Variables
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile, ResidualFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
 from shardyard.domain.ids import Incarnation, JobId, Rank, Token, Version
@@ -24,6 +23,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey, SourceMark, WorkerSource
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.runtime import failpoints
 from shardyard.storage import tensors
 from shardyard.storage.storage import LocalStorage, Storage, open_storage
 from shardyard_coordinator.placement.placement import plan

@@ -22,7 +22,6 @@ from fsspec.spec import AbstractBufferedFile
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import (
     CheckpointDamaged,
@@ -35,6 +34,7 @@ from shardyard.domain.ids import JobId, PartitionId, Version
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard.runtime import failpoints
 from shardyard.storage import storage as storages
 from shardyard.storage.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
 from tests.support.checkpoints import load_partition, write_state

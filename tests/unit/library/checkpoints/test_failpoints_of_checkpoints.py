@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from shardyard.domain import failpoints
 from shardyard.domain.errors import ConfigurationError
-from shardyard.domain.failpoints import EXIT_CODE, VARIABLE, action_of, armed, failpoint
+from shardyard.runtime import failpoints
+from shardyard.runtime.failpoints import EXIT_CODE, VARIABLE, action_of, armed, failpoint
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_sleep_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(text: str, code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, VARIABLE: text}
-    code = f"from shardyard.domain.failpoints import failpoint\n{code}"
+    code = f"from shardyard.runtime.failpoints import failpoint\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )

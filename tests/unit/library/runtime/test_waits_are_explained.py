@@ -49,7 +49,7 @@ ALLOWED: Final[dict[str, str]] = {
     "coordinator/service/checkpoint_io.py:_everywhere:result": OUTSIDE,
     "coordinator/service/process.py:serve:wait": ENDS_WITH_IT,
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
-    "domain/failpoints.py:_sleep:sleep": "a test has asked for it",
+    "runtime/failpoints.py:_sleep:sleep": "a test has asked for it",
     "launcher/commands/checkpoint_export.py:_write_torch:fsync": "a command at work on a file of its own",
     "launcher/yard/local_cluster.py:LocalCluster._written_down:wait": "RunningRole.wait explains itself",
     "launcher/yard/local_cluster.py:stop_roles:wait": "RunningRole.wait explains itself",

@@ -12,7 +12,7 @@ import pytest
 
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, file_from_wire
 from shardyard.checkpoints.manifest import PartitionEntry, PartitionFile
-from shardyard.domain import failpoints, limits
+from shardyard.domain import limits
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import (
     CheckpointDamaged,
@@ -44,6 +44,7 @@ from shardyard.domain.push_names import (
 )
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard.runtime import failpoints
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods
 from shardyard.wire.v1 import common_pb2 as common

@@ -14,11 +14,11 @@ from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.config import configuration
 from shardyard.domain.consistency import NO_CLIPPING, Clipping, Durability, UpdateMode
 from shardyard.domain.errors import ConfigurationError, Internal, InvalidRequest, TableFull, TooLarge
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import Caller, JobId, Rank, Term, Token, Version
 from shardyard.domain.push_names import PushName, RankSource, SourceKey, SourceMark
 from shardyard.domain.pushes import Outcome
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
+from shardyard.runtime.failpoints import armed
 from shardyard_coordinator.placement.table_specs import check_settings
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest

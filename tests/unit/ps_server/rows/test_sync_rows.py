@@ -27,7 +27,6 @@ from shardyard.domain.errors import (
     TableFull,
     TooLarge,
 )
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import Caller, Generation, Rank, Term, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import make_group
@@ -35,6 +34,7 @@ from shardyard.domain.pulls import LookupRequest
 from shardyard.domain.push_names import PushName, RankSource, SourceKey
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, StepVerdict
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.runtime.failpoints import armed
 from shardyard.wire import table_messages as wire_tables
 from shardyard_coordinator.placement.table_specs import check_settings
 from shardyard_ps_server.checkpoint.restore import Restore

@@ -27,11 +27,11 @@ from shardyard.domain.errors import (
     TooLarge,
     UnsupportedOptimizer,
 )
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.pulls import LookupRequest, RequestedRows
 from shardyard.domain.pushes import PushedRows
+from shardyard.runtime.failpoints import armed
 from shardyard.wire import table_messages
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import StaleRule, UpdateMode
 from shardyard.domain.errors import (
     InvalidRequest,
@@ -24,6 +23,7 @@ from shardyard.domain.errors import (
 from shardyard.domain.ids import Generation, Rank, Token, Version
 from shardyard.domain.push_names import DataShardSource, RankSource, Source, SourceKey, WorkerSource
 from shardyard.domain.pushes import Outcome, PushKind
+from shardyard.runtime import failpoints
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.hosting import admission, orders, pushes

@@ -10,7 +10,6 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from shardyard.domain import failpoints
 from shardyard.domain.errors import (
     InvalidRequest,
     LogDamaged,
@@ -24,6 +23,7 @@ from shardyard.domain.errors import (
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Term, Token
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
+from shardyard.runtime import failpoints
 from shardyard_ps_server.hosting import admission, orders, pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.values.versions import aligned_empty

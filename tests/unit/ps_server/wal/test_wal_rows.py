@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from shardyard.codecs.rows.row_ids import encode_ids
 from shardyard.codecs.rows.row_values import RowCode, encode_rows
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import StaleRule
 from shardyard.domain.errors import (
     Internal,
@@ -36,6 +35,7 @@ from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.row_optimizers import make_group
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.runtime import failpoints
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.shared_memory import SharedMemory

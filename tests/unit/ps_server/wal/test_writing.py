@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.domain import failpoints
 from shardyard.domain.consistency import StaleRule, UpdateMode
 from shardyard.domain.errors import (
     InvalidRequest,
@@ -24,6 +23,7 @@ from shardyard.domain.ids import Caller, Incarnation, Term, Token
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, SourceKey
 from shardyard.domain.pushes import Outcome
+from shardyard.runtime import failpoints
 from shardyard_ps_server.checkpoint.saver import Saved
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest

@@ -9,8 +9,8 @@ import torch
 
 from shardyard.config.settings import ConsistencySettings
 from shardyard.domain import errors
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.ids import Rank
-from shardyard.domain.units import EpochPlan
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, Rounds, outer_optimizer
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 

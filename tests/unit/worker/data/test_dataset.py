@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from shardyard.domain.epochs import order
 from shardyard.domain.errors import UnseekableDataset
-from shardyard.domain.orders import order
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.seeding import seed_everything, undisturbed
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardyard.domain.units import EpochPlan, PlannedBatch, StepPlan
+from shardyard.domain.epochs import EpochPlan, PlannedBatch, StepPlan
 
 UNITS = st.builds(
     EpochPlan,

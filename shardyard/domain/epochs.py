@@ -1,10 +1,10 @@
-"""How an epoch is cut into the steps of logical ranks, or into rounds of local steps.
+"""The order of an epoch's samples, and how an epoch is cut into the steps of logical ranks, or rounds of local steps.
 
-A step has `accumulate` batches for each logical rank. A round has several steps in local mode, and one step in other
-modes. The last round of an epoch has the rest. Within a round, the samples of a rank are adjacent. If data shards were
-used before, the first steps take the rest of the current epoch, cut in the same way. Invariant: workers and coordinator
-compute the same in every release, because names of pushes, audits and checkpoints refer to it. Must not know: datasets,
-permutations, which worker computes what.
+The permutation of an epoch depends only on (seed, feed, epoch). A step has `accumulate` batches for each logical rank.
+A round has several steps in local mode, and one step in other modes. The last round of an epoch has the rest. Within a
+round, the samples of a rank are adjacent. If data shards were used before, the first steps take the rest of the current
+epoch, cut in the same way. Invariant: workers and coordinator compute the same on every machine and in every release,
+because names of pushes, audits and checkpoints refer to it. Must not know: datasets, leases, the worker of a step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+def order(*, seed: int, feed: int, epoch: int, samples: int, shuffle: bool) -> Indices:
+    """The permutation of [0, samples) for an epoch, int64, from PCG64 with the seed (seed, feed, epoch)."""
+    if not shuffle:
+        return np.arange(samples, dtype=np.int64)
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, feed, epoch])))
+    return generator.permutation(samples).astype(np.int64, copy=False)
 
 
 class PlannedBatch(NamedTuple):

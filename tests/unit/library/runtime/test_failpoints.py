@@ -18,9 +18,9 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.domain.errors import Internal, ShardyardError
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.push_names import SourceKey
+from shardyard.runtime.failpoints import armed
 from shardyard.storage.storage import open_storage
 from shardyard.transport.dispatch import REPLY
 from shardyard_coordinator.service.journal import Journal
