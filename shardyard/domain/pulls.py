@@ -37,7 +37,7 @@ class LookupRequest:
     caller: Caller
     server: Incarnation
     generation: Generation
-    wanted: tuple[RequestedRows, ...]
+    requested: tuple[RequestedRows, ...]
     number: int | None = None
     wait_ms: int = 0
     code: RowCode = RowCode.FLOAT32

@@ -106,7 +106,7 @@ class PushHeader:
     rows: tuple[PushedRows, ...] = ()
     table_groups: tuple[tuple[float, ...], ...] = ()
     """The settings of the optimizer of each table, if there are rows."""
-    wanted: tuple[RequestedRows, ...] = ()
+    requested: tuple[RequestedRows, ...] = ()
     """Requested rows: the answer has them after the pulled values. The codes of their ids follow the rows of the
     push."""
     expired: tuple[RequestedRows, ...] = ()
@@ -115,7 +115,7 @@ class PushHeader:
     rows_at: int | None = None
     """Where the rows of the push lie in the memory attached for rows; the ids of requested rows follow them. None: both
     follow the payload."""
-    wanted_at: int | None = None
+    requested_at: int | None = None
     """Where the server puts the requested rows in that memory. None: they follow the values."""
 
     @property
@@ -129,9 +129,9 @@ class PushHeader:
         return sum([each.payload_bytes for each in self.rows])
 
     @property
-    def wanted_bytes(self) -> int:
+    def requested_bytes(self) -> int:
         """Bytes of the ids of requested rows, which follow the rows."""
-        return sum([sum(each.id_bytes) for each in self.wanted])
+        return sum([sum(each.id_bytes) for each in self.requested])
 
     @property
     def expired_bytes(self) -> int:
@@ -143,7 +143,7 @@ class PushHeader:
         name: PushName,
         bases: tuple[Version, ...] = (),
         rows: tuple[PushedRows, ...] | None = None,
-        wanted: tuple[RequestedRows, ...] | None = None,
+        requested: tuple[RequestedRows, ...] | None = None,
     ) -> PushHeader:
         """The same header for another push, with other rows if they are given."""
         return PushHeader(
@@ -166,11 +166,11 @@ class PushHeader:
             self.overflow,
             self.rows if rows is None else rows,
             self.table_groups,
-            self.wanted if wanted is None else wanted,
+            self.requested if requested is None else requested,
             self.expired,
             self.attach_rows,
             self.rows_at,
-            self.wanted_at,
+            self.requested_at,
         )
 
 

@@ -24,7 +24,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 _TAG_NAME = 4 << 3 | 2
 _TAG_BASES = bytes((19 << 3 & 0x7F | 2 | 0x80, 19 >> 4))
 _TAGS_ROWS = (bytes((100 << 3 & 0x7F | 2 | 0x80, 100 >> 4)), bytes((170 << 3 & 0x7F | 2 | 0x80, 170 >> 4)))
-"""The tags of `rows` and of `wanted`."""
+"""The tags of `rows` and of `requested`."""
 _ONE_BYTE_MAX = 0x7F
 _LENGTH_BYTES_MAX = 4
 
@@ -71,16 +71,16 @@ class HeaderReader:
         name = _read_name(header[2:end])
         bases = _read_bases(header[end:rows], len(before.parts)) if rows > end else ()
         if rest == rows:
-            if before.rows or before.wanted:
+            if before.rows or before.requested:
                 return None
             order = before.renamed(name, bases)
         else:
-            pushed, wanted = _read_rows(header[rows:rest])
-            if (bool(pushed), bool(wanted)) != (bool(before.rows), bool(before.wanted)):
+            pushed, requested = _read_rows(header[rows:rest])
+            if (bool(pushed), bool(requested)) != (bool(before.rows), bool(before.requested)):
                 return None
             if any(each.now_ms for each in pushed):  # workers may not send this: `push_from_header` refuses it
                 return None
-            order = before.renamed(name, bases, pushed, wanted)
+            order = before.renamed(name, bases, pushed, requested)
             push_messages.check_rows(order)
         self.before = order
         return order
@@ -112,10 +112,10 @@ def _bases(order: PushHeader) -> bytes:
 
 
 def _rows(order: PushHeader) -> bytes:
-    if not order.rows and not order.wanted:
+    if not order.rows and not order.requested:
         return b""
     said = server.PushHeader(
-        rows=table_messages.pushed_to_wire(order.rows), wanted=table_messages.wanted_to_wire(order.wanted)
+        rows=table_messages.pushed_to_wire(order.rows), requested=table_messages.requested_to_wire(order.requested)
     )
     return said.SerializeToString()
 
@@ -132,7 +132,7 @@ def _rows_end(header: bytes, at: int) -> int:
 
 def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[RequestedRows, ...]]:
     said = common_messages.parsed(server.PushHeader, data, "the rows in the header of a push")
-    return table_messages.pushed_from_wire(said.rows), table_messages.wanted_from_wire(said.wanted)
+    return table_messages.pushed_from_wire(said.rows), table_messages.requested_from_wire(said.requested)
 
 
 def _bases_end(header: bytes, at: int) -> int:
@@ -170,12 +170,12 @@ def _alike(order: PushHeader, before: PushHeader) -> bool:
     return (
         _KEPT(order) == _KEPT(before)
         and bool(order.rows) is bool(before.rows)
-        and bool(order.wanted) is bool(before.wanted)
+        and bool(order.requested) is bool(before.requested)
         and not (order.verdict or order.attach or order.attach_rows or order.detach)
     )
 
 
 _KEPT = operator.attrgetter(
     *("caller", "server", "generation", "kind", "parts", "weight", "groups", "pull", "shared_at", "attach", "detach"),
-    *("rest", "ssp_report", "verdict", "overflow", "table_groups", "attach_rows", "rows_at", "wanted_at"),
+    *("rest", "ssp_report", "verdict", "overflow", "table_groups", "attach_rows", "rows_at", "requested_at"),
 )

@@ -47,7 +47,7 @@ from shardyard.wire.pull_messages import (
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
 _PUSH_KINDS = EnumNumbers(PushKind, server.PushKind, "PUSH_KIND_", "the kind of a push")
-_SSP_PHASES = EnumNumbers(SspPhase, server.Stride, "STRIDE_", "the phase of a worker")
+_SSP_PHASES = EnumNumbers(SspPhase, server.SspPhase, "SSP_PHASE_", "the phase of a worker")
 _OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a push")
 
 
@@ -74,14 +74,14 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         shared_at=order.shared_at,
         rest=order.rest,
         attach=ticket_to_wire(order.attach) if order.attach is not None else None,
-        pace=_ssp_report_to_wire(order.ssp_report) if order.ssp_report is not None else None,
+        ssp_report=_ssp_report_to_wire(order.ssp_report) if order.ssp_report is not None else None,
         verdict=verdict_to_wire(order.verdict) if order.verdict is not None else None,
         overflow=order.overflow,
         table_groups=groups_to_wire(order.table_groups) if order.rows else (),
-        expired=table_messages.wanted_to_wire(order.expired),
+        expired=table_messages.requested_to_wire(order.expired),
         attach_rows=ticket_to_wire(order.attach_rows) if order.attach_rows is not None else None,
         rows_at=order.rows_at,
-        wanted_at=order.wanted_at,
+        requested_at=order.requested_at,
     )
     if not again:
         header.caller.CopyFrom(caller_to_wire(order.caller))
@@ -94,7 +94,7 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         if order.bases:
             header.bases.CopyFrom(bases_to_wire(order.bases))
         header.rows.extend(table_messages.pushed_to_wire(order.rows))
-        header.wanted.extend(table_messages.wanted_to_wire(order.wanted))
+        header.requested.extend(table_messages.requested_to_wire(order.requested))
     return header
 
 
@@ -170,16 +170,16 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
         rest=message.rest if message.HasField("rest") else None,
-        ssp_report=_ssp_report_from_wire(message.pace) if message.HasField("pace") else None,
+        ssp_report=_ssp_report_from_wire(message.ssp_report) if message.HasField("ssp_report") else None,
         verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
         overflow=message.overflow,
         rows=table_messages.pushed_from_wire(message.rows) if message.rows else (),
         table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
-        wanted=table_messages.wanted_from_wire(message.wanted) if message.wanted else (),
-        expired=table_messages.wanted_from_wire(message.expired, limits.ROWS_PER_PART_MAX) if message.expired else (),
+        requested=table_messages.requested_from_wire(message.requested) if message.requested else (),
+        expired=table_messages.requested_from_wire(message.expired, limits.ROWS_PER_PART_MAX),
         attach_rows=ticket_from_wire(message.attach_rows) if message.HasField("attach_rows") else None,
         rows_at=message.rows_at if message.HasField("rows_at") else None,
-        wanted_at=message.wanted_at if message.HasField("wanted_at") else None,
+        requested_at=message.requested_at if message.HasField("requested_at") else None,
     )
     if order.expired and not recorded:
         raise InvalidRequest(
@@ -207,10 +207,10 @@ def check_rows(order: PushHeader) -> None:
     """Checks what the header of a push says about rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
     if order.rows or order.expired:
         _check_rows(order)
-    if order.wanted:
-        _check_wanted(order)
-    if (order.rows_at is not None and not (order.rows or order.wanted)) or (
-        order.wanted_at is not None and not order.wanted
+    if order.requested:
+        _check_requested(order)
+    if (order.rows_at is not None and not (order.rows or order.requested)) or (
+        order.requested_at is not None and not order.requested
     ):
         raise MalformedPayload("an exchange names a place for rows, but has and requests none")
 
@@ -234,7 +234,7 @@ def _check_rows(order: PushHeader) -> None:
         raise TooLarge(f"a push has rows of {order.rows_bytes} bytes; at most {limits.ROW_BYTES_MAX} are allowed")
 
 
-def _check_wanted(order: PushHeader) -> None:
+def _check_requested(order: PushHeader) -> None:
     if order.pull is None or order.pull.order or order.rest is not None:
         raise InvalidRequest(
             "an exchange requests rows, but pulls nothing, or in an order, or sent data before its header",
@@ -242,7 +242,7 @@ def _check_wanted(order: PushHeader) -> None:
             todo="ask for them with LookUp",
         )
     pulled = set(order.pull.partitions)
-    for each in order.wanted:
+    for each in order.requested:
         strange = [partition for partition in each.partitions if partition not in pulled]
         if strange:
             raise MalformedPayload(
@@ -276,16 +276,16 @@ def _check_sizes(order: PushHeader) -> None:
         raise TooLarge(f"a push has {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are allowed")
 
 
-def _ssp_report_to_wire(report: SspReport) -> server.Pace:
-    return server.Pace(
-        stride=_SSP_PHASES.to_wire(report.phase), turn=report.epoch, clock=report.clock, ahead=report.ahead
+def _ssp_report_to_wire(report: SspReport) -> server.SspReport:
+    return server.SspReport(
+        phase=_SSP_PHASES.to_wire(report.phase), epoch=report.epoch, clock=report.clock, ahead=report.ahead
     )
 
 
-def _ssp_report_from_wire(message: server.Pace) -> SspReport:
+def _ssp_report_from_wire(message: server.SspReport) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
         raise InvalidRequest(f"a worker reports {message.clock} steps, {message.ahead} ahead, which is too many")
-    return SspReport(_SSP_PHASES.from_wire(message.stride), message.turn, message.clock, message.ahead)
+    return SspReport(_SSP_PHASES.from_wire(message.phase), message.epoch, message.clock, message.ahead)
 
 
 def verdict_to_wire(verdict: StepVerdict) -> server.StepVerdict:

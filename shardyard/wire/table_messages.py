@@ -132,34 +132,36 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
     """Raises MalformedPayload, TooLarge."""
     found = []
     for each in messages:
-        wanted = _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.ROWS_PER_PART_MAX)
+        requested = _rows(each.table, each.partitions, each.rows, each.id_bytes, limits.ROWS_PER_PART_MAX)
         lengths = tuple(each.row_bytes)
-        if len(lengths) != len(wanted.partitions):
-            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions have {len(lengths)} codes")
+        if len(lengths) != len(requested.partitions):
+            raise MalformedPayload(f"rows of {len(requested.partitions)} partitions have {len(lengths)} codes")
         times = tuple(each.now_ms)
-        if times and len(times) != len(wanted.partitions):
-            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions have {len(times)} times")
+        if times and len(times) != len(requested.partitions):
+            raise MalformedPayload(f"rows of {len(requested.partitions)} partitions have {len(times)} times")
         if times and max(times) > limits.TABLE_TIME_MS_MAX:
             raise MalformedPayload(f"rows came at {max(times)} ms; the largest time is {limits.TABLE_TIME_MS_MAX} ms")
         found.append(
-            PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted, times)
+            PushedRows(
+                each.table, requested.partitions, requested.rows, requested.id_bytes, lengths, each.counted, times
+            )
         )
     check_unique([each.table for each in found], "a list of rows", "table")
     return tuple(found)
 
 
-def wanted_to_wire(wanted: Iterable[RequestedRows]) -> list[server.WantedRows]:
+def requested_to_wire(requested: Iterable[RequestedRows]) -> list[server.RequestedRows]:
     return [
-        server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
-        for each in wanted
+        server.RequestedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
+        for each in requested
     ]
 
 
-def wanted_from_wire(
-    messages: Sequence[server.WantedRows], rows_max: int = limits.LOOK_UP_IDS_MAX
+def requested_from_wire(
+    messages: Sequence[server.RequestedRows], rows_max: int = limits.LOOK_UP_IDS_MAX
 ) -> tuple[RequestedRows, ...]:
     """`rows_max`: of a table in one partition. Raises MalformedPayload, TooLarge."""
-    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    found = tuple([_rows(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
     check_unique([each.table for each in found], "a list of rows", "table")
     return found
 
@@ -169,7 +171,7 @@ def look_up_to_header(asked: LookupRequest) -> bytes:
         caller=caller_to_wire(asked.caller),
         server=asked.server,
         generation=asked.generation,
-        wanted=wanted_to_wire(asked.wanted),
+        requested=requested_to_wire(asked.requested),
         number=asked.number,
         wait_ms=asked.wait_ms,
         code=_ROW_CODES.to_wire(asked.code),
@@ -180,7 +182,7 @@ def look_up_to_header(asked: LookupRequest) -> bytes:
 def look_up_from_header(header: bytes) -> LookupRequest:
     """Raises MalformedPayload, TooLarge, InvalidRequest."""
     message = parsed(server.LookUpHeader, header, "the header of a look-up")
-    wanted = wanted_from_wire(message.wanted)
+    requested = requested_from_wire(message.requested)
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a look-up waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
     if message.pin:
@@ -193,7 +195,7 @@ def look_up_from_header(header: bytes) -> LookupRequest:
         caller_from_wire(message.caller),
         Incarnation(message.server),
         Generation(message.generation),
-        wanted,
+        requested,
         message.number if message.HasField("number") else None,
         message.wait_ms,
         _ROW_CODES.from_wire(message.code),
@@ -201,7 +203,7 @@ def look_up_from_header(header: bytes) -> LookupRequest:
     )
 
 
-def _wanted(
+def _rows(
     table: int, partitions: Sequence[int], rows: Sequence[int], id_bytes: Sequence[int], rows_max: int
 ) -> RequestedRows:
     if table >= limits.TABLES_MAX or len(partitions) > limits.PARTITIONS_MAX:

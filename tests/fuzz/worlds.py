@@ -194,7 +194,7 @@ class ServerWorld:
     def _look_up(self, **more: Any) -> server.LookUpFrame:
         codes = _codes()
         header = server.LookUpHeader(caller=shop.CALLER, server=shop.SERVER, generation=1, **more)
-        header.wanted.add(
+        header.requested.add(
             table=0,
             partitions=list(codes),
             rows=[1] * len(codes),

@@ -149,9 +149,9 @@ def messages() -> dict[str, Message]:
             kind=server.PUSH_KIND_NOTHING,
             again=True,
             pull=server.PullRequest(number=42),
-            wanted=[server.WantedRows(table=1, partitions=[0, 2], rows=[3, 1], id_bytes=[13, 10])],
+            requested=[server.RequestedRows(table=1, partitions=[0, 2], rows=[3, 1], id_bytes=[13, 10])],
             rows_at=0,
-            wanted_at=1 << 26,
+            requested_at=1 << 26,
         ),
         "PushHeader.shared": server.PushHeader(
             name=by_rank,

@@ -136,10 +136,10 @@ def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) ->
     owners = partition_of(ids, 2)
     present = [p for p in PARTS if (owners == p).any()]
     codes = [bytes(encode_ids(ids[owners == p])) for p in present]
-    wanted = RequestedRows(
+    requested = RequestedRows(
         table, tuple(present), tuple(int((owners == p).sum()) for p in present), tuple(len(code) for code in codes)
     )
-    asked = LookupRequest(Caller(JOB), HERE, GENERATION, (wanted,))
+    asked = LookupRequest(Caller(JOB), HERE, GENERATION, (requested,))
     asked = dataclasses.replace(asked, **more)
     frame = Frame(table_messages.look_up_to_header(asked), 0, b"".join(codes))
     method = methods.LOOK_UP

@@ -41,9 +41,9 @@ def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
     TooLarge, NotReady if there are no first values or a version does not come in time, NotFound if it has passed."""
     hosted = admit(store, request.caller, request.server, request.generation, reads=True)
     hosted.check_open()
-    check_requested_rows(hosted, request.wanted, code=request.code)
+    check_requested_rows(hosted, request.requested, code=request.code)
     until = time.monotonic() + request.wait_ms / 1000
-    queries = decode_queries(hosted, request.wanted, encoded_ids)
+    queries = decode_queries(hosted, request.requested, encoded_ids)
     worker = request.caller.incarnation
     found = find_rows(store, hosted, queries, request.number, until, request.code, request.pin, worker=worker)
     store.count_sent(len(found))

@@ -79,11 +79,11 @@ def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], 
 
 
 def requested_bytes_max(
-    tables: Sequence[TableSettings], wanted: Sequence[RequestedRows], code: RowCode = RowCode.FLOAT32
+    tables: Sequence[TableSettings], requested: Sequence[RequestedRows], code: RowCode = RowCode.FLOAT32
 ) -> int:
     """Returns the most bytes that all requested rows can take in the code. Raises InvalidRequest, MalformedPayload."""
     total = 0
-    for each in wanted:
+    for each in requested:
         settings = table_at(tables, each.table)
         for n, ids in zip(each.rows, each.id_bytes, strict=True):
             if not _fits(n, ids):

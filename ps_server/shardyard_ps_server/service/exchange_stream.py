@@ -96,7 +96,7 @@ class ExchangeStream:
             pushes.take_verdict(self._store, hosted, header, header.verdict)
         room = self._room_for_rows(header, hosted)
         payload, rows, ids = self._payloads.read(header, first, rest)
-        queries = lookups.decode_queries(hosted, header.wanted, ids)
+        queries = lookups.decode_queries(hosted, header.requested, ids)
         if header.kind is not PushKind.NOTHING:
             reply.push = pushes.push(self._store, hosted, header, payload, rows)
         if header.ssp_report is not None:
@@ -139,13 +139,13 @@ class ExchangeStream:
             hosted = admission.admit(self._store, header.caller, header.server, header.generation)
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
-        if header.wanted:
+        if header.requested:
             if hosted.rules.rows_have_versions and (header.pull is None or not header.pull.exactly):
                 raise InvalidRequest(
                     f"rows of job {hosted.job}, which is synchronous, beside values of no version that is named",
                     todo="ask for a version exactly, or for rows with LookUp",
                 )
-            admission.check_requested_rows(hosted, header.wanted, ROWS_ALONG_BYTES_MAX)
+            admission.check_requested_rows(hosted, header.requested, ROWS_ALONG_BYTES_MAX)
         return hosted
 
     def _encoder_for(self, coding: str, hosted: HostedJob) -> PullEncoder:
@@ -163,10 +163,10 @@ class ExchangeStream:
 
     def _room_for_rows(self, header: PushHeader, hosted: HostedJob) -> Bytes | None:
         """Returns the worker's memory for the rows that it asks for; None: the rows are sent."""
-        if header.wanted_at is None:
+        if header.requested_at is None:
             return None
-        nbytes = requested_bytes_max(hosted.layout.tables, header.wanted)
-        return self._memory.rows(header.wanted_at, nbytes, align=ROWS_ALIGN)
+        nbytes = requested_bytes_max(hosted.layout.tables, header.requested)
+        return self._memory.rows(header.requested_at, nbytes, align=ROWS_ALIGN)
 
     def _find_rows(
         self, header: PushHeader, hosted: HostedJob, queries: Sequence[RowQuery], room: Bytes | None
@@ -244,7 +244,7 @@ def is_immediate(header: PushHeader, hosted: HostedJob) -> bool:
         and header.rest is None
         and header.ssp_report is None
         and not header.rows
-        and not header.wanted
+        and not header.requested
         and (pull is None or not (pull.number or pull.coding))
     )
 

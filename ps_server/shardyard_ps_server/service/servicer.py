@@ -313,8 +313,8 @@ class Servicer:
         hosted = admission.admit_push(self._store, header)
         if header.rows and header.shared_at is not None:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
-        if header.wanted:
-            raise InvalidRequest("rows wanted outside of an exchange", todo="use LookUp, or PushPull")
+        if header.requested:
+            raise InvalidRequest("rows requested outside of an exchange", todo="use LookUp, or PushPull")
         if header.rows_at is not None:
             raise InvalidRequest("rows in shared memory, outside of an exchange", todo="use PushPull")
         payload = aligned_empty(header.payload_bytes + header.rows_bytes)

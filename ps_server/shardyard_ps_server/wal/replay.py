@@ -44,7 +44,7 @@ def push_head(header: PushHeader) -> bytes:
     recorded = replace(
         header,
         pull=None,
-        wanted=(),
+        requested=(),
         attach=None,
         shared_at=None,
         rest=None,
@@ -53,7 +53,7 @@ def push_head(header: PushHeader) -> bytes:
         verdict=None,
         attach_rows=None,
         rows_at=None,
-        wanted_at=None,
+        requested_at=None,
     )
     return push_messages.push_to_wire(recorded).SerializeToString()
 

@@ -16,12 +16,12 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_VALUES: _ClassVar[PushKind]
     PUSH_KIND_NOTHING: _ClassVar[PushKind]
 
-class Stride(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class SspPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    STRIDE_UNSPECIFIED: _ClassVar[Stride]
-    STRIDE_JOINS: _ClassVar[Stride]
-    STRIDE_STEPS: _ClassVar[Stride]
-    STRIDE_RESTS: _ClassVar[Stride]
+    SSP_PHASE_UNSPECIFIED: _ClassVar[SspPhase]
+    SSP_PHASE_JOINS: _ClassVar[SspPhase]
+    SSP_PHASE_STEPS: _ClassVar[SspPhase]
+    SSP_PHASE_RESTS: _ClassVar[SspPhase]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -41,10 +41,10 @@ PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_EMPTY: PushKind
 PUSH_KIND_VALUES: PushKind
 PUSH_KIND_NOTHING: PushKind
-STRIDE_UNSPECIFIED: Stride
-STRIDE_JOINS: Stride
-STRIDE_STEPS: Stride
-STRIDE_RESTS: Stride
+SSP_PHASE_UNSPECIFIED: SspPhase
+SSP_PHASE_JOINS: SspPhase
+SSP_PHASE_STEPS: SspPhase
+SSP_PHASE_RESTS: SspPhase
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_RECORDED: Outcome
@@ -422,17 +422,17 @@ class SharedMemory(_message.Message):
     region: int
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
-class Pace(_message.Message):
-    __slots__ = ("stride", "clock", "ahead", "turn")
-    STRIDE_FIELD_NUMBER: _ClassVar[int]
+class SspReport(_message.Message):
+    __slots__ = ("phase", "clock", "ahead", "epoch")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
-    stride: Stride
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    phase: SspPhase
     clock: int
     ahead: int
-    turn: int
-    def __init__(self, stride: _Optional[_Union[Stride, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, phase: _Optional[_Union[SspPhase, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("version", "alike")
@@ -467,7 +467,7 @@ class VerdictGiven(_message.Message):
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow", "attach_rows", "rows_at", "wanted_at", "expired")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "ssp_report", "bases", "verdict", "rows", "table_groups", "requested", "overflow", "attach_rows", "rows_at", "requested_at", "expired")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -482,16 +482,16 @@ class PushHeader(_message.Message):
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
-    PACE_FIELD_NUMBER: _ClassVar[int]
+    SSP_REPORT_FIELD_NUMBER: _ClassVar[int]
     BASES_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    WANTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     ATTACH_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_AT_FIELD_NUMBER: _ClassVar[int]
-    WANTED_AT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_AT_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
@@ -507,18 +507,18 @@ class PushHeader(_message.Message):
     attach: SharedMemory
     rest: int
     detach: bool
-    pace: Pace
+    ssp_report: SspReport
     bases: Bases
     verdict: StepVerdict
     rows: _containers.RepeatedCompositeFieldContainer[PushedRows]
     table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
-    wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
+    requested: _containers.RepeatedCompositeFieldContainer[RequestedRows]
     overflow: bool
     attach_rows: SharedMemory
     rows_at: int
-    wanted_at: int
-    expired: _containers.RepeatedCompositeFieldContainer[WantedRows]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ..., attach_rows: _Optional[_Union[SharedMemory, _Mapping]] = ..., rows_at: _Optional[int] = ..., wanted_at: _Optional[int] = ..., expired: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
+    requested_at: int
+    expired: _containers.RepeatedCompositeFieldContainer[RequestedRows]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., ssp_report: _Optional[_Union[SspReport, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., requested: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ..., overflow: bool = ..., attach_rows: _Optional[_Union[SharedMemory, _Mapping]] = ..., rows_at: _Optional[int] = ..., requested_at: _Optional[int] = ..., expired: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ...) -> None: ...
 
 class PushedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted", "now_ms")
@@ -712,7 +712,7 @@ class PullFrame(_message.Message):
     data: bytes
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class WantedRows(_message.Message):
+class RequestedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -725,11 +725,11 @@ class WantedRows(_message.Message):
     def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookUpHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms", "code", "pin")
+    __slots__ = ("caller", "server", "generation", "requested", "number", "wait_ms", "code", "pin")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WANTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -737,12 +737,12 @@ class LookUpHeader(_message.Message):
     caller: _common_pb2.Caller
     server: int
     generation: int
-    wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
+    requested: _containers.RepeatedCompositeFieldContainer[RequestedRows]
     number: int
     wait_ms: int
     code: RowCode
     pin: bytes
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ..., code: _Optional[_Union[RowCode, str]] = ..., pin: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., requested: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ..., code: _Optional[_Union[RowCode, str]] = ..., pin: _Optional[bytes] = ...) -> None: ...
 
 class LookUpFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

@@ -427,14 +427,14 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
         ),
         "shared, not attached": ([wire.PushFrame(header=changed(good, shared=True))], "InvalidRequest"),
         "shared_at, not attached": ([wire.PushFrame(header=changed(header(0), shared_at=0))], "InvalidRequest"),
-        "rows wanted at a place, not attached": (
+        "rows requested at a place, not attached": (
             [
                 wire.PushFrame(
                     header=changed(
                         nothing,
                         pull={"partitions": [0, 1], "number": 0},
-                        wanted=[{"table": 0, "partitions": [0], "rows": [1], "id_bytes": [10]}],
-                        wanted_at=0,
+                        requested=[{"table": 0, "partitions": [0], "rows": [1], "id_bytes": [10]}],
+                        requested_at=0,
                     )
                 )
             ],

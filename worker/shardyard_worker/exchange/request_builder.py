@@ -76,12 +76,12 @@ class RequestBuilder:
         behind: list[memoryview] = []
         if push.rows is not None:
             rows, behind = push.rows.of(self._owned[server])
-        wanted: tuple[RequestedRows, ...] = ()
+        requested: tuple[RequestedRows, ...] = ()
         places: Sequence[memoryview] = ()
         if pull is not None and ahead is not None:
-            wanted, ids, places = self._wanted(ahead, server)
+            requested, ids, places = self._requested(ahead, server)
             behind = [*behind, *ids]
-        rows_at, wanted_at = stream.put_rows(behind, places) if behind else (None, None)
+        rows_at, requested_at = stream.put_rows(behind, places) if behind else (None, None)
         if behind and rows_at is None:
             pieces = [*pieces, *behind]
         bases = push.bases
@@ -94,7 +94,7 @@ class RequestBuilder:
             parts,
             push.weight,
             push.groups,
-            None if pull is None else self._pull_header(stream, pull, whole=bool(wanted)),
+            None if pull is None else self._pull_header(stream, pull, whole=bool(requested)),
             shared_at,
             rest=None if begins is None else sum([len(piece) for piece in pieces]),
             ssp_report=None if pull is None else pull.ssp_report,
@@ -102,9 +102,9 @@ class RequestBuilder:
             overflow=push.overflow,
             rows=rows,
             table_groups=push.rows.groups if push.rows is not None and rows else (),
-            wanted=wanted,
+            requested=requested,
             rows_at=rows_at,
-            wanted_at=wanted_at,
+            requested_at=requested_at,
         )
         return ServerRequest(header, pieces, places, begins)
 
@@ -131,21 +131,21 @@ class RequestBuilder:
     ) -> ServerRequest:
         """A server's part of a pull alone. `verdict`: which ranks the step that makes the version may wait for."""
         header = self.header(stream.server)
-        wanted, ids, places = ((), (), ()) if ahead is None else self._wanted(ahead, stream.server)
-        made = self._pull_header(stream, pull, whole=bool(wanted))
+        requested, ids, places = ((), (), ()) if ahead is None else self._requested(ahead, stream.server)
+        made = self._pull_header(stream, pull, whole=bool(requested))
         header = replace(header, pull=made, ssp_report=pull.ssp_report, verdict=verdict)
-        if not wanted:
+        if not requested:
             return ServerRequest(header)
-        rows_at, wanted_at = stream.put_rows(ids, places)
-        header = replace(header, wanted=wanted, rows_at=rows_at, wanted_at=wanted_at)
+        rows_at, requested_at = stream.put_rows(ids, places)
+        header = replace(header, requested=requested, rows_at=rows_at, requested_at=requested_at)
         return ServerRequest(header, ids if rows_at is None else (), places)
 
-    def _wanted(
+    def _requested(
         self, ahead: RowPrefetch, server: Incarnation
     ) -> tuple[tuple[RequestedRows, ...], Sequence[memoryview], Sequence[memoryview]]:
         """The rows to look up on a server, their encoded ids, and the memory for the rows."""
         lookup = ahead.question(self._owned[server])
-        return ((), (), ()) if lookup is None else (lookup.wanted, lookup.codes, ahead.places(lookup))
+        return ((), (), ()) if lookup is None else (lookup.requested, lookup.codes, ahead.places(lookup))
 
     def _pull_header(self, stream: ServerStream, pull: PullSpec, *, whole: bool) -> PullHeader:
         """Returns the same object while nothing changes, so that a stream recognises the same header at once. `whole`:

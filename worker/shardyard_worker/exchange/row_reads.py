@@ -56,7 +56,7 @@ class RowReads:
         def ask(stream: ServerStream) -> None:
             for lookup in asked[stream.server]:
                 request = LookupRequest(
-                    self._session.caller, stream.server, self._generation, lookup.wanted, number, wait_ms, code
+                    self._session.caller, stream.server, self._generation, lookup.requested, number, wait_ms, code
                 )
                 frame = Frame(tables.look_up_to_header(request), 0, b"".join(lookup.codes))
                 answer = stream.peer.call(methods.LOOK_UP, frame, timeout_ms=self._deadline_ms)

@@ -238,7 +238,7 @@ class ServerStream:
                 self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket)
         if pull is None or result.missing:
             return result
-        if header.wanted_at is not None:
+        if header.requested_at is not None:
             assert self._shm_rows is not None
             self._shm_rows.take(self._rows)
             self._rows = ()

@@ -166,7 +166,7 @@ class PinnedVersion:
                         self.view.reader,
                         server.incarnation,
                         self.view.map.generation,
-                        question.wanted,
+                        question.requested,
                         pin=self.pin.name,
                     )
                 )

@@ -128,7 +128,7 @@ class RowLookup:
     """A look-up on one server. `codes`: the encoded ids, in pieces. `answers`: for each run of rows in the answer, the
     look-up that it belongs to, and where it begins and ends there."""
 
-    wanted: tuple[RequestedRows, ...]
+    requested: tuple[RequestedRows, ...]
     codes: tuple[memoryview, ...]
     answers: tuple[tuple[int, int, int], ...]
 

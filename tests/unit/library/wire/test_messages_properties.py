@@ -152,7 +152,7 @@ verdicts = st.builds(
 
 
 @st.composite
-def wanted_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> RequestedRows:
+def requested_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> RequestedRows:
     chosen = draw(st.lists(st.sampled_from(pulled), min_size=1, unique=True))
     rows = st.lists(st.integers(1, limits.LOOK_UP_IDS_MAX), min_size=len(chosen), max_size=len(chosen))
     codes = st.lists(u64, min_size=len(chosen), max_size=len(chosen))
@@ -178,10 +178,10 @@ def orders(draw: st.DrawFn, *, by: PushHeader | None = None) -> PushHeader:
     if kind is PushKind.EMPTY:
         parts = tuple(PushPart(part.partition, 0, part.absent_blocks) for part in parts)
     has_bases = kind is PushKind.GRADIENT and draw(st.booleans())
-    wanted: tuple[RequestedRows, ...] = ()
+    requested: tuple[RequestedRows, ...] = ()
     if wished is not None and wished.partitions and not wished.order:
         numbers = draw(st.lists(st.integers(0, limits.TABLES_MAX - 1), max_size=2, unique=True))
-        wanted = tuple(draw(wanted_rows(number, wished.partitions)) for number in numbers)
+        requested = tuple(draw(requested_rows(number, wished.partitions)) for number in numbers)
     return PushHeader(
         caller=caller,
         server=server,
@@ -200,10 +200,10 @@ def orders(draw: st.DrawFn, *, by: PushHeader | None = None) -> PushHeader:
         else (),
         verdict=draw(st.none() | verdicts),
         overflow=kind is PushKind.GRADIENT and draw(st.booleans()),
-        wanted=wanted,
+        requested=requested,
         attach_rows=draw(st.none() | tickets),
-        rows_at=draw(st.none() | u64) if wanted else None,
-        wanted_at=draw(st.none() | u64) if wanted else None,
+        rows_at=draw(st.none() | u64) if requested else None,
+        requested_at=draw(st.none() | u64) if requested else None,
     )
 
 

@@ -219,21 +219,21 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
 @pytest.mark.parametrize(
     ("more", "kind", "text"),
     [
-        ({"wanted": (RequestedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
+        ({"requested": (RequestedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
         (
-            {"wanted": (RequestedRows(0, (PARTS[0],), (1,), (9,)),)},
+            {"requested": (RequestedRows(0, (PARTS[0],), (1,), (9,)),)},
             MalformedPayload,
             "1 ids of table 'wide' in 9 bytes",
         ),
-        ({"wanted": (RequestedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
-        ({"wanted": (RequestedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
+        ({"requested": (RequestedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
+        ({"requested": (RequestedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
         (
-            {"wanted": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)},
+            {"requested": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)},
             TooLarge,
             "for one partition",
         ),
-        ({"wanted": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
-        ({"wanted": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
+        ({"requested": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
+        ({"requested": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
         ({"generation": Generation(3)}, StaleGeneration, "generation 3"),
         ({"server": Incarnation(9)}, StaleIncarnation, "this is server"),
         ({"caller": Caller(JobId(2))}, NotFound, "job 2"),

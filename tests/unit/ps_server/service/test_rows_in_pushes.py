@@ -181,9 +181,11 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
 
     def numbered(sequence: int) -> PushHeader:
         each = dataclasses.replace(GOOD[0], rows=(sequence + 1, 5), row_bytes=(9 * sequence + 9, 60))
-        wanted = (RequestedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
+        requested = (RequestedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
         pull = PullHeader(push_order(0).caller, HERE, GENERATION, PARTS, 0, exactly=False)
-        return push_order(sequence, (each,), parts=tuple(parts), wanted=wanted, pull=pull, rows_at=0, wanted_at=64)
+        return push_order(
+            sequence, (each,), parts=tuple(parts), requested=requested, pull=pull, rows_at=0, requested_at=64
+        )
 
     for sequence in range(3):
         assert reader.read(writer.write(numbered(sequence))) == numbered(sequence)
@@ -325,11 +327,11 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     store = server()
     code_of = [bytes(encode_ids(IDS[p == OWNER])) for p in PARTS]
     n = tuple(int((p == OWNER).sum()) for p in PARTS)
-    wanted = (
+    requested = (
         RequestedRows(0, PARTS, n, tuple(map(len, code_of))),
         RequestedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)),
     )
-    asked = LookupRequest(Caller(JOB), HERE, GENERATION, wanted, code=code)
+    asked = LookupRequest(Caller(JOB), HERE, GENERATION, requested, code=code)
     assert table_messages.look_up_from_header(table_messages.look_up_to_header(asked)) == asked
     data = lookups.look_up(store, asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
     rest, found = memoryview(bytes(data)), []

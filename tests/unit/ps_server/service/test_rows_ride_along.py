@@ -102,7 +102,9 @@ class Wire:
             return 0
         values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
         return (
-            values if order.wanted_at is not None else values + 4 * DIM * sum(sum(each.rows) for each in order.wanted)
+            values
+            if order.requested_at is not None
+            else values + 4 * DIM * sum(sum(each.rows) for each in order.requested)
         )
 
 
@@ -134,31 +136,31 @@ def taken(found: Sequence[Frame], before: int = PAYLOAD_BYTES) -> tuple[bytes, n
 
 def test_rows_are_those_after_the_push_that_they_come_with(store: Store) -> None:
     wire = Wire(store)
-    wanted, ids = asked()
+    requested, ids = asked()
     expected = INITIAL
     for sequence in range(4):
         rows, data = pushed()
         expected = expected - np.float32(1)
-        result, found = wire.exchange(order(sequence, rows, wanted=wanted), DENSE + data + ids)
+        result, found = wire.exchange(order(sequence, rows, requested=requested), DENSE + data + ids)
         values, seen = taken(found)
         assert (np.frombuffer(values, np.float32) == -(sequence + 1)).all()
         assert (seen == expected).all()
         assert [part.version.number for part in result.parts] == [sequence + 1] * 2
     rows, data = pushed()
-    _, found = wire.exchange(order(3, rows, wanted=wanted), DENSE + data + ids)
+    _, found = wire.exchange(order(3, rows, requested=requested), DENSE + data + ids)
     assert (taken(found)[1] == expected).all()
 
 
 def test_rows_come_without_a_push_too_and_with_one_that_has_none(store: Store) -> None:
     wire = Wire(store)
-    wanted, ids = asked()
-    _, found = wire.exchange(order(None, wanted=wanted), ids)
+    requested, ids = asked()
+    _, found = wire.exchange(order(None, requested=requested), ids)
     assert (taken(found)[1] == INITIAL).all()
-    _, found = wire.exchange(order(0, wanted=wanted), DENSE + ids)
+    _, found = wire.exchange(order(0, requested=requested), DENSE + ids)
     assert (np.frombuffer(taken(found)[0], np.float32) == -1).all()
     assert (taken(found)[1] == INITIAL).all()
     nothing = tuple(PushPart(p, 0) for p in PARTS)
-    empty = order(1, wanted=wanted, kind=PushKind.EMPTY, weight=0.0, groups=(), parts=nothing)
+    empty = order(1, requested=requested, kind=PushKind.EMPTY, weight=0.0, groups=(), parts=nothing)
     _, found = wire.exchange(empty, ids)
     assert (taken(found)[1] == INITIAL).all()
     _, found = wire.exchange(order(None))
@@ -167,8 +169,8 @@ def test_rows_come_without_a_push_too_and_with_one_that_has_none(store: Store) -
 
 
 def test_rows_follow_codes_and_places(store: Store) -> None:
-    wanted, ids = asked()
-    coded, found = Wire(store).exchange(order(None, wanted=wanted, pull=wish(coding="bf16")), ids)
+    requested, ids = asked()
+    coded, found = Wire(store).exchange(order(None, requested=requested, pull=wish(coding="bf16")), ids)
     codes, rows = taken(found, sum(coded.code_bytes))
     values = np.ones(16, np.float32)
     decode(codes[: coded.code_bytes[0]], values)
@@ -181,11 +183,11 @@ def test_rows_follow_codes_and_places(store: Store) -> None:
         wire = Wire(store)
         assert wire.exchange(order(None, pull=None, attach=memory.ticket()))[0].attached
         rows_said, data = pushed()
-        shared = order(0, rows_said, wanted=wanted, shared_at=64, pull=wish(shared=True))
+        shared = order(0, rows_said, requested=requested, shared_at=64, pull=wish(shared=True))
         result, found = wire.exchange(shared, data + ids)
         assert len(result.places) == 2
         assert (taken(found, 0)[1] == INITIAL - 1).all()
-        alone = order(1, wanted=wanted, shared_at=64, pull=wish(shared=True))
+        alone = order(1, requested=requested, shared_at=64, pull=wish(shared=True))
         assert (taken(wire.exchange(alone, ids)[1], 0)[1] == INITIAL - 1).all()
     finally:
         memory.close()
@@ -195,9 +197,9 @@ def test_rows_follow_codes_and_places(store: Store) -> None:
 
 
 class Room:
-    """Memory for rows, as a worker has it: those that are pushed from byte 100 on, those wanted from byte 1024 on."""
+    """Memory for rows, as a worker has it: pushed rows from byte 100 on, requested rows from byte 1024 on."""
 
-    PUSHED, WANTED = 100, 1024
+    PUSHED, READ = 100, 1024
 
     def __init__(self, wire: Wire, nbytes: int = 2048) -> None:
         self.memory = SharedMemory(nbytes, read_only=False)
@@ -212,41 +214,41 @@ class Room:
     @property
     def rows(self) -> np.ndarray:
         nbytes = INITIAL.nbytes
-        assert (self.memory.bytes[self.WANTED + nbytes :] == 0xAB).all()
-        return self.memory.bytes[self.WANTED : self.WANTED + nbytes].view(np.float32).reshape(-1, DIM)
+        assert (self.memory.bytes[self.READ + nbytes :] == 0xAB).all()
+        return self.memory.bytes[self.READ : self.READ + nbytes].view(np.float32).reshape(-1, DIM)
 
 
 @pytest.mark.parametrize("pushed_there", [True, False])
-@pytest.mark.parametrize("wanted_there", [True, False])
-def test_rows_pass_through_shared_memory_both_ways(store: Store, pushed_there: bool, wanted_there: bool) -> None:
+@pytest.mark.parametrize("read_there", [True, False])
+def test_rows_pass_through_shared_memory_both_ways(store: Store, pushed_there: bool, read_there: bool) -> None:
     wire = Wire(store)
     room = Room(wire)
-    wanted, ids = asked()
+    requested, ids = asked()
     for sequence in range(3):
         rows, data = pushed()
         at = room.put(data + ids) if pushed_there else None
-        said = order(sequence, rows, wanted=wanted, rows_at=at, wanted_at=Room.WANTED if wanted_there else None)
+        said = order(sequence, rows, requested=requested, rows_at=at, requested_at=Room.READ if read_there else None)
         _, found = wire.exchange(said, DENSE if pushed_there else DENSE + data + ids)
         values, seen = taken(found)
         assert (np.frombuffer(values, np.float32) == -(sequence + 1)).all()
-        assert seen.size == 0 if wanted_there else seen.shape == INITIAL.shape
-        assert ((room.rows if wanted_there else seen) == INITIAL - np.float32(sequence + 1)).all()
+        assert seen.size == 0 if read_there else seen.shape == INITIAL.shape
+        assert ((room.rows if read_there else seen) == INITIAL - np.float32(sequence + 1)).all()
 
 
 def test_rows_in_shared_memory_are_not_counted_as_moved(store: Store) -> None:
     wire = Wire(store)
     room = Room(wire)
-    (rows, data), (wanted, ids) = pushed(), asked()
-    wire.exchange(order(0, rows, wanted=wanted, rows_at=room.put(data + ids), wanted_at=Room.WANTED), DENSE)
+    (rows, data), (requested, ids) = pushed(), asked()
+    wire.exchange(order(0, rows, requested=requested, rows_at=room.put(data + ids), requested_at=Room.READ), DENSE)
     assert (store.counters.bytes_received, store.counters.bytes_sent) == (len(DENSE), PAYLOAD_BYTES)
     assert store.counters.streams_attached == 1
 
 
-def test_rows_wanted_alone_come_through_shared_memory(store: Store) -> None:
+def test_rows_requested_alone_come_through_shared_memory(store: Store) -> None:
     wire = Wire(store)
     room = Room(wire)
-    wanted, ids = asked()
-    _, found = wire.exchange(order(None, wanted=wanted, rows_at=room.put(ids), wanted_at=Room.WANTED))
+    requested, ids = asked()
+    _, found = wire.exchange(order(None, requested=requested, rows_at=room.put(ids), requested_at=Room.READ))
     assert len(taken(found)[0]) == PAYLOAD_BYTES
     assert (room.rows == INITIAL).all()
 
@@ -255,11 +257,11 @@ def test_rows_wanted_alone_come_through_shared_memory(store: Store) -> None:
     ("more", "kind", "text"),
     [
         ({"rows_at": 2048 - 8}, MalformedPayload, "of shared memory that has 2048"),
-        ({"wanted_at": 1024 + 8}, MalformedPayload, "at byte 1032 of shared memory"),
-        ({"wanted_at": 2048 - 64}, MalformedPayload, "of shared memory that has 2048"),
-        ({"wanted_at": (1 << 64) - 64}, MalformedPayload, "of shared memory that has 2048"),
-        ({"wanted": ()}, MalformedPayload, "has and requests none"),
-        ({"rows": (), "wanted": (), "wanted_at": None}, MalformedPayload, "has and requests none"),
+        ({"requested_at": 1024 + 8}, MalformedPayload, "at byte 1032 of shared memory"),
+        ({"requested_at": 2048 - 64}, MalformedPayload, "of shared memory that has 2048"),
+        ({"requested_at": (1 << 64) - 64}, MalformedPayload, "of shared memory that has 2048"),
+        ({"requested": ()}, MalformedPayload, "has and requests none"),
+        ({"rows": (), "requested": (), "requested_at": None}, MalformedPayload, "has and requests none"),
     ],
 )
 def test_a_place_for_rows_that_cannot_be_is_refused_with_its_push(
@@ -268,16 +270,16 @@ def test_a_place_for_rows_that_cannot_be_is_refused_with_its_push(
     wire = Wire(store)
     room = Room(wire)
     (rows, data), before = pushed(), state(store)
-    given = {"wanted": GOOD, "rows_at": room.put(data + GOOD_IDS), "wanted_at": Room.WANTED}
+    given = {"requested": GOOD, "rows_at": room.put(data + GOOD_IDS), "requested_at": Room.READ}
     with pytest.raises(kind, match=text):
         wire.exchange(dataclasses.replace(order(0, rows, **given), **more), DENSE)
     assert state(store) == before
-    assert (room.memory.bytes[Room.WANTED :] == 0xAB).all()
+    assert (room.memory.bytes[Room.READ :] == 0xAB).all()
 
 
 def test_a_place_for_rows_without_memory_for_them_is_refused(store: Store) -> None:
     (rows, _), before = pushed(), state(store)
-    for more in ({"rows_at": 0}, {"rows_at": 0, "wanted": GOOD}, {"wanted": GOOD, "wanted_at": 0}):
+    for more in ({"rows_at": 0}, {"rows_at": 0, "requested": GOOD}, {"requested": GOOD, "requested_at": 0}):
         with pytest.raises(InvalidRequest, match="no memory for them was attached"):
             Wire(store).exchange(order(0, rows, **more), DENSE)
     assert state(store) == before
@@ -294,13 +296,13 @@ def test_rows_in_shared_memory_and_as_data_too_are_refused(store: Store) -> None
 
 def test_memory_for_rows_that_cannot_be_opened_is_said_and_the_stream_goes_on(store: Store) -> None:
     wire, memory = Wire(store), SharedMemory(2048, read_only=False)
-    wanted, ids = asked()
+    requested, ids = asked()
     shown = SharedMemory(2048, read_only=True)  # nobody else can write there
     for ticket in (dataclasses.replace(memory.ticket(), nonce=bytes(32)), shown.ticket()):
         head, _ = wire.exchange(order(None, pull=None, attach_rows=ticket))
         assert not head.rows_attached
         assert head.rows_not_attached
-    assert (taken(wire.exchange(order(None, wanted=wanted), ids)[1])[1] == INITIAL).all()
+    assert (taken(wire.exchange(order(None, requested=requested), ids)[1])[1] == INITIAL).all()
     assert store.counters.streams_attached == 0
 
 
@@ -313,13 +315,13 @@ def test_what_a_worker_writes_while_its_rows_are_applied_changes_nothing(
     push = pushes.push
 
     def scribble(*given: Any) -> Any:
-        room.memory.bytes[: Room.WANTED] = 0xFF
+        room.memory.bytes[: Room.READ] = 0xFF
         return push(*given)
 
     monkeypatch.setattr(pushes, "push", scribble)
     wire.exchange(order(0, rows, rows_at=room.put(data)), DENSE)
-    wanted, ids = asked()
-    assert (taken(Wire(store).exchange(order(None, wanted=wanted), ids)[1])[1] == INITIAL - 1).all()
+    requested, ids = asked()
+    assert (taken(Wire(store).exchange(order(None, requested=requested), ids)[1])[1] == INITIAL - 1).all()
 
 
 def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> None:
@@ -334,20 +336,24 @@ def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> 
     orders.open_partitions(store, JOB, GENERATION)
     wire = Wire(store)
     room = Room(wire)
-    wanted, ids = asked()
+    requested, ids = asked()
     said = order(
-        0, wanted=wanted, ssp_report=SspReport(SspPhase.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED
+        0,
+        requested=requested,
+        ssp_report=SspReport(SspPhase.STEPS, 0, 1, 0),
+        rows_at=room.put(ids),
+        requested_at=Room.READ,
     )
     result, _ = wire.exchange(said, DENSE)
     assert result.missing
-    assert (room.memory.bytes[Room.WANTED :] == 0xAB).all()
+    assert (room.memory.bytes[Room.READ :] == 0xAB).all()
     store.close()
 
 
 def test_many_rows_come_in_frames_that_are_taken(store: Store) -> None:
     many = np.arange(FRAME_BYTES // (4 * DIM) + 500, dtype=np.int64)
-    wanted, ids = asked(many)
-    _, found = Wire(store).exchange(order(None, wanted=wanted), ids, frame_bytes=FRAME_BYTES)
+    requested, ids = asked(many)
+    _, found = Wire(store).exchange(order(None, requested=requested), ids, frame_bytes=FRAME_BYTES)
     assert len(found) > 1
     expected = [initial_rows(mine, DIM, TABLE.initial, row_key(5, "wide")) for mine in by_partition(many)]
     assert (taken(found)[1] == np.concatenate(expected)).all()
@@ -365,17 +371,17 @@ def test_rows_come_with_the_values_and_not_before() -> None:
         ),
     )
     orders.open_partitions(store, JOB, GENERATION)
-    wanted, ids = asked()
+    requested, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)
     pace = SspReport(SspPhase.STEPS, 0, 1, 0)
-    result, found = ours.exchange(order(0, rows, wanted=wanted, ssp_report=pace), DENSE + data + ids)
+    result, found = ours.exchange(order(0, rows, requested=requested, ssp_report=pace), DENSE + data + ids)
     assert result.missing
     assert sum(len(frame.data) for frame in found) == 0
     name = PushName(SourceKey(WorkerSource(other)), Token(0), 0, 0)
     said = order(0, rows, name=name, caller=Caller(JOB, other), pull=None, ssp_report=pace)
     theirs.exchange(said, DENSE + data)
-    result, found = ours.exchange(order(None, wanted=wanted, ssp_report=pace), ids)
+    result, found = ours.exchange(order(None, requested=requested, ssp_report=pace), ids)
     assert not result.missing
     assert (taken(found)[1] == INITIAL - 2).all()
     store.close()
@@ -396,17 +402,25 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
     "a partition that is not pulled": (
         {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "which it does not pull"
     ),
-    "no such table": ({"wanted": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"),
-    "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "names a table twice"),
+    "no such table": (
+        {"requested": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"
+    ),
+    "a table twice": ({"requested": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "names a table twice"),
     "more than is given at a time": (
-        {"wanted": (RequestedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
+        {"requested": (RequestedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
     ),
     "ids that cannot be so short": (
-        {"wanted": (RequestedRows(0, PARTS[:1], (1,), (9,)),)}, b"x" * 9, MalformedPayload, "1 ids of table 'wide' in 9"
+        {"requested": (RequestedRows(0, PARTS[:1], (1,), (9,)),)},
+        b"x" * 9,
+        MalformedPayload,
+        "1 ids of table 'wide' in 9",
     ),
     "ids of no code": ({}, b"\xff" + GOOD_IDS[1:], MalformedPayload, "begins with 255"),
     "another partition's ids": (
-        {"wanted": (dataclasses.replace(GOOD[0], partitions=PARTS[::-1]),)}, GOOD_IDS, InvalidRequest, "in partition 1"
+        {"requested": (dataclasses.replace(GOOD[0], partitions=PARTS[::-1]),)},
+        GOOD_IDS,
+        InvalidRequest,
+        "in partition 1",
     ),
     "bytes too many": ({}, GOOD_IDS + b"x", MalformedPayload, "the header announced"),
 }  # fmt: skip
@@ -418,16 +432,16 @@ def test_what_cannot_ride_along_is_refused_with_its_push(store: Store, name: str
     before = state(store)
     rows, data = pushed()
     with pytest.raises(kind, match=text):
-        Wire(store).exchange(order(0, rows, **{"wanted": GOOD} | more), DENSE + data + ids)
+        Wire(store).exchange(order(0, rows, **{"requested": GOOD} | more), DENSE + data + ids)
     assert state(store) == before
-    _, found = Wire(store).exchange(order(0, rows, wanted=GOOD), DENSE + data + GOOD_IDS)
+    _, found = Wire(store).exchange(order(0, rows, requested=GOOD), DENSE + data + GOOD_IDS)
     assert (taken(found)[1] == INITIAL - 1).all()
 
 
 def test_rows_ride_along_in_exchanges_alone(store: Store) -> None:
     before = state(store)
     rows, data = pushed()
-    header = push_messages.push_to_wire(order(0, rows, wanted=GOOD)).SerializeToString()
+    header = push_messages.push_to_wire(order(0, rows, requested=GOOD)).SerializeToString()
     sent = frames.cut(header, [DENSE + data + GOOD_IDS])
     with pytest.raises(InvalidRequest, match="outside of an exchange"):
         Servicer(store).push(sent, CONTEXT)
@@ -451,11 +465,11 @@ def test_rows_of_a_synchronous_job_ride_along_as_the_version_of_the_values_has_t
     stepping: tuple[Store, list[PushName]],
 ) -> None:
     store, named = stepping
-    wanted, ids = asked()
+    requested, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)
     result, found = ours.exchange(
-        order(0, rows, name=named[0], wanted=wanted, pull=wish(number=1, exactly=True)), DENSE + data + ids
+        order(0, rows, name=named[0], requested=requested, pull=wish(number=1, exactly=True)), DENSE + data + ids
     )
     assert result.missing
     assert sum(len(frame.data) for frame in found) == 0
@@ -464,7 +478,7 @@ def test_rows_of_a_synchronous_job_ride_along_as_the_version_of_the_values_has_t
         theirs.exchange(order(0, rows, name=dataclasses.replace(name, first=1, last=1), pull=None), DENSE + data)
     for version, steps in ((1, 1), (2, 2)):
         pull = wish(number=version, exactly=True)
-        result, found = ours.exchange(order(None, wanted=wanted, pull=pull), ids)
+        result, found = ours.exchange(order(None, requested=requested, pull=pull), ids)
         assert not result.missing
         assert (taken(found)[1] == INITIAL - np.float32(steps)).all()
 
@@ -476,19 +490,21 @@ def test_rows_of_a_synchronous_job_come_with_a_version_that_is_named_or_not(
     before = state(store)
     rows, data = pushed()
     with pytest.raises(InvalidRequest, match="of no version that is named"):
-        Wire(store).exchange(order(0, rows, name=named[0], wanted=GOOD, pull=wish(number=1)), DENSE + data + GOOD_IDS)
+        Wire(store).exchange(
+            order(0, rows, name=named[0], requested=GOOD, pull=wish(number=1)), DENSE + data + GOOD_IDS
+        )
     assert state(store) == before
 
 
-def test_headers_that_are_alike_keep_what_is_wanted() -> None:
+def test_headers_that_are_alike_keep_the_requested_rows() -> None:
     writer, reader = HeaderWriter(), HeaderReader()
     parts, pull = tuple(PushPart(p, 64) for p in PARTS), wish()
     fewer = (RequestedRows(0, PARTS[:1], (1,), (10,)),)
-    for sequence, wanted in enumerate([GOOD, GOOD, GOOD, fewer, fewer, GOOD, (), GOOD]):
-        made = order(sequence, wanted=wanted, parts=parts, pull=pull)
+    for sequence, requested in enumerate([GOOD, GOOD, GOOD, fewer, fewer, GOOD, (), GOOD]):
+        made = order(sequence, requested=requested, parts=parts, pull=pull)
         found = reader.read(writer.write(made))
-        assert (found.wanted, found.name) == (made.wanted, made.name)
-        assert found.renamed(found.name).wanted == made.wanted
+        assert (found.requested, found.name) == (made.requested, made.name)
+        assert found.renamed(found.name).requested == made.requested
 
 
 def test_rows_of_a_hybrid_job_ride_along_with_the_version_that_they_belong_to() -> None:
@@ -501,17 +517,17 @@ def test_rows_of_a_hybrid_job_ride_along_with_the_version_that_they_belong_to() 
     orders.open_partitions(store, JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
     pushes.open_sources(store.hosted()[0], [(key, Token(1)) for key in keys])
-    wanted, ids = asked()
+    requested, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)
     named = [PushName(key, Token(1), 0, 0) for key in keys]
     result, found = ours.exchange(
-        order(0, rows, name=named[0], wanted=wanted, pull=wish(number=1, exactly=True)), DENSE + data + ids
+        order(0, rows, name=named[0], requested=requested, pull=wish(number=1, exactly=True)), DENSE + data + ids
     )
     assert result.missing
     assert sum(len(frame.data) for frame in found) == 0
     theirs.exchange(order(0, rows, name=named[1], pull=None), DENSE + data)
-    result, found = ours.exchange(order(None, wanted=wanted, pull=wish(number=1, exactly=True)), ids)
+    result, found = ours.exchange(order(None, requested=requested, pull=wish(number=1, exactly=True)), ids)
     assert not result.missing
     assert (taken(found)[1] == INITIAL - np.float32(0.5) - np.float32(0.5)).all()
     store.close()

@@ -331,10 +331,10 @@ def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None
 
 def test_places_in_shared_memory_are_not_recorded(yard: Yard) -> None:
     first = yard.first()
-    placed = dataclasses.replace(order_of(first, 0), shared_at=0, rows_at=64, wanted_at=128)
+    placed = dataclasses.replace(order_of(first, 0), shared_at=0, rows_at=64, requested_at=128)
     order, _ = order_with(first, placed, some(first, 0))
     said = push_messages.push_from_header(push_head(order), recorded=True)
-    assert (said.shared_at, said.rows_at, said.wanted_at) == (None, None, None)
+    assert (said.shared_at, said.rows_at, said.requested_at) == (None, None, None)
     assert (said.name, said.rows) == (order.name, order.rows)
 
 

@@ -114,7 +114,7 @@ def test_a_question_names_the_ids_whose_rows_it_has_places_for() -> None:
     asked: list[list[int]] = [[], []]
     for question in questions(wanted, [PartitionId(0), PartitionId(2)], 1_500):
         codes, answers = iter(question.codes), iter(question.answers)
-        for said in question.wanted:
+        for said in question.requested:
             for partition, n, nbytes in zip(said.partitions, said.rows, said.id_bytes, strict=True):
                 code, (look_up, begin, end) = next(codes), next(answers)
                 _, found, _ = wanted[look_up]
