@@ -23,8 +23,8 @@ from shardyard.storage.storage import Written
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.storage.checkpoint_residuals import NEVER, CheckpointResidual
+from tests.support import restoring_yards as orders
 from tests.unit.coordinator.machine import test_handovers as handing
-from tests.unit.coordinator.machine import test_restore_on_command as orders
 
 SEEDS = range(60)
 ACTIONS = 300

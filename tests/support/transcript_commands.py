@@ -33,6 +33,14 @@ TICK_MS: Final = 100
 VARIABLES: Final = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FLOAT32, (3,)))
 SGD: Final = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
 FEED: Final = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
+BEGUN: Final = [
+    [
+        "feed_opened",
+        {"feed": 0, **dataclasses.asdict(FEED), "batches_per_data_shard": 2, "units": 5, "first_step": 0},
+    ],
+    ["feed_progress", {"feed": 0, "begun": 3, "free": [1, 2], "reached": []}],
+    ["data_leased", {"feed": 0, "epoch": 0, "index": 1, "worker": 8, "token": 40, "first": 0}],
+]
 
 Command = Callable[..., events.Event | list[str] | None]
 VERBS: Final[dict[str, Command]] = {}
@@ -119,8 +127,10 @@ def join(stage: Stage, name: str, *, settings: str = "default", pid: str = "0") 
 
 
 @verb
-def variables(stage: Stage, name: str) -> events.Event:
-    return events.VariablesRegistered(stage.caller(name), VARIABLES, SGD)
+def variables(stage: Stage, name: str, *, b: str = "3") -> events.Event:
+    """A worker registers the variables of its script. `b`: how many elements the second one has."""
+    given = (VARIABLES[0], dataclasses.replace(VARIABLES[1], shape=(int(b),)))
+    return events.VariablesRegistered(stage.caller(name), given, SGD)
 
 
 @verb
@@ -335,9 +345,9 @@ def batch(
 
 
 @verb
-def restored(stage: Stage) -> events.Event:
-    """The servers have read the partitions that they were given."""
-    return events.PartitionsRestored(stage.job(), stage.restoring())
+def restored(stage: Stage, *, generation: str = "") -> events.Event:
+    """The servers have read the partitions that they were given, under the latest map or one of this generation."""
+    return events.PartitionsRestored(stage.job(), Generation(int(generation)) if generation else stage.restoring())
 
 
 @verb
@@ -372,12 +382,20 @@ def perhaps_restart(stage: Stage) -> None:
 
 @verb
 def order_restore(
-    stage: Stage, *, mode: str = "async", number: str = "7", step: str = "60", residual_of: str = ""
+    stage: Stage,
+    *,
+    mode: str = "async",
+    number: str = "7",
+    step: str = "60",
+    logical_ranks: str = "",
+    ledger: str = "",
+    residual_of: str = "",
 ) -> events.Event:
     """A person orders the next run of the job `default` to begin with a checkpoint of another run, whose workers are
-    gone. `residual_of`: a worker whose residual is in it."""
-    given, updates = stage.settings["default"], UpdateMode(mode)
+    gone. `ledger=begun`: of its five data shards the first is closed, the second leased, the third given back.
+    `residual_of`: a worker whose residual is in it."""
     file = FileRef(f"{number}/worker-{residual_of}.safetensors", Written(9, "a" * 64))
+    begun = ledger == "begun"
     return events.RestoreOrdered(
         RestorePoint(
             name="default",
@@ -385,15 +403,41 @@ def order_restore(
             number=int(number),
             job=JobId((1 << 32) + 5),
             step=int(step),
-            mode=updates,
-            logical_ranks=given.logical_rank_count,
+            mode=UpdateMode(mode),
+            logical_ranks=int(logical_ranks or stage.settings["default"].logical_rank_count),
             seed=99,
             layout=plan(VARIABLES, SGD, partitions=4, block_bytes=64),
-            data_ledger={"entries": [], "closed": 0, "token": 44},
+            data_ledger={"entries": BEGUN if begun else [], "closed": int(begun), "token": 44},
+            token=Token(44),
+            floor=Token(40 if begun else 0),
+            created_s=0,
+            feedback=(ResidualFile(residual_of, file),) if residual_of else (),
+        )
+    )
+
+
+@verb
+def order_return(stage: Stage) -> events.Event:
+    """A person orders the running job to go back to its newest checkpoint."""
+    job = stage.yard.machine.jobs[-1]
+    committed, layout = job.book.committed, job.deployment.layout
+    assert committed is not None
+    assert layout is not None
+    return events.RestoreOrdered(
+        RestorePoint(
+            name=job.settings.name,
+            url=job.book.url,
+            number=committed.number,
+            job=job.id,
+            step=committed.step,
+            mode=job.settings.consistency.mode.updates,
+            logical_ranks=job.settings.logical_rank_count,
+            seed=job.settings.seed,
+            layout=layout,
+            data_ledger=committed.data_ledger,
             token=Token(44),
             floor=Token(0),
             created_s=0,
-            feedback=(ResidualFile(residual_of, file),) if residual_of else (),
         )
     )
 

@@ -17,7 +17,7 @@ from shardyard.config.settings import (
 )
 from shardyard.domain.consistency import ConsistencyMode, Durability
 from shardyard.domain.errors import ConfigurationError, MalformedPayload, TooLarge
-from shardyard.domain.ids import Caller, Generation, Incarnation, Term
+from shardyard.domain.ids import Caller, Generation, Incarnation, MemberRole, Term
 from shardyard.domain.limits import JOB_BYTES_MAX
 from shardyard.domain.variables import VariableSpec
 from shardyard.storage.storage import Written
@@ -28,15 +28,24 @@ from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.service.residual_collection import ResidualReport, ResidualRequest, Stage
 from shardyard_coordinator.service.rpcs import checkpoints, members
 from shardyard_coordinator.storage.checkpoint_residuals import CheckpointResidual
-from tests.unit.coordinator.machine import test_restore_on_command as orders
-from tests.unit.coordinator.machine.test_restore_on_command import Yard, perhaps, restarts
-
-__all__ = ["restarts"]
+from tests.support import restoring_yards as orders
+from tests.support.restoring_yards import Yard
 
 VARIABLES = (VariableSpec("w", orders.VARIABLES[0].dtype, (8, 16)), VariableSpec("b", orders.VARIABLES[0].dtype, (8,)))
 CODED = CompressionSettings(push="topk:0.01", whole_elements_max=0)
 SETTINGS = JobSettings(partitions=2, compression=CODED, checkpoint=CheckpointSettings(every_s=0))
 ORIGIN = dataclasses.replace(orders.ORIGIN, layout=plan(VARIABLES, orders.SGD, partitions=2, block_bytes=256))
+
+
+@pytest.fixture(params=["", "all", "snapshot"])
+def restarts(request: pytest.FixtureRequest) -> str:
+    """Whether, and from what, another coordinator goes on at each step."""
+    return str(request.param)
+
+
+def perhaps(yard: Yard, restarts: str) -> None:
+    if restarts:
+        yard.restart(from_snapshot=restarts == "snapshot")
 
 
 def file_of(worker: Incarnation | str, number: int = 1) -> ResidualFile:
@@ -134,7 +143,7 @@ def test_job_that_goes_back_as_a_whole_gives_each_worker_its_own_and_what_is_of_
     lose(yard, servers=3)
     perhaps(yard, restarts)
     for index in range(3):
-        yard.register(orders.MemberRole.SERVER, f"n:{index}")
+        yard.register(MemberRole.SERVER, f"n:{index}")
     generation = restore(yard)
     perhaps(yard, restarts)
     mine, theirs, gone = (worker_name(each.incarnation) for each in (first, third, second))
@@ -201,7 +210,7 @@ def test_going_back_in_part_or_by_logs_changes_nothing_for_workers() -> None:
     (worker,) = run(logs, 1, SETTINGS.model_copy(update={"durability": Durability.WAL}))
     commit(logs, [file_of(worker.incarnation)])
     lose(logs, servers=3)
-    logs.register(orders.MemberRole.SERVER, "n:0")
+    logs.register(MemberRole.SERVER, "n:0")
     restore(logs)
     assert told(logs, worker) == []
 
@@ -221,7 +230,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     (worker,) = run(yard, 1)
     commit(yard, [])
     lose(yard, servers=3)
-    yard.register(orders.MemberRole.SERVER, "n:0")
+    yard.register(MemberRole.SERVER, "n:0")
     generation = restore(yard)
     perhaps(yard, restarts)
     answer = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
@@ -231,7 +240,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     (worker,) = run(plain, 1, orders.SETTINGS)
     commit(plain, [])
     lose(plain, servers=3)
-    plain.register(orders.MemberRole.SERVER, "n:0")
+    plain.register(MemberRole.SERVER, "n:0")
     restore(plain)
     answer = plain.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(answer, effects.HeartbeatReply)
@@ -244,7 +253,7 @@ def test_going_back_again_begins_anew_with_what_that_checkpoint_says(restarts: s
     commit(yard, [file_of(worker.incarnation)])
     for index in range(2):
         lose(yard, servers=3)
-        yard.register(orders.MemberRole.SERVER, f"n:{index}")
+        yard.register(MemberRole.SERVER, f"n:{index}")
         generation = restore(yard)
         perhaps(yard, restarts)
         assert told(yard, worker) == [(worker_name(worker.incarnation), True)]
@@ -260,7 +269,7 @@ def test_what_cannot_be_taken_up_is_lost_and_told_and_counted(restarts: str) -> 
     (worker,) = run(yard, 1)
     commit(yard, [file_of(worker.incarnation)])
     lose(yard, servers=3)
-    yard.register(orders.MemberRole.SERVER, "n:0")
+    yard.register(MemberRole.SERVER, "n:0")
     generation = restore(yard)
     assert take(yard, worker, worker, generation, "its SHA-256 is wrong")
     (warning,) = [each.text for each in yard.effects if isinstance(each, effects.LogMessage) and each.warning]
@@ -275,7 +284,7 @@ def test_end_of_a_job_tells_of_what_nobody_has_taken_up() -> None:
     (worker,) = run(yard, 1)
     commit(yard, [file_of(worker.incarnation)])
     lose(yard, servers=3)
-    yard.register(orders.MemberRole.SERVER, "n:0")
+    yard.register(MemberRole.SERVER, "n:0")
     restore(yard)
     die(yard, worker)
     assert any("no worker has taken over the residuals of workers 100000004" in str(each) for each in yard.effects)
@@ -297,7 +306,7 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
     (worker,) = run(yard, 1)
     commit(yard, [file_of(worker.incarnation)])
     lose(yard, servers=3)
-    yard.register(orders.MemberRole.SERVER, "n:0")
+    yard.register(MemberRole.SERVER, "n:0")
     take(yard, worker, worker, restore(yard))
     if kind == "feedback_taken_before":
         yard.persisted = yard.machine.snapshot()
