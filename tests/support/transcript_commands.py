@@ -216,6 +216,18 @@ def kill(stage: Stage, name: str) -> list[str]:
 
 
 @verb
+def die_at(stage: Stage, name: str, sequence: str, *, settings: str = "default") -> list[str]:
+    """A worker joins, takes a data shard, announces its batches up to this one and is killed. Shows the verdicts."""
+    join(stage, name, settings=settings)
+    found = lease(stage, name)[:1]
+    for at in range(int(sequence) + 1):
+        found += stage.react(batch(stage, name, str(at)))[:1]
+    kill(stage, name)
+    stage.react(fenced(stage, name))
+    return found
+
+
+@verb
 def fenced(stage: Stage, *names: str) -> events.Event:
     """All servers refuse these workers."""
     return events.WorkersFenced(stage.job(), tuple(stage.members[name] for name in names))
