@@ -73,6 +73,14 @@ class MachineYard:
         self.handle(events.VariablesCommitted(caller))
         self.handle(events.PartitionsOpened(caller.job))
 
+    def complete_checkpoint(self, step: int | None = None) -> None:
+        """The checkpoint that the latest event began is written, of this step or of its draft's."""
+        (taking,) = self.wanted(effects.TakeCheckpoint)
+        assert isinstance(taking, effects.TakeCheckpoint)
+        draft = taking.draft
+        step = draft.step if step is None else step
+        self.handle(events.CheckpointTaken(taking.spec.job, draft.number, draft.number, step))
+
     def beat(self, member: Incarnation, report: Report | None = None) -> effects.HeartbeatReply:
         answer = self.handle(events.HeartbeatReceived(member, report or Report()))
         assert isinstance(answer, effects.HeartbeatReply)

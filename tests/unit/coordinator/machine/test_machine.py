@@ -54,17 +54,6 @@ class Yard(MachineYard):
         """From joined to RUNNING."""
         self.open_job(caller, VARIABLES, SGD)
 
-    def advance(self, ms: int, *alive: Incarnation) -> list[effects.Effect]:
-        """Time passes in small steps while some members beat; gives all effects of the ticks."""
-        found: list[effects.Effect] = []
-        for _ in range(0, ms, 100):
-            self.now_ms += 100
-            for member in alive:
-                self.beat(member)
-            found += self.machine.handle(events.Ticked(), self.now_ms)
-        self.effects = found
-        return found
-
 
 @pytest.fixture
 def yard() -> Yard:

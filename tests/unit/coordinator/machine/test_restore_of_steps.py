@@ -32,8 +32,7 @@ class Yard(MachineYard):
 
     def take_checkpoint(self, step: int) -> None:
         self.handle(events.Ticked())
-        (taking,) = [each for each in self.effects if isinstance(each, effects.TakeCheckpoint)]
-        self.handle(events.CheckpointTaken(self.worker.job, taking.draft.number, taking.draft.number, step))
+        self.complete_checkpoint(step)
 
     def open_feed(self, worker: Caller) -> FeedOpening:
         opening = self.handle(events.FeedOpened(worker, 0, FEED))

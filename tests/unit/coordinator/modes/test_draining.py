@@ -69,10 +69,7 @@ class Yard(SwitchingYard):
 
     def write(self) -> None:
         self.tick()
-        (taking,) = self.wanted(effects.TakeCheckpoint)
-        assert isinstance(taking, effects.TakeCheckpoint)
-        number = taking.draft.number
-        self.handle(events.CheckpointTaken(taking.spec.job, number, number, taking.draft.step))
+        self.complete_checkpoint()
 
     def go_over(self, version: int = 9) -> effects.RestorePartitions:
         """From asked to what the servers are told."""

@@ -26,7 +26,6 @@ from tests.support.machine_yards import MachineYard
 
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
-ASYNC = JobSettings(partitions=2)
 SYNC = JobSettings(
     partitions=2, consistency=ConsistencySettings(mode=ConsistencyMode.SYNC), workers_expected=2, rank_grace_ms=0
 )

@@ -14,7 +14,7 @@ from shardyard.domain.ids import Incarnation, Rank, Token
 from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core import effects
 from shardyard_coordinator.core.effects import SwitchTaken
 from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.service.rpcs import members
@@ -46,11 +46,10 @@ class Yard(SwitchingYard):
     def write(self, step: int) -> bool:
         """Whether a checkpoint is begun; it is taken then."""
         self.tick()
-        for taking in self.wanted(effects.TakeCheckpoint):
-            assert isinstance(taking, effects.TakeCheckpoint)
-            self.handle(events.CheckpointTaken(taking.spec.job, taking.draft.number, taking.draft.number, step))
-            return True
-        return False
+        begun = bool(self.wanted(effects.TakeCheckpoint))
+        if begun:
+            self.complete_checkpoint(step)
+        return begun
 
     def go_over(self, step: int) -> effects.RestorePartitions:
         """From asked to what the servers are told."""

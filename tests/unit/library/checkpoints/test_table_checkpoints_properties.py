@@ -233,7 +233,6 @@ def table_settings(draw: st.DrawFn) -> TableSettings:
     )
 
 
-OTHERS = ("count", "remove", "lost", "refused", "unread", "restore")
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
