@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,22 +21,14 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.service import Coordinator
+from tests.support.waiting import wait_until
 
-DEADLINE_S = 10.0
 SGD = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
 VARIABLES = (
     VariableSpec("weight", DType.FLOAT32, (64, 16)),
     VariableSpec("bias", DType.FLOAT32, (64,)),
     VariableSpec("mean", DType.FLOAT32, (64,), VariableKind.BUFFER),
 )
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause = threading.Event()
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
-        pause.wait(0.005)
 
 
 class ManualClock:

@@ -28,21 +28,13 @@ from shardyard.wire.method import Method, Wire
 from shardyard.wire.v1 import agent_pb2 as agent
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
+from tests.support.waiting import DEADLINE_S, wait_until
 
-DEADLINE_S = 10.0
 TIMEOUT_MS = 10_000
 # offsets at which the handler of PushPull does something else: ends the stream, waits, does not answer, answers often
 END, HANG, SILENT, MORE = 99, 77, 55, 1_000
 # offsets that a handler which offers to answer at once answers so, and at which that fails
 QUICK, BAD = 500, 501
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause = threading.Event()
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
-        pause.wait(0.005)
 
 
 @dataclass

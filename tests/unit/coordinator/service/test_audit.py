@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from shardyard_coordinator.records import Entry
 from shardyard_coordinator.service import journal as module
 from shardyard_coordinator.service.audit import Audited, Page, audited
 from shardyard_coordinator.service.journal import FILE, Journal, reading_audit
-from tests.support.coordinator_yards import ASYNC, Yard, begin, sync_settings, wait_until
+from tests.support.coordinator_yards import ASYNC, Yard, sync_settings
+from tests.support.waiting import wait_until
 
 
 def find_audited_job(folder: Path, job: str) -> int:
@@ -171,16 +171,6 @@ def test_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 # ---- of a coordinator
-
-
-@pytest.fixture
-def yard() -> Iterator[Yard]:
-    before = set(threading.enumerate())
-    begun = begin(Journal(None))
-    yield begun
-    begun.coordinator.stop()
-    begun.journal.close()
-    assert [each.name for each in threading.enumerate() if each not in before] == []
 
 
 def ask(yard: Yard, job: str, after: int = 0) -> wire.ReadAuditReply:

@@ -22,7 +22,8 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.service import mailbox
 from shardyard_coordinator.service.journal import Journal
-from tests.support.coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings, wait_until
+from tests.support.coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
+from tests.support.waiting import wait_until
 
 
 class Lives:

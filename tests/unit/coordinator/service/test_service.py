@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,8 @@ from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import process
 from shardyard_coordinator.service.journal import Journal
-from tests.support.coordinator_yards import ASYNC, DEADLINE_S, Worker, Yard, begin, sync_settings, wait_until
-
-
-@pytest.fixture
-def yard() -> Iterator[Yard]:
-    before = set(threading.enumerate())
-    begun = begin(Journal(None))
-    yield begun
-    begun.coordinator.stop()
-    begun.journal.close()
-    assert [each.name for each in threading.enumerate() if each not in before] == []
+from tests.support.coordinator_yards import ASYNC, Worker, Yard, sync_settings
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 def test_job_runs_from_join_to_finish(yard: Yard) -> None:

@@ -23,7 +23,8 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.status import describe
 from shardyard_coordinator.storage.checkpoint_book import Committed
-from tests.support.coordinator_yards import ASYNC, Yard, begin, wait_until
+from tests.support.coordinator_yards import ASYNC, Yard, begin
+from tests.support.waiting import wait_until
 
 SETTINGS = JobSettings(partitions=4, idle_ms=60_000)
 SYNC = SETTINGS.model_copy(

@@ -18,17 +18,9 @@ from shardyard.transport.interfaces import Context, Peer, Service
 from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.support.waiting import DEADLINE_S, wait_until
 
-DEADLINE_S = 10.0
 ADDRESS = "coordinator:1"
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause = threading.Event()
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
-        pause.wait(0.002)
 
 
 class FakeCoordinator:

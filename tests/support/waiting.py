@@ -1,0 +1,19 @@
+"""Waiting, in a test, for what another thread does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+DEADLINE_S: Final = 10.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Raises AssertionError if the condition, which `what` describes, does not hold within the deadline."""
+    pause = threading.Event()
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
+        pause.wait(0.002)
