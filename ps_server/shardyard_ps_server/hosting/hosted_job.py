@@ -97,6 +97,11 @@ class HostedJob:
         return not self.rules.rows_have_versions and any(each.expiry != ExpirySettings() for each in self.layout.tables)
 
     @property
+    def in_order(self) -> list[Partition]:
+        """The partitions, in the order of their numbers."""
+        return [self.partitions[number] for number in sorted(self.partitions)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one version of all partitions."""
         return sum(partition.payload.nbytes for partition in self.partitions.values())
@@ -124,10 +129,12 @@ class HostedJob:
         counted here."""
         if self.wal is None or request.generation <= self.generation or request.restore.url:
             return False
-        for number in sorted(self.partitions):
-            version, sources = self.partitions[number].describe()
+        for partition in self.in_order:
+            version, sources = partition.describe()
             if version.number or sources:
-                raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
+                raise InvalidRequest(
+                    f"partition {partition.id} of job {self.job} to begin anew, which has counted work"
+                )
         return True
 
     def changes_mode(self, request: CreateRequest) -> bool:
@@ -191,9 +198,9 @@ class HostedJob:
     def describe_tables(self) -> list[wire.DescribedTable]:
         """Returns what this server has of each table, all its partitions together."""
         found = [wire.DescribedTable(job=self.job, name=settings.name) for settings in self.layout.tables]
-        for number in sorted(self.partitions):
+        for partition in self.in_order:
             for into in found:
-                table = self.partitions[number].tables[into.name].use()
+                table = partition.tables[into.name].use()
                 into.rows += table.rows
                 into.bytes += table.nbytes
                 into.ids += table.ids

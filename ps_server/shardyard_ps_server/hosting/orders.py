@@ -25,7 +25,6 @@ from shardyard_ps_server.hosting.pulls import reclaim_all
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition.push import check_nothing
-from shardyard_ps_server.values.versions import NO_BYTES
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import pass_over_head
 
@@ -129,8 +128,8 @@ def open_partitions(store: Store, job: JobId, generation: Generation) -> None:
     hosted = store.find(job)
     hosted.check_generation(generation)
     store.loops.await_loaded(job)
-    for number in sorted(hosted.partitions):
-        hosted.partitions[number].open()
+    for partition in hosted.in_order:
+        partition.open()
     hosted.open = True
 
 
@@ -166,9 +165,8 @@ def save(
         hosted.wal.prune(request.oldest)
         assert store.logs is not None
         store.logs.prune(job=hosted.job, server=store.incarnation, generation=generation, needed=request.logs)
-    partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
     # with a log, save between steps: parts of the next step in the old segment would be lost
-    saved = hosted.saver.save(partitions, request, open_storage(url), between=hosted.wal is not None)
+    saved = hosted.saver.save(hosted.in_order, request, open_storage(url), between=hosted.wal is not None)
     hosted.check_generation(generation)  # otherwise some could be saved before a restore and others after it
     return saved
 
@@ -189,8 +187,8 @@ def forget_sources(
         raise InvalidRequest(f"sources to be forgotten in job {hosted.job}, which is sync")
     fence(store, workers)
     with hosted.quiescent():
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].forget(done, workers, floor, partial(hosted.check_generation, generation))
+        for partition in hosted.in_order:
+            partition.forget(done, workers, floor, partial(hosted.check_generation, generation))
 
 
 def pass_over(
@@ -206,16 +204,12 @@ def pass_over(
         )
     key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)
     if hosted.wal is None:
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].pass_over(key, next_sequence, check_current)
+        for partition in hosted.in_order:
+            partition.pass_over(key, next_sequence, check_current)
         return
-    with hosted.wal.admission:
-        check_current()
-        ticket = hosted.wal.append(RecordKind.PASS_OVER, pass_over_head(worker, next_sequence), NO_BYTES)
-    hosted.wal.sync(ticket)
-    with hosted.wal.turn(ticket):
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].pass_over(key, next_sequence, check_nothing)
+    with hosted.wal.recorded(RecordKind.PASS_OVER, pass_over_head(worker, next_sequence), check_current):
+        for partition in hosted.in_order:
+            partition.pass_over(key, next_sequence, check_nothing)
 
 
 def set_staleness(

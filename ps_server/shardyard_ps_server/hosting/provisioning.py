@@ -22,7 +22,6 @@ from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.table_states import read_tables
 from shardyard_ps_server.values.shm_regions import ShmRegions
-from shardyard_ps_server.values.versions import NO_BYTES
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import begin_head, replay
 from shardyard_ps_server.wal.wal import Wal
@@ -93,7 +92,7 @@ def give(store: Store, hosted: HostedJob, request: CreateRequest, loaded: Sequen
     with hosted.quiescent():
         if hosted.wal is not None:
             head = begin_head(request.generation, [p for p in owned if p in made or p in restored])
-            ticket = hosted.wal.append(RecordKind.BEGIN, head, NO_BYTES)
+            ticket = hosted.wal.append(RecordKind.BEGIN, head)
             hosted.wal.sync(ticket)
             with hosted.wal.turn(ticket):
                 pass  # only records after this one belong to these partitions

@@ -133,8 +133,8 @@ def keep_base(store: Store, hosted: HostedJob, worker: Incarnation, reply: Excha
 
 def _forget_base(hosted: HostedJob, worker: Incarnation) -> None:
     if hosted.rules.stale is not None:
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].forget_bases(worker)
+        for partition in hosted.in_order:
+            partition.forget_bases(worker)
 
 
 # ---- versions that readers pin
@@ -146,7 +146,7 @@ def pin(store: Store, request: PinRequest) -> tuple[tuple[PulledPart, ...], tupl
     if it will not come, NotReady, TooLarge."""
     hosted = admit(store, request.caller, request.server, request.generation, reads=True)
     hosted.check_open()
-    partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+    partitions = hosted.in_order
     if (request.number is None) is (hosted.mode is UpdateMode.SYNC):
         how = "without" if request.number is None else "at"
         newest = max((each.describe()[0].number for each in partitions), default=0)

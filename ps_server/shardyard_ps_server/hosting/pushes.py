@@ -135,19 +135,15 @@ def _push_all(
 def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: StepVerdict) -> None:
     """Gives a step's verdict to the partitions that wait for it. Raises InvalidRequest, TooLarge, and NotReady if the
     log has failed."""
-    owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-    waiting = [partition for partition in owned if sync_step.awaits_verdict(partition, verdict)]
+    waiting = [partition for partition in hosted.in_order if sync_step.awaits_verdict(partition, verdict)]
     if not waiting:
         return
+    check_current = partial(check_still_admitted, store, hosted, header)
     if hosted.wal is None:
-        _give_verdict(store, waiting, verdict, partial(check_still_admitted, store, hosted, header))
+        _give_verdict(store, waiting, verdict, check_current)
         return
-    with hosted.wal.admission:
-        check_still_admitted(store, hosted, header)
-        head = verdict_head(verdict, [partition.id for partition in waiting])
-        ticket = hosted.wal.append(RecordKind.VERDICT, head, NO_BYTES)
-    hosted.wal.sync(ticket)
-    with hosted.wal.turn(ticket):
+    head = verdict_head(verdict, [partition.id for partition in waiting])
+    with hosted.wal.recorded(RecordKind.VERDICT, head, check_current):
         _give_verdict(store, waiting, verdict, check_nothing)
 
 
@@ -172,7 +168,7 @@ def open_sources(
     InvalidRequest for a source that this job cannot have."""
 
     def on_all(call: Callable[[Partition, SourceKey, Token], T]) -> list[tuple[SourceKey, list[T]]]:
-        owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+        owned = hosted.in_order
         return [(key, [call(partition, key, token) for partition in owned]) for key, token in sources]
 
     for key, _ in sources:
@@ -181,19 +177,19 @@ def open_sources(
         on_all(Partition.check_open)
         return on_all(Partition.open_source)
     generation = hosted.generation
-    with hosted.wal.admission:
+
+    def check_current() -> None:
         hosted.check_generation(generation)
         on_all(Partition.check_open)
-        ticket = hosted.wal.append(RecordKind.OPEN, open_head(sources), NO_BYTES)
-    hosted.wal.sync(ticket)
-    with hosted.wal.turn(ticket):
+
+    with hosted.wal.recorded(RecordKind.OPEN, open_head(sources), check_current):
         return on_all(Partition.open_source)
 
 
 def read_ledger(
     hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
 ) -> list[tuple[SourceKey, list[Watermark]]]:
-    return [(key, [hosted.partitions[p].watermark(key) for p in sorted(hosted.partitions)]) for key, _ in sources]
+    return [(key, [partition.watermark(key) for partition in hosted.in_order]) for key, _ in sources]
 
 
 def _rows_by_partition(layout: JobLayout, header: PushHeader, rows: Bytes) -> dict[PartitionId, list[PushedTableRows]]:

@@ -276,12 +276,11 @@ class Servicer:
                 reply.staleness.add(job=hosted.job, most=hosted.clocks.staleness_max)
             if hosted.rules.stale is not None:
                 _describe_lateness(reply.lateness.add(job=hosted.job), hosted)
-            for number in sorted(hosted.partitions):
-                partition = hosted.partitions[number]
+            for partition in hosted.in_order:
                 version, sources = partition.describe()
                 reply.partitions.add(
                     job=hosted.job,
-                    partition=number,
+                    partition=partition.id,
                     version=common_messages.version_to_wire(version),
                     payload_bytes=partition.payload.nbytes,
                     sources=sources,

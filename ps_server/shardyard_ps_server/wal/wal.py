@@ -138,6 +138,17 @@ class Wal:
             raise
         self._end_turn(ticket)
 
+    @contextmanager
+    def recorded(self, kind: RecordKind, head: bytes, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Records a change without payload, and enters its turn. `check` is called under `admission`; if it raises,
+        nothing is recorded. Raises NotReady if the log has failed."""
+        with self.admission:
+            check()
+            ticket = self.append(kind, head)
+        self.sync(ticket)
+        with self.turn(ticket):
+            yield
+
     def drain(self) -> None:
         """Returns when all records so far have taken effect. Raises NotReady if the log has failed."""
         with self._changed:
