@@ -77,7 +77,7 @@ def encode_feedback(
     _project_back(after, grid.columns, grid.lead, p, q)
     if not np.isfinite(q).all():
         return None
-    _subtract(after, grid.columns, grid.lead, p, q)
+    _add(after, grid.columns, grid.lead, p, q, np.float32(-1))
     header = varint(grid.columns) + varint(grid.lead) + bytes((rank,))
     return whole(CodeId.POWERSGD, n, header, p, q), q
 
@@ -91,7 +91,7 @@ def decode(reader: Reader, out: Array) -> None:
     q = reader.float32s("right factor", rank * columns).reshape(rank, columns)
     reader.end()
     out[:] = 0
-    _add(out, columns, lead, p, q)
+    _add(out, columns, lead, p, q, np.float32(1))
 
 
 @compiled
@@ -142,29 +142,16 @@ def _project_back(v: Array, columns: int, lead: int, p: Float32s, q: Float32s) -
 
 
 @compiled
-def _add(out: Array, columns: int, lead: int, p: Float32s, q: Float32s) -> None:
-    """out += p q."""
+def _add(out: Array, columns: int, lead: int, p: Float32s, q: Float32s, sign: np.float32) -> None:
+    """out += sign p q, with a sign of 1 or -1."""
     for row in range(p.shape[0]):
         start, stop, column = _span(row, columns, lead, out.size)
         ys = out[start:stop]
         for k in range(q.shape[0]):
-            weight = p[row, k]
+            weight = sign * p[row, k]
             qs = q[k, column : column + ys.size]
             for i in range(ys.size):
                 ys[i] += weight * qs[i]
-
-
-@compiled
-def _subtract(v: Array, columns: int, lead: int, p: Float32s, q: Float32s) -> None:
-    """v -= p q."""
-    for row in range(p.shape[0]):
-        start, stop, column = _span(row, columns, lead, v.size)
-        vs = v[start:stop]
-        for k in range(q.shape[0]):
-            weight = p[row, k]
-            qs = q[k, column : column + vs.size]
-            for i in range(vs.size):
-                vs[i] -= weight * qs[i]
 
 
 @compiled

@@ -150,21 +150,21 @@ def apply(code: int, scalars: Floats, slab: Floats, rows: Rows, places: Places, 
 
 
 @compiled
-def _prefetch_later(slab: Floats, rows: Rows, k: int) -> None:
-    """Prefetches the row of a later update than number k."""
+def _row(slab: Floats, rows: Rows, k: int) -> int:
+    """The row of update number k. Prefetches the row of a later update."""
     stride = slab.shape[1]
     later = k + max(1, min(_AHEAD, _PREFETCHED_VALUES // stride))
     if later < rows.size and rows[later] >= 0:
         for d in range(0, min(stride, _PREFETCHED_VALUES), _LINE):
             prefetch(slab, rows[later] * stride + d)
+    return int(rows[k])
 
 
 @compiled
 def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay = _unpacked(scalars, 3)
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 slab[r, d] = slab[r, d] - lr * _slope(gradients[i, d], slab[r, d], sign, decay)
@@ -174,8 +174,7 @@ def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: F
 def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, momentum, keep, nesterov = _unpacked(scalars, 6)
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 w = slab[r, d]
@@ -189,8 +188,7 @@ def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradien
 def _adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, eps = _unpacked(scalars, 4)
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 w = slab[r, d]
@@ -207,8 +205,7 @@ def _rowwise_adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, 
     sign, lr, decay, eps = _unpacked(scalars, 4)
     lanes = np.zeros(8, np.float32)
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             lanes[:] = 0
             for d in range(dim):
@@ -228,8 +225,7 @@ def _adam(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 w = slab[r, d]
@@ -246,8 +242,7 @@ def _amsgrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradient
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 w = slab[r, d]
@@ -268,8 +263,7 @@ def _ftrl(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, lr, beta, l1, l2 = _unpacked(scalars, 5)
     zero = np.float32(0)
     for k in range(rows.size):
-        _prefetch_later(slab, rows, k)
-        r, i = rows[k], places[k]
+        r, i = _row(slab, rows, k), places[k]
         if r >= 0:
             for d in range(dim):
                 w, squares = slab[r, d], slab[r, 2 * dim + d]

@@ -49,14 +49,15 @@ class _LookupModule(torch.nn.Module):
     def __init__(
         self,
         dim: int,
-        table: Table | str | None,
-        padding_idx: int | None,
-        initial: InitialValues | None,
-        optimizer: RowOptimizer | None,
-        admission: Admission | None,
-        expiry: Expiry | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        *,
+        table: Table | str | None = None,
+        padding_idx: int | None = None,
+        initial: InitialValues | None = None,
+        optimizer: RowOptimizer | None = None,
+        admission: Admission | None = None,
+        expiry: Expiry | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(table, Table):
@@ -124,21 +125,6 @@ class Embedding(_LookupModule):
     torch.Size([1, 3, 16])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        table: Table | str | None = None,
-        padding_idx: int | None = None,
-        initial: InitialValues | None = None,
-        optimizer: RowOptimizer | None = None,
-        admission: Admission | None = None,
-        expiry: Expiry | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(dim, table, padding_idx, initial, optimizer, admission, expiry, dtype, device)
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns shape (*ids.shape, dim), for ids of any shape, int64 or int32. Raises DTypeMismatch, TooLarge,
         InvalidRequest."""
@@ -188,7 +174,17 @@ class EmbeddingBag(_LookupModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(dim, table, padding_idx, initial, optimizer, admission, expiry, dtype, device)
+        super().__init__(
+            dim,
+            table=table,
+            padding_idx=padding_idx,
+            initial=initial,
+            optimizer=optimizer,
+            admission=admission,
+            expiry=expiry,
+            dtype=dtype,
+            device=device,
+        )
         if mode not in list(Mode):
             raise InvalidRequest(f"mode is {mode!r}; expected one of {', '.join(Mode)}")
         self.mode = Mode(mode)

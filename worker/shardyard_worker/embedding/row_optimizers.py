@@ -61,7 +61,7 @@ class Adagrad(RowOptimizer):
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(RowOptimizer):
+class RowWiseAdagrad(Adagrad):
     """Adagrad with one sum for each row, that of its mean squared gradients, as FBGEMM's exact row-wise Adagrad
     (Mudigere et al., arXiv:2104.05158). A row of dim 64 takes 65 numbers instead of 128.
 
@@ -69,11 +69,6 @@ class RowWiseAdagrad(RowOptimizer):
     """
 
     kind = "rowwise_adagrad"
-    lr: float = 1e-2
-    lr_decay: float = 0.0
-    weight_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
 
 
 @dataclass(frozen=True)
