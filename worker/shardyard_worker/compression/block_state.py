@@ -1,9 +1,9 @@
 """The compression state of one block, and the encoders that update it.
 
 Owns: the arrays of one block (residual, momentum, PowerSGD's factor), as flat tensors on the variable's device.
-Invariant: a push writes its result beside the values before it, so that it can be undone to the bit. Two encoders do
-the same arithmetic: compiled loops (shardyard.codecs) in host memory, torch operations (device_codecs) on a device.
-Must not know: which push it is, other blocks.
+Invariant: a push writes its result into other memory than the value before it, so `undo` restores that value to the
+bit. Two encoders do the same arithmetic: compiled loops (shardyard.codecs) in host memory, torch operations
+(device_codecs) on a device. Must not know: the order of pushes, other blocks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ T = TypeVar("T", torch.Tensor, npt.NDArray[Any])
 
 WARMUP_DENSITY: Final = 0.25
 WARMUP_RATIO: Final = 4
-"""The density of the first pushes of a warm-up, and its divisor from stage to stage (Lin et al., ICLR 2018)."""
+"""A warm-up begins with this density, and each stage divides it by this ratio (Lin et al., ICLR 2018)."""
 
 
 def density_at(push: int, density: float, warmup_steps: int) -> float:
-    """The density of push number `push` (from 0): 25%, 6.25%, ... as long as they are above `density`, each for an
-    equal part of the warm-up; then `density`."""
+    """The density of push number `push` (from 0). The warm-up has stages of equal length, with densities of 25%, 6.25%
+    and so on, as long as these are above `density`. All later pushes have `density`."""
     if push >= warmup_steps or density >= WARMUP_DENSITY:
         return density
     stages = math.ceil(math.log(WARMUP_DENSITY / density, WARMUP_RATIO) - 1e-9)
@@ -47,16 +47,16 @@ def density_at(push: int, density: float, warmup_steps: int) -> float:
 
 
 class StateArray:
-    """A flat tensor of state, with its value before the last push until that push counts."""
+    """A flat tensor of state. Until a push is committed, the value before it is kept as well."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.now = torch.zeros(elements, dtype=dtype, device=device)
         self._other: Tensor | None = None
-        self._keeps_spare = device.type == "cpu"  # memory of a device is scarce, and quick to get again
+        self._keeps_spare = device.type == "cpu"  # a device has little memory, and allocates it quickly
 
     @property
     def spare(self) -> Tensor:
-        """Memory for the next value."""
+        """Memory into which the next value is written."""
         if self._other is None:
             self._other = torch.empty_like(self.now)
         return self._other
@@ -77,15 +77,15 @@ class StateArray:
             self._other = None
 
     def write(self, values: Array | None) -> None:
-        """None: zeros."""
+        """Sets the value; None sets zeros."""
         _write(self.now, values)
 
     def add(self, values: Array) -> None:
         self.now += _tensor(values).to(self.now.device)
 
     def rebase(self, values: Array | None, *, add: bool) -> None:
-        """Replaces the value before the last push by `values` (None: zeros). `add`: what the push added stays added;
-        otherwise the value now becomes `values` too."""
+        """Replaces the value before the last push by `values` (None: zeros). With `add` the push's own change is added
+        to it; otherwise the present value becomes `values` too."""
         assert self._other is not None
         if add:
             self.now -= self._other
@@ -95,7 +95,7 @@ class StateArray:
         self.now += self._other
 
     def read(self) -> Array:
-        """Shape (elements,). A view on the host, so copy it."""
+        """The value on the host, shape (elements,). It may be a view, so copy it."""
         return self.now.cpu().numpy()
 
     def square_norm(self) -> float:
@@ -115,8 +115,8 @@ def _write(into: Tensor, values: Array | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockPush:
-    """How a block is encoded in one push: the push's number from 0, the factor that clips gradients, and a key of 64
-    bits for random numbers."""
+    """How one push encodes a block. `number`: the push's, from 0. `factor`: multiplies the gradient, to clip it. `key`:
+    64 bits, the seed of random numbers."""
 
     number: int
     factor: float
@@ -124,7 +124,7 @@ class BlockPush:
 
 
 class BlockState:
-    """The state of one block. A codec without feedback has none."""
+    """The state of one block. It has no arrays if the codec has no feedback."""
 
     def __init__(
         self, codec: CodecSpec, spec: VariableSpec, block: Block, device: torch.device, settings: CompressionSettings
@@ -133,10 +133,10 @@ class BlockState:
         self.arrays: dict[str, StateArray] = {}
         self.grid: Grid | None = None
         self.factor: Factor | None = None
-        """PowerSGD's right factor, from which the next push starts."""
+        """PowerSGD's right factor: the next push starts from it."""
         self._factor_before: Factor | None = None
-        self._factor_there: tuple[Factor, Tensor] | None = None
-        """A factor, and the same on the device."""
+        self._device_factor: tuple[Factor, Tensor] | None = None
+        """A factor, and its copy on the device."""
         self._settings = settings
         if not codec.has_feedback:
             return
@@ -148,7 +148,7 @@ class BlockState:
             self.grid = grid_of(spec.shape, block.offset, block.length, codec.rank)
 
     def undo(self) -> None:
-        """The state is as before the last push."""
+        """Restores the state before the last push."""
         for array in self.arrays.values():
             array.undo()
         self.factor = self._factor_before
@@ -158,7 +158,7 @@ class BlockState:
             array.commit()
 
     def set_factor(self, factor: Factor | None) -> None:
-        """Takes a saved factor. One of another shape is ignored: the next push then starts from random numbers."""
+        """Sets a saved factor. If its shape does not fit, the next push starts from random numbers."""
         if self.grid is None:
             return
         fits = factor is not None and factor.shape == (self.codec.rank, self.grid.columns)
@@ -168,7 +168,7 @@ class BlockState:
         self._factor_before, self.factor = self.factor, factor
 
     def _first_factor(self, key: int) -> Factor:
-        """The factor to start from. Rows of zeros, left by a gradient of lower rank, are drawn again."""
+        """The factor to start from. A gradient of lower rank leaves rows of zeros; these are drawn again."""
         assert self.grid is not None
         drawn = encoding.first_factor(self.codec.rank, self.grid.columns, key)
         if self.factor is None:
@@ -223,7 +223,7 @@ class BlockState:
     # ---- on a device
 
     def encode_on_device(self, gradient: Tensor, push: BlockPush) -> Encoding[memoryview]:
-        """As `encode_on_host`, in the steps of `device_codecs.run`."""
+        """As `encode_on_host`, as a generator for `device_codecs.run`."""
         if not self.arrays:
             return (yield from device_codecs.encode(self.codec, _scaled(gradient, push.factor), push.key))
         residual = self.arrays[RESIDUAL]
@@ -242,11 +242,12 @@ class BlockState:
                 momentum.advance(u)
         elif self.grid is not None:
             start = self._first_factor(push.key)
-            code, after, there, factor = yield from device_codecs.encode_low_rank(
+            code, after, on_device, factor = yield from device_codecs.encode_low_rank(
                 _scaled(gradient, push.factor), residual.now, self.grid, self._factor_on(gradient.device, start)
             )
-            self._advance_factor(start if factor is None else factor)
-            self._factor_there = start if factor is None else factor, there
+            factor = start if factor is None else factor
+            self._advance_factor(factor)
+            self._device_factor = factor, on_device
         else:
             code, after = yield from device_codecs.encode_feedback(
                 self.codec, _scaled(gradient, push.factor), residual.now, push.key
@@ -255,8 +256,8 @@ class BlockState:
         return code
 
     def _factor_on(self, device: torch.device, start: Factor) -> Tensor:
-        if self._factor_there is not None and self._factor_there[0] is start:
-            return self._factor_there[1]
+        if self._device_factor is not None and self._device_factor[0] is start:
+            return self._device_factor[1]
         return torch.from_numpy(start.copy()).to(device)
 
 

@@ -1,13 +1,14 @@
 """Encoders in torch operations: tensors on a GPU are encoded there, and only the code is copied to the host.
 
-Owns: the way from a tensor to a code on the tensor's own device. The format is that of shardyard.codecs, and so are the
-bits: for the same elements, BF16, FP16, INT8, QSGD, ONEBIT, TOPK and RANDOMK give what that package's encoders give, on
-a CPU and on a GPU. So no operation here fuses a product and a sum, divides by a host number (CUDA multiplies by its
-inverse), or sums floats in its own order. POWERSGD sums in torch's order: the same error bound, but other last bits.
+Owns: one encoder for each codec, in torch operations on the tensor's own device. Codes have the format of
+shardyard.codecs. For the same elements BF16, FP16, INT8, QSGD, ONEBIT, TOPK and RANDOMK give the same bits as that
+package's encoders, on a CPU and on a GPU. So no operation here fuses a product and a sum, divides by a host number
+(CUDA multiplies by its inverse), or sums floats in an order of its own. POWERSGD sums in torch's order: its error bound
+is the same, its last bits differ.
 
-An encoder is a generator. It launches work, yields the tensors that it needs on the host, is sent their elements, and
-returns the code. `run` drives many of them side by side, so a push of any number of blocks waits for the device at most
-three times. Must not know: what is kept between pushes (block_state), streams (device_copies).
+An encoder is a generator. It launches work, yields the tensors that it needs on the host, receives their elements, and
+returns the code. `run` runs many of them together, so a push of any number of blocks waits for the device at most three
+times. Must not know: the state between pushes (block_state), streams (device_copies).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Tensor = torch.Tensor
 Array = npt.NDArray[Any]
 R = TypeVar("R")
 Encoding = Generator[Sequence[Tensor], Sequence[Array], R]
-"""Yields tensors of its device, and is sent their elements as arrays of shape (elements,), in order."""
+"""Yields tensors on a device, and receives their elements as arrays of shape (elements,), in the same order."""
 Fetch = Callable[[Sequence[Tensor]], list[Array]]
-"""Copies tensors to arrays of shape (elements,) and the same dtypes (bool: uint8), once all work for them is done."""
+"""Waits until tensors are computed. Returns arrays of shape (elements,) and the same dtypes (bool: uint8)."""
 Made = tuple[memoryview, Tensor]
-"""A code, and the residual that it leaves."""
+"""A code, and its residual."""
 
 _LIMIT: Final = float(np.float32(3e38))
-"""A block with a larger magnitude, or an element that is not finite, is sent RAW."""
+"""A block is sent RAW if a magnitude is larger than this, or an element is not finite."""
 _MAGNITUDE_MAX: Final = float(np.uint32(0x7F7F7FFF).view(np.float32))
 """The largest float32 that bfloat16 does not round to infinity."""
 _SCALE_MIN: Final = float(np.float32(1e-37))
@@ -50,23 +51,23 @@ _LOW: Final = 0xFFFFFFFF
 
 
 def run(encodings: Sequence[Encoding[R]], fetch: Fetch) -> list[R]:
-    """Returns the results of the encodings, in order. What they request at one time is fetched together."""
+    """Returns the results of the encodings, in order. Tensors that several yield in one round are fetched together."""
     results: dict[int, R] = {}
-    asked: dict[int, Sequence[Tensor]] = {}
+    wanted: dict[int, Sequence[Tensor]] = {}
 
-    def go_on(number: int, given: Sequence[Array] | None) -> None:
+    def resume(number: int, given: Sequence[Array] | None) -> None:
         try:
-            asked[number] = next(encodings[number]) if given is None else encodings[number].send(given)
+            wanted[number] = next(encodings[number]) if given is None else encodings[number].send(given)
         except StopIteration as stop:
             results[number] = stop.value
 
     for number in range(len(encodings)):
-        go_on(number, None)
-    while asked:
-        now, asked = asked, {}
+        resume(number, None)
+    while wanted:
+        now, wanted = wanted, {}
         found = iter(fetch([tensor for tensors in now.values() for tensor in tensors]))
         for number, tensors in now.items():
-            go_on(number, [next(found) for _ in tensors])
+            resume(number, [next(found) for _ in tensors])
     return [results[number] for number in range(len(encodings))]
 
 
@@ -96,10 +97,10 @@ def encode(codec: CodecSpec, values: Tensor, key: int = 0) -> Encoding[memoryvie
 
 
 def encode_feedback(codec: CodecSpec, gradient: Tensor, before: Tensor, key: int = 0) -> Encoding[Made]:
-    """The code of gradient + before, and the residual; the decoded code and the residual add up to both.
+    """The code of gradient + before, and the residual. The decoded code plus the residual is gradient + before.
 
-    All have shape (n,), contiguous, one dtype, float32 or float64. Codecs "int8", "onebit", and "randomk" with
-    feedback.
+    All have shape (n,), contiguous, one dtype, float32 or float64. For the codecs "int8" and "onebit", and "randomk"
+    with feedback.
     """
     total = gradient + before
     made: tuple[Uint8s, Tensor] | None = None
@@ -166,7 +167,8 @@ def _onebit(total: Tensor, bucket: int) -> Encoding[tuple[Uint8s, Tensor] | None
 
 
 def _means(rows: Tensor) -> Tensor:
-    """The mean magnitude of each row in float32, shape (rows,), summed by repeatedly adding one half to the other."""
+    """The mean magnitude of each row in float32, shape (rows,). A sum adds one half of the row to the other, again and
+    again."""
     sums, m = rows.abs(), rows.shape[1]
     while m > 1:
         half = (m + 1) // 2
@@ -221,7 +223,7 @@ def _random_code(elements: int, seed: int, sent: Array) -> Uint8s:
 
 
 def _strata(seed: int, count: int, elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """shardyard.codecs.format.compiled.stratum for all of its numbers: an index from each part, and the parts'
+    """As shardyard.codecs.format.compiled.stratum, for all parts together: an index drawn from each, and their
     sizes."""
     numbers = torch.arange(count, device=device)
     lows = torch.div(numbers * elements, count, rounding_mode="floor")
@@ -239,7 +241,7 @@ def _signed(word: int) -> int:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shifts to the right, filling with zeros."""
+    """Shifts to the right, and fills with zeros."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -255,11 +257,11 @@ def encode_largest(
     factor: float = 1.0,
     momentum: float = 0.0,
 ) -> Encoding[tuple[memoryview, tuple[Tensor | None, Tensor]]]:
-    """Deep Gradient Compression's code of the `count` largest of v, with u = momentum u + factor gradient, v = v + u,
-    and u and v afterwards. `before` is (u, v); u None: error feedback alone.
+    """Deep Gradient Compression: u = momentum u + factor gradient, v = v + u. Returns the code of the `count` largest
+    elements of v, and u and v afterwards. `before` is (u, v); without a u there is error feedback alone.
 
-    Shape (n,), contiguous, one dtype, float32 or float64; 1 <= count <= n but for n = 0. `key` (64 bits) chooses the
-    sample that gives the threshold. A momentum starts anew where an element is not finite.
+    Shape (n,), contiguous, one dtype, float32 or float64; 1 <= count <= n, except for n = 0. `key` (64 bits) chooses
+    the sample that gives the threshold. If an element is not finite, the momentum starts again.
     """
     u, v = before
     scaled = gradient * factor
@@ -292,7 +294,7 @@ def encode_largest(
 
 
 def _threshold(v: Tensor, count: int, key: int) -> Tensor:
-    """A magnitude that more than `count` elements very likely reach, but not many more. Shape ()."""
+    """A magnitude, shape (), that very likely at least `count` elements reach, and not many more."""
     n = v.numel()
     samples = min(n, max(SAMPLE_MIN, math.ceil(SAMPLE_HITS * n / count)))
     drawn = v.abs() if samples == n else v[_strata(key, samples, n, v.device)[0]].abs()
@@ -302,12 +304,12 @@ def _threshold(v: Tensor, count: int, key: int) -> Tensor:
 
 
 def _reaches(v: Tensor, threshold: Tensor) -> Tensor:
-    """Where magnitudes reach the threshold; zeros never do."""
+    """Which magnitudes reach the threshold; zeros never do."""
     return (v.abs() >= threshold) & (v != 0)
 
 
 def _where_largest(v: Tensor, threshold: Tensor, count: int, *, above: int, nonzero: int) -> Tensor:
-    """Indices, ascending, of the `count` largest magnitudes; the first among equal ones; zeros are left out."""
+    """Indices, ascending, of the `count` largest magnitudes. Of equal ones the first are chosen. Zeros are left out."""
     sizes = v.abs()
     if nonzero <= count:
         return _true_at(sizes > 0, nonzero)
@@ -321,13 +323,13 @@ def _where_largest(v: Tensor, threshold: Tensor, count: int, *, above: int, nonz
 
 
 def _true_at(mask: Tensor, count: int) -> Tensor:
-    """Indices, ascending, int64, at which a mask is true. There are `count`, so the device is not asked for their
-    number."""
+    """Indices, ascending, int64, at which a mask is true. The caller knows that there are `count`: to count them would
+    wait for the device."""
     return torch.searchsorted(mask.cumsum(0), torch.arange(1, count + 1, device=mask.device))
 
 
 def _sent(sent: Tensor, values: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The bytes of the values, the bytes before them in the code, and the values as the receiver decodes them."""
+    """The values in the code, the header before them, and the values as the receiver decodes them."""
     nothing = torch.empty(0, dtype=torch.uint8, device=sent.device)
     if values == "fp16":
         single = sent.float()
@@ -347,8 +349,8 @@ def _rice_parameter(elements: int, count: int) -> int:
 
 
 def _rice(at: Tensor, rice: int, elements: int) -> tuple[Tensor, Tensor]:
-    """The Rice code of the gaps between ascending indices, uint8, with spare room at its end; and its number of
-    bytes."""
+    """The Rice code of the gaps between ascending indices, uint8, with unused bytes at its end; and how many bytes are
+    used."""
     if not at.numel():
         return torch.empty(0, dtype=torch.uint8, device=at.device), at.new_zeros(1)
     gaps = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
@@ -356,7 +358,7 @@ def _rice(at: Tensor, rice: int, elements: int) -> tuple[Tensor, Tensor]:
     ends = (ones + (1 + rice)).cumsum(0)
     room = at.numel() * (rice + 1) + (elements >> rice)
     places = torch.arange(room, device=at.device)
-    number = torch.searchsorted(ends, places, right=True).clamp_max(at.numel() - 1)  # whose code lies there
+    number = torch.searchsorted(ends, places, right=True).clamp_max(at.numel() - 1)  # the gap that a bit codes
     beyond = places - (ends[number] - (1 + rice))  # 0 at the zero that ends the ones
     remainder = (gaps[number] >> (beyond - 1).clamp(0, max(0, rice - 1))) & 1
     bits = torch.where(beyond < 0, 1, torch.where(beyond == 0, 0, remainder)) * (places < ends[-1])
@@ -369,8 +371,8 @@ def _rice(at: Tensor, rice: int, elements: int) -> tuple[Tensor, Tensor]:
 def encode_low_rank(
     gradient: Tensor, before: Tensor, grid: Grid, factor: Tensor
 ) -> Encoding[tuple[memoryview, Tensor, Tensor, Array | None]]:
-    """PowerSGD's code of gradient + before, the residual, and the factor for the next push: on the device, and as an
-    array, which is None if the factor is the given one.
+    """PowerSGD's code of gradient + before, the residual, and the next push's factor, on the device and as an array.
+    The array is None if the factor has not changed.
 
     Gradient and residual have shape (n,), contiguous, one dtype, float32 or float64; `factor` has shape (rank,
     columns), float32, without rows of zeros. The code is RAW if the factors are not smaller than the block.
@@ -386,7 +388,7 @@ def encode_low_rank(
         fine = torch.isfinite(p).all()
         p = _orthogonalised(p)
         q = (p.to(total.dtype).T @ matrix).float()
-        for k in range(rank):  # as the receiver adds them up, whatever precision torch may choose for products
+        for k in range(rank):  # in the receiver's order; torch may choose a lower precision for matrix products
             matrix -= (p[:, k : k + 1] * q[k]).to(total.dtype)
         after = padded[grid.lead : grid.lead + n].clone()
         ok, left, right = yield fine & torch.isfinite(q).all(), p, q
@@ -398,7 +400,7 @@ def encode_low_rank(
 
 
 def _orthogonalised(p: Tensor) -> Tensor:
-    """Gram-Schmidt in float64, each column twice. A column that depends on those before it becomes zeros."""
+    """Gram-Schmidt in float64, twice for each column. A column that depends on earlier ones becomes zeros."""
     columns = p.double()
     for k in range(p.shape[1]):
         column = columns[:, k]
@@ -415,7 +417,7 @@ def _orthogonalised(p: Tensor) -> Tensor:
 
 
 def _divided(values: Tensor, by: int) -> Tensor:
-    """Divides by a tensor: for a host number CUDA multiplies by the inverse, which gives other last bits."""
+    """Divides by a tensor. CUDA would multiply by the inverse of a host number, which gives other last bits."""
     return values / torch.full_like(values, by)
 
 
@@ -424,7 +426,7 @@ def _inverse(scales: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest magnitude, NaN if there is one, 0 without elements. Shape (1,), in the dtype of `values`."""
+    """The largest magnitude, shape (1,), in the dtype of `values`. NaN if an element is NaN; 0 without elements."""
     return values.abs().amax().view(1) if values.numel() else values.new_zeros(1)
 
 
@@ -439,13 +441,13 @@ def _rows(values: Tensor, bucket: int) -> Tensor:
 
 
 def _halves(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Finite float32 as halves times 2**(exponent - 128), and the exponent, uint8, shape (1,)."""
+    """Finite float32 as float16 times 2**(exponent - 128), and the exponent, uint8, shape (1,)."""
     exponent = (torch.frexp(largest).exponent - _TOP_OF_HALF).clamp_min(_EXPONENT_MIN)
     return (values * _power_of_two(-exponent)).to(torch.float16), (exponent + _EXPONENT_BIAS).to(torch.uint8)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent in float32, exactly; exponents, int32, from -126 to 127."""
+    """2**exponent in float32, exact, for int32 exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
@@ -455,7 +457,7 @@ def _low_bytes(words: Tensor, count: int) -> Tensor:
 
 
 def _bytes_of_bits(bits: Tensor) -> Tensor:
-    """Eight bits a byte, the first the lowest, filled up with zeros."""
+    """Packs eight bits into a byte, lowest first. The last byte is filled up with zeros."""
     short = -bits.numel() % 8
     eights = torch.cat((bits.to(torch.uint8), torch.zeros(short, dtype=torch.uint8, device=bits.device))).view(-1, 8)
     return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Error feedback: what compression leaves out of a push stays in the worker, and is added to the next gradient.
 
-Owns: the state of all blocks of a job, and a whole push: clipping, random keys, undo, save and restore. State is where
-its variable is, on the host or on a device; codes are made there.
+Owns: the state of all blocks of a job, and a whole push: clipping, random keys, undo, save and restore. The state of a
+variable is on the variable's device, and its code is made there.
 
-Invariants: over all pushes that count, the decoded values plus the residual are the sum of the gradients (up to
-rounding); a push that does not count is undone to the bit, as a whole or for some blocks; random numbers depend only on
+Invariants: over all pushes that count, the decoded values plus the residual equal the sum of the gradients, up to
+rounding. A push that does not count is undone to the bit, for all blocks or for some. Random numbers depend only on
 (seed, worker, variable, offset, number of the push), or on the work's name instead of worker and number, so a run can
 be repeated. Must not know: the format of a code, servers.
 """
@@ -86,24 +86,24 @@ class ErrorFeedback:
                 self._blocks[index].append(block)
         self._pushes = 0
         self._encoded: set[Key] = set()
-        """The blocks of the push that is neither committed nor undone yet."""
+        """The blocks of the last push, until they are committed or undone."""
 
     def use(self, copies: DeviceCopies) -> None:
-        """From now on encodes on these lanes."""
+        """Encodes on these lanes from now on."""
         self._copies = copies
 
     def _lanes(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Inside the block, work on devices goes to the encoders' lanes."""
+        """Work on devices goes to the encoders' lanes inside this context."""
         return nullcontext() if self._copies is None else self._copies.beside(dict.fromkeys(self._devices), inputs)
 
     # ---- a push
 
     def encode(self, blocks: Sequence[tuple[Block, Tensor]], *, work: Sequence[int] = ()) -> list[memoryview]:
-        """Begins a push; the one before counts. Returns the code of each block.
+        """Begins a push, and commits the one before. Returns the code of each block.
 
         `blocks`: each once, with its gradient (of a buffer: its value), shape (block.length,), contiguous, of the
-        variable's dtype. `work`: the numbers that name the work, where any worker may compute it. The 2-norm of all
-        parameters' gradients together is held to job.compression.clip.
+        variable's dtype. `work`: the numbers that name the work, if any worker may compute it. The gradients of all
+        parameters together are scaled down to a 2-norm of at most job.compression.clip.
         """
         self.commit()
         self._pushes += 1
@@ -114,17 +114,17 @@ class ErrorFeedback:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             factor = self._clip_factor([g for (block, _), g in zip(blocks, given, strict=True) if self._clips(block)])
             codes: list[memoryview] = [memoryview(b"")] * len(given)
-            there: dict[int, Encoding[memoryview]] = {}
+            encodings: dict[int, Encoding[memoryview]] = {}
             for number, ((block, _), gradient) in enumerate(zip(blocks, given, strict=True)):
                 assert gradient.dtype is TORCH_DTYPES[self._variables[block.variable].dtype]
                 state, push = self._states[_key(block)], self._begin(block, gradient, factor, work)
                 if self._is_away(gradient):
-                    there[number] = state.encode_on_device(gradient, push)
+                    encodings[number] = state.encode_on_device(gradient, push)
                 else:
                     codes[number] = state.encode_on_host(gradient, push)
-            if there and self._copies is not None:
-                made = device_codecs.run(list(there.values()), self._copies.to_host)
-                for number, code in zip(there, made, strict=True):
+            if encodings and self._copies is not None:
+                made = device_codecs.run(list(encodings.values()), self._copies.to_host)
+                for number, code in zip(encodings, made, strict=True):
                     codes[number] = code
         return codes
 
@@ -135,7 +135,7 @@ class ErrorFeedback:
         return bool(self._clip) and self._variables[block.variable].kind is VariableKind.PARAMETER
 
     def _clip_factor(self, gradients: Sequence[Tensor]) -> float:
-        """The factor that reduces the 2-norm of all these together to at most `clip`."""
+        """The factor that scales all gradients together down to a 2-norm of at most `clip`."""
         here = [each.numpy() for each in gradients if not self._is_away(each)]
         total = sum(float(np.dot(each, each)) for each in here)
         away = [torch.linalg.vector_norm(each.double()).view(1) for each in gradients if self._is_away(each)]
@@ -156,14 +156,14 @@ class ErrorFeedback:
         return BlockPush(self._pushes - 1, factor if self._clips(block) else 1.0, drawn)
 
     def commit(self) -> None:
-        """The push counts; it can no longer be undone."""
+        """The push counts. It can no longer be undone."""
         for key in self._encoded:
             self._states[key].commit()
         self._encoded.clear()
 
     def undo(self, blocks: Iterable[Block] | None = None) -> None:
-        """The push does not count, for these blocks or (None) for all: restores their state before it. At most once a
-        push for each block."""
+        """The push does not count for these blocks (None: for all): restores their state before it. At most once for
+        each block of a push."""
         if blocks is None:
             self._pushes -= 1 if self._encoded else 0
             undone = set(self._encoded)
@@ -182,8 +182,8 @@ class ErrorFeedback:
             return {index: total for index, total in self._totals(RESIDUAL) if total.any()}
 
     def absorb(self, residuals: Mapping[int, Array]) -> None:
-        """Adds what another worker never sent, as its `residuals` returned it. Between pushes. Variables without
-        feedback are left out. Raises ShapeMismatch."""
+        """Adds another worker's `residuals`. Call it between pushes. Variables without feedback are left out. Raises
+        ShapeMismatch."""
         self.commit()
         with self._lanes():
             for index, total in residuals.items():
@@ -197,7 +197,7 @@ class ErrorFeedback:
 
     @property
     def lost_norm(self) -> float:
-        """The 2-norm of all residuals: what would be lost if this process died now."""
+        """The 2-norm of all residuals: what is lost if this process dies now."""
         with self._lanes():
             found = [state.arrays[RESIDUAL] for state in self._states.values() if RESIDUAL in state.arrays]
             return math.sqrt(sum(each.square_norm() for each in found))
@@ -206,7 +206,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of all state: "pushes"; "residual.NAME" and "momentum.NAME" of shape (elements,), in the variable's
-        dtype; "factor.NAME@OFFSET" of shape (rank, columns), float32. For between two pushes."""
+        dtype; "factor.NAME@OFFSET" of shape (rank, columns), float32. Call it between pushes."""
         state: dict[str, npt.NDArray[Any]] = {PUSHES: np.array(self._pushes, np.int64)}
         with self._lanes():
             for kind in (RESIDUAL, MOMENTUM):
@@ -218,9 +218,9 @@ class ErrorFeedback:
         return state
 
     def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Loads what `state_dict` returned, even if the variables were cut into other blocks then. Missing state
-        becomes zeros. Raises UnknownVariable for state that these settings do not keep, ShapeMismatch and
-        DTypeMismatch; then nothing has changed."""
+        """Loads what `state_dict` returned, also if the variables were cut into other blocks then. Missing state
+        becomes zeros. Raises UnknownVariable for state that these settings do not keep, ShapeMismatch, DTypeMismatch;
+        then nothing has changed."""
         saved = self._parse(state)
         self.commit()
         self._restore(saved)
@@ -232,12 +232,12 @@ class ErrorFeedback:
 
     def go_back(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """As `load_state_dict`, after the servers went back to the time when this worker had `state` (empty: it had
-        none). It may be called during a push: that push counts on the restored servers, or is undone, so its own
-        residual is added to the restored one. Raises the same."""
+        none). A push may be in flight: it counts on the restored servers or is undone, so its own residual is added to
+        the restored one. Raises the same errors."""
         self._restore(self._parse(state))
 
     def residuals_in(self, state: Mapping[str, npt.NDArray[Any]]) -> dict[int, Array]:
-        """As `residuals`, of another worker's `state_dict`. Raises as `load_state_dict`."""
+        """The `residuals` in another worker's `state_dict`. Raises what `load_state_dict` raises."""
         found = self._parse({name: value for name, value in state.items() if name.startswith(f"{RESIDUAL}.")})
         return {index: total for (_, index), total in found.totals.items() if total.any()}
 
@@ -293,7 +293,7 @@ class ErrorFeedback:
                 yield block, array
 
     def _totals(self, kind: str) -> Iterator[tuple[int, Array]]:
-        """Copies of all arrays of this kind, by variable, blocks put together."""
+        """Copies of all arrays of this kind, whole variables, by index."""
         for index, spec in enumerate(self._variables):
             pieces = list(self._arrays(kind, index))
             if pieces:

@@ -1,8 +1,8 @@
-"""The time between two pushes, when the error feedback belongs to a whole number of pushes.
+"""Runs actions between two pushes, when the error feedback has whole pushes only.
 
-Owns: whether a push is in flight. Invariants: actions of other threads run between two pushes, in the order of the
-requests: at once if no push is in flight, otherwise in the thread that trains when the push ends; no push begins
-meanwhile. Must not know: what is pushed, what an action does.
+Owns: whether a push is in flight. Invariants: actions of other threads run between two pushes, in the order in which
+they were requested. If no push is in flight, an action runs at once; otherwise the training thread runs it when the
+push ends. No push begins while an action runs. Must not know: what is pushed, what an action does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class PushBoundary:
-    """The thread that trains calls `begin`, `end` and `held`; any thread may call the others."""
+    """The training thread calls `begin`, `end` and `held`; any thread may call the others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,19 +32,19 @@ class PushBoundary:
             self._under_way = True
 
     def end(self) -> None:
-        """The push counts, or is undone. Without a push this does nothing."""
+        """The push counts, or is undone. Does nothing if there is none."""
         with self._lock:
             self._under_way = False
             self._carry_out()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For accesses of the thread that trains, also during a push."""
+        """No action runs inside this context. The training thread may use it during a push too."""
         with self._lock:
             yield
 
     def when_free(self, action: Callable[[], R]) -> Future[R]:
-        """Runs an action between two pushes. If the worker leaves first, the action is cancelled."""
+        """Runs an action between two pushes. `close` cancels it."""
         done: Future[R] = Future()
         with self._lock:
             if self._closed:
@@ -57,7 +57,7 @@ class PushBoundary:
         return done
 
     def close(self) -> None:
-        """Cancels all actions, also later ones."""
+        """Cancels all actions, and any that is requested later."""
         with self._lock:
             self._closed = True
             due, self._due = self._due, []

@@ -1,11 +1,10 @@
 """A worker's residual in checkpoints: saved when the coordinator asks, restored when the job goes back to one.
 
-Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: a saved state is of
-one moment between two pushes. After the job has gone back, the restored state is in place before the next push under
-the new map. Another worker's residual is read and checked, then claimed at the coordinator, then added, so that exactly
-one worker sends it, once. A worker that leaves an asynchronous job pushes its residual when no checkpoint that contains
-it is being taken, and leaves in bounded time in any case. Must not know: what the state consists of (error_feedback),
-what is pushed.
+Owns: the worker's file, and the thread that reads and writes it during training. Invariants: a state is copied between
+two pushes. After the job has gone back, the state is restored before the next push under the new map. Another worker's
+residual is read and checked, then claimed at the coordinator, then added, so exactly one worker sends it, once. A
+worker that leaves an asynchronous job pushes its residual when no checkpoint that contains it is being taken; it waits
+for that only for a bounded time. Must not know: the parts of the state (error_feedback), what is pushed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ CHECKPOINT_AGAIN_MS: Final = 50
 
 
 class ResidualCheckpointer:
-    """For one worker in one job. Any thread may call `on_heartbeat`, the thread that trains calls the rest."""
+    """For one worker in one job. Any thread may call `on_heartbeat`; the training thread calls the rest."""
 
     def __init__(self, session: Session, feedback: ErrorFeedback, layout: JobLayout) -> None:
         self.boundary = PushBoundary()
@@ -59,21 +58,21 @@ class ResidualCheckpointer:
         self._closed = False
         self._leaving = False
         self._asked = 0
-        """The checkpoint that the coordinator asks to save for; 0: none."""
+        """The number of the checkpoint for which the coordinator asks to save; 0: none."""
         self._copied = 0
-        """The checkpoint that was last saved for."""
+        """The number of the checkpoint for which the state was last copied."""
         self._restores = 0
-        """How many times the job had gone back to a checkpoint when this worker last followed it there."""
+        """How often the job had gone back to a checkpoint when this worker last restored its state."""
         self._added: set[tuple[int, str]] = set()
         self._reading = threading.Lock()
 
     # ---- from heartbeats
 
     def on_heartbeat(self, reply: wire.HeartbeatReply) -> None:
-        """Begins what the coordinator asks for, in another thread. The coordinator repeats requests that cannot be done
-        yet."""
+        """Begins what the coordinator requests, in another thread. If it cannot begin yet, the coordinator repeats the
+        request."""
         self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
-        # what comes with a map that this worker does not follow yet, and its own state, is restored with the map
+        # the worker's own state, and residuals of a map that it does not follow yet, are restored by `follow`
         others = tuple(each for each in reply.feedback if not each.own and each.generation <= self._restores)
         follows = (
             reply.restored_generation <= self._restores and not self._following and len(others) == len(reply.feedback)
@@ -98,7 +97,7 @@ class ResidualCheckpointer:
             if number:
                 self._save(number, url)
         except CancelledError:
-            log.debug("the residual was not written, since this worker leaves")
+            log.debug("the residual was not written: this worker leaves")
         except ShardyardError as error:
             log.warning("the residual was not written, or another worker's not added: %s", error.what)
         finally:
@@ -130,7 +129,7 @@ class ResidualCheckpointer:
         return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
 
     def _copy(self, number: int) -> State | None:
-        """A copy of the state between two pushes; None once the worker leaves."""
+        """A copy of the state between two pushes; None if the worker leaves."""
 
         def copy() -> State | None:
             if self._leaving:
@@ -143,7 +142,7 @@ class ResidualCheckpointer:
             return copied.result()
 
     def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
-        """Writes the state, and puts the outcome into the report."""
+        """Writes the state, and reports the outcome in `report`."""
         name = worker_name(self._session.caller.incarnation)
         try:
             with self._session.wait_registry.over(lambda: f"the residual to be written to {url}"):
@@ -155,11 +154,11 @@ class ResidualCheckpointer:
         else:
             report.length, report.sha256 = written.nbytes, bytes.fromhex(written.sha256)
 
-    # ---- restoring, and adding
+    # ---- restoring and adding
 
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """Called before the first push under the reply's map: restores this worker's state if the job has gone back to
-        a checkpoint, and adds residuals of workers that are gone. Raises what ends the job."""
+        """Call it before the first push under the reply's map. Restores this worker's state if the job has gone back to
+        a checkpoint, and adds residuals of workers that are gone. Raises the job's failure."""
         if not reply.feedback and reply.restored_generation <= self._restores:
             return
         self._following = True
@@ -174,7 +173,7 @@ class ResidualCheckpointer:
             self._following = False
 
     def _restore(self, own: Iterable[wire.CheckpointResidual]) -> None:
-        """Restores this worker's state from the checkpoint that the job went back to; empty if that has none."""
+        """Restores this worker's state from the checkpoint to which the job went back, or zeros if that has none."""
         state: State = {}
         for handed in own:
             read, failure = self._read(handed, self._feedback.checked)
@@ -183,11 +182,11 @@ class ResidualCheckpointer:
         with self.boundary.held():
             self._feedback.go_back(state)
             self._report_norm()
-        log.info("the residual is as it was at the checkpoint" if state else "begins with no residual")
+        log.info("the residual is as it was at the checkpoint" if state else "starts without a residual")
 
     def _add(self, handed: wire.CheckpointResidual) -> None:
-        """Adds the residual of a worker that is gone, once: a heartbeat and the map's reply, in different threads, may
-        name the same one."""
+        """Adds the residual of a worker that is gone. A heartbeat and the map's reply may name the same one, in
+        different threads; it is added once."""
         with self._reading:
             if (handed.generation, handed.worker) in self._added:
                 return
@@ -204,7 +203,7 @@ class ResidualCheckpointer:
             log.info("adds the residual of worker %s to its own", handed.worker)
 
     def _read(self, handed: wire.CheckpointResidual, parse: Callable[[State], R]) -> tuple[R | None, str]:
-        """Reads a saved state. Returns it, parsed, or the reason why there is none."""
+        """Reads and parses a saved state. Returns it, or None and the error."""
         try:
             with self._session.wait_registry.over(lambda: f"the residual of worker {handed.worker} to be read"):
                 library = CheckpointLibrary(open_storage(handed.url))
@@ -214,22 +213,22 @@ class ResidualCheckpointer:
             return None, error.what
 
     def _claims(self, handed: wire.CheckpointResidual, failure: str) -> bool:
-        """Claims the residual. Returns whether it is this worker's now, and could be read."""
+        """Claims the residual. Returns whether this worker has it now, and has read it."""
         taken = claim(self._session, handed, failure, self._check)
         if taken and failure:
             log.warning("the residual of worker %s is lost: %s", handed.worker, failure)
         return taken and not failure
 
     def _report_norm(self) -> None:
-        """Reports the norm that would be lost if this process died now."""
+        """Reports the norm that is lost if this process dies now."""
         norm = self._feedback.lost_norm
         self._session.progress.residual_norm = norm if math.isfinite(norm) else 0.0
 
     # ---- leaving
 
     def wait_for_checkpoint(self) -> None:
-        """Called before the residual is pushed or lost for good. Stops saving and adding, and waits for a checkpoint
-        that contains the residual. Otherwise a restore would find the residual twice: pushed, and saved."""
+        """Call it before the residual is pushed or given up. Stops saving and adding, and waits for a checkpoint that
+        contains the residual. Otherwise a restored job would have the residual twice: pushed, and saved."""
         with self._lock, self.boundary.held():
             self._leaving = True
         give_up = time.monotonic() + CHECKPOINT_WAIT_MS / 1000
@@ -244,7 +243,7 @@ class ResidualCheckpointer:
                 self._session.refresh()
 
     def lose(self) -> None:
-        """Called before this worker leaves a synchronous job. A step has room only for its logical ranks, so the
+        """Call it before this worker leaves a synchronous job. A step has room only for its logical ranks, so the
         residual cannot be pushed. It is lost, as with a killed worker, but a checkpoint that is being taken still gets
         it."""
         self.wait_for_checkpoint()
@@ -254,7 +253,7 @@ class ResidualCheckpointer:
             log.warning("the residual of this worker is lost with it (2-norm %.3g)", norm)
 
     def close(self) -> None:
-        """Ends the thread. Work that it has not begun is cancelled."""
+        """Ends the thread, and cancels work that it has not begun."""
         with self._lock:
             self._closed = True
         self.boundary.close()
@@ -278,7 +277,7 @@ def claim(
     session: Session, handed: wire.CheckpointResidual, failure: str, check: Callable[[], None] | None = None
 ) -> bool:
     """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Returns whether the
-    residual is this worker's now."""
+    residual now belongs to this worker."""
     request = wire.TakeUpFeedbackRequest(
         caller=common_messages.caller_to_wire(session.caller),
         generation=handed.generation,
@@ -289,7 +288,7 @@ def claim(
 
 
 def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:
-    """Claims residuals of a checkpoint in a job without error feedback now, so that they count as lost."""
+    """For a job that no longer has error feedback: claims a checkpoint's residuals, so that they count as lost."""
     for handed in reply.feedback:
         log.warning("the residual of worker %s is lost: this job compresses without error feedback", handed.worker)
         claim(session, handed, "the job compresses without error feedback now")
