@@ -1,8 +1,8 @@
 """`shardyard.tables.Optimizer`: steps of tables whose rows are in this process, for a loop without a job.
 
-Owns: one parameter group for each table, with its settings, so that torch's learning-rate schedulers work; the number
-of each table's steps. Invariant: a step changes each row that has a gradient since the last `zero_grad` once, by the
-sum of its gradients. Must not know: jobs, how a rule computes.
+Owns: one parameter group for each table, with its settings, so torch's learning-rate schedulers work; the number of
+each table's steps. Invariant: a step changes each row that has gradients once, by their sum. Must not know: jobs, how a
+rule computes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """The rows of a table in this process, for tables that belong to no job.
 
-Which ids get a row, how rows begin, how they are updated and which expire is decided by the rules that servers use
-(shardyard.domain.tables). The same updates give the same bits as a server's table; a property test compares the two.
-Where there are too many rows, the choice among equally frequent ids may differ.
+The rules that servers use (shardyard.domain.tables) decide which ids get a row, how rows begin, how they are updated,
+and which expire. The same updates give the same bits as a server's table; a property test compares the two. If there
+are too many rows, the choice among equally frequent ids may differ.
 
 A server's own table (shardyard_ps_server.tables) is not used here: its loops for look-ups and pushes take half a minute
-to compile, where these arrays need only the loop of one optimizer.
+to compile. These arrays need only one optimizer's loop.
 
-Owns: for each id with a row, or counted until it gets one, how often and when it was pushed; the rows with their
-optimizer state; when rows are examined for expiry. Invariants: a look-up changes nothing; an id without a row reads as
-its initial value, or as zeros; the first update that the table admits makes the row, or a `put`. Must not know:
-modules, files.
+Owns: how often and when each id was pushed, if it has a row or is counted until it gets one; the rows with their
+optimizer state; when rows are examined for expiry. Invariants: a look-up changes nothing. An id without a row reads as
+its initial value, or as zeros. The first admitted update makes the row, or a `put`. Must not know: modules, files.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class LifetimeRules:
 
     @property
     def need_entries(self) -> bool:
-        """Whether the frequencies and times of pushes have a use."""
+        """Whether a rule uses the frequencies and times of pushes."""
         return self.admission.kind is not Admission.ALL or self.expires
 
     @property
@@ -113,8 +112,9 @@ class LocalRows:
     def update(
         self, ids: Int64s, gradients: Float32s, kind: str, group: tuple[float, ...], step: int, now_ms: int = 0
     ) -> None:
-        """Applies update number `step` of the table, at `now_ms` of its clock, with an optimizer's kind and settings:
-        changes the rows of `ids`, each once, by their gradients, shape (n, dim), except ids that are not admitted."""
+        """Applies update number `step` of the table, at `now_ms` of its clock, with an optimizer's kind and settings.
+        Changes the rows of `ids`, each once, by their gradients, shape (n, dim). Ids that are not admitted are left
+        out."""
         rule, slots = row_rules.rule_of(kind, group, step), slots_of(kind, group)
         self._lay_out({slot.name: slot.width(self.dim) for slot in slots})
         self._time = max(self._time, self.lifetime.expiry.time(step, now_ms))
@@ -130,14 +130,14 @@ class LocalRows:
         self._pushed += ids.size
 
     def remove_expired(self) -> None:
-        """Removes what has expired by the last update, if enough ids were pushed since the last time."""
-        # so the cost for each pushed id is the same, whatever the number of rows
+        """Removes rows and counts that have expired, if enough ids were pushed since the last time."""
+        # the cost for each pushed id then does not depend on the number of rows
         if self.lifetime.expires and self._pushed >= len(self._entries):
             self._pushed = 0
             self.drop(self.expired())
 
     def expired(self) -> Int64s:
-        """The ids that have expired by the last update, with or without a row."""
+        """The ids, with or without a row, that had expired at the last update."""
         expiry, entries = self.lifetime.expiry, self._entries
         frequencies, has_row = entries["frequency"], entries["row"] > 0
         ages = self._time // expiry.age_unit - entries["unit"]
@@ -172,7 +172,8 @@ class LocalRows:
         self._records[places, : self.dim] = rows
 
     def with_rows(self, ids: Int64s, rows: Float32s, key: int) -> LocalRows:
-        """Another store, with another key and these rows. Rows that are here take their state and counts along."""
+        """Another store, with another key and these rows. It takes over the state and counts of ids that have a row
+        here."""
         made = LocalRows(self.dim, self.initial, key, self.lifetime)
         made.put(ids, rows)
         kept, state = self.kept()
@@ -195,11 +196,11 @@ class LocalRows:
         return self._entries.ids[numbers], {name: records[:, at].copy() for name, at in self._columns().items()}
 
     def missing(self, ids: Int64s) -> Int64s:
-        """Those that have no row."""
+        """The ids that have no row."""
         return ids[self._row_of(ids) < 0]
 
     def entries(self) -> SavedEntries | None:
-        """How often and when ids were pushed; None if no rule needs it."""
+        """How often and when ids were pushed; None if no rule uses it."""
         if not self.lifetime.need_entries:
             return None
         numbers, entries = self._in_order(np.ones(len(self._entries), np.bool_)), self._entries
@@ -210,9 +211,8 @@ class LocalRows:
     def keep(
         self, ids: Int64s, state: Mapping[str, Float32s], time: int = 0, entries: SavedEntries | None = None
     ) -> None:
-        """Replaces the optimizer state: that of `ids`, whose rows are here, is given; all others have none. `time`: a
-        step or milliseconds, as the table counts ages. Without `entries` all rows count as pushed once, at that
-        time."""
+        """Replaces the optimizer state: `ids`, which have rows, get this state; all others have none. `time`: a step or
+        milliseconds, as the table counts ages. Without `entries` all rows count as pushed once, at that time."""
         every = self.everything()
         widths = {name: values.shape[1] for name, values in state.items()}
         self._time, self._entries, self._count, self._widths = time, IdColumns(_ENTRY), 0, widths
@@ -258,7 +258,7 @@ class LocalRows:
         return counted, numbers[counted]
 
     def _enter(self, ids: Int64s, time: int) -> Int64s:
-        """The numbers of these ids, which were pushed at `time`; new ones for the first time."""
+        """Notes that these ids were pushed at `time`. Returns their numbers."""
         before = len(self._entries)
         numbers = self._entries.add(ids)
         self._entries["frequency"][before:] = 1
@@ -270,7 +270,7 @@ class LocalRows:
         units[numbers] = np.maximum(units[numbers], time // self.lifetime.expiry.age_unit)
 
     def _make_rows(self, numbers: Int64s) -> Int64s:
-        """The rows of these entries. New ones begin with initial values, without state."""
+        """The rows of these entries. Missing rows are made, with initial values and no state."""
         rows, first = self._entries["row"], self._count
         new = numbers[rows[numbers] == 0]
         self._count += new.size
@@ -280,7 +280,7 @@ class LocalRows:
         return rows[numbers] - 1
 
     def _row_of(self, ids: Int64s) -> Int64s:
-        """-1: an id has none."""
+        """The row of each id; -1: it has none."""
         rows = self._entries.find(ids)
         rows[rows >= 0] = self._entries["row"][rows[rows >= 0]] - 1
         return rows
@@ -296,7 +296,7 @@ class LocalRows:
         return {name: slice(ends[at], ends[at + 1]) for at, name in enumerate(self._widths)}
 
     def _lay_out(self, widths: dict[str, int]) -> None:
-        """Makes room for this state. What the records have of it stays."""
+        """Makes room for this state. State that the records already have stays."""
         if list(widths.items()) == list(self._widths.items()):
             return
         before, records, known = self._columns(), self._records, self._widths

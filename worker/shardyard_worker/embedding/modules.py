@@ -96,19 +96,20 @@ class _LookupModule(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.dim}" + ("" if self.padding_idx is None else f", padding_idx={self.padding_idx}")
 
-    def asked(self, features: Features) -> _CheckedLookup:
+    def checked(self, features: Features) -> _CheckedLookup:
         """The look-up for an input of `forward`. Raises what `forward` raises."""
         raise NotImplementedError
 
-    def answered(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
+    def output(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
         """The output of `forward`: `rows[places]` are the rows of the looked-up ids."""
         raise NotImplementedError
 
-    def _answer(self, features: Features) -> torch.Tensor:
-        (found,) = _answers([(self, features)])
+    def _forward(self, features: Features) -> torch.Tensor:
+        (found,) = _look_up([(self, features)])
         return found
 
     def as_model(self, made: torch.Tensor) -> torch.Tensor:
+        """On the device and in the dtype of the model."""
         return made.to(self.table.weight.device, self.table.weight.dtype)
 
 
@@ -128,9 +129,9 @@ class Embedding(_LookupModule):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns shape (*ids.shape, dim), for ids of any shape, int64 or int32. Raises DTypeMismatch, TooLarge,
         InvalidRequest."""
-        return self._answer(ids)
+        return self._forward(ids)
 
-    def asked(self, features: Features) -> _CheckedLookup:
+    def checked(self, features: Features) -> _CheckedLookup:
         ids = _only(features)
         flat = flat_ids(ids)
         if self.padding_idx is not None:
@@ -139,7 +140,7 @@ class Embedding(_LookupModule):
                 return _CheckedLookup(flat[kept], tuple(ids.shape), kept)
         return _CheckedLookup(flat, tuple(ids.shape))
 
-    def answered(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
+    def output(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
         made = gather(rows, places)
         if asked.kept is not None:
             count = int(np.prod(asked.shape))
@@ -204,9 +205,9 @@ class EmbeddingBag(_LookupModule):
 
         Raises DTypeMismatch, ShapeMismatch, InvalidRequest, TooLarge.
         """
-        return self._answer((ids, offsets, per_sample_weights))
+        return self._forward((ids, offsets, per_sample_weights))
 
-    def asked(self, features: Features) -> _CheckedLookup:
+    def checked(self, features: Features) -> _CheckedLookup:
         ids, offsets, weights = _three(features)
         flat = flat_ids(ids)
         asked = _CheckedLookup(flat, starts=self._starts(ids, offsets), weights=self._weights(ids, weights))
@@ -219,7 +220,7 @@ class EmbeddingBag(_LookupModule):
         left = None if asked.weights is None else asked.weights[torch.from_numpy(kept)]
         return replace(asked, ids=flat[kept], starts=before[asked.starts], weights=left)
 
-    def answered(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
+    def output(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
         assert asked.starts is not None
         return pool(rows, places, asked.starts, self.mode, asked.weights)
 
@@ -302,7 +303,7 @@ class EmbeddingCollection(torch.nn.Module):
         """Returns each feature's output by name. An input is ids, (ids, offsets), or (ids, offsets,
         per_sample_weights). Features may be left out. Raises InvalidRequest for an unknown one, and what the modules
         raise."""
-        found = _answers([(self.module(name), given) for name, given in features.items()])
+        found = _look_up([(self.module(name), given) for name, given in features.items()])
         return dict(zip(features, found, strict=True))
 
     def module(self, name: str) -> _LookupModule:
@@ -326,28 +327,28 @@ def ids_of(module: torch.nn.Module, features: Any) -> list[tuple[Table, Int64s]]
         raise InvalidRequest(
             f"ids for {type(module).__name__}; expected a sy.Embedding, EmbeddingBag, EmbeddingCollection, or a table"
         )
-    return [(module.table, module.asked(features).ids)]
+    return [(module.table, module.checked(features).ids)]
 
 
-Question = tuple[_LookupModule, Features]
+_Request = tuple[_LookupModule, Features]
 
 
-def _answers(questions: Sequence[Question]) -> list[torch.Tensor]:
+def _look_up(requests: Sequence[_Request]) -> list[torch.Tensor]:
     """The output of each module. Compiled models leave their graphs for this call."""
-    return _answers_uncompiled(questions) if torch.compiler.is_compiling() else _answers_now(questions)
+    return _look_up_uncompiled(requests) if torch.compiler.is_compiling() else _look_up_now(requests)
 
 
-def _answers_now(questions: Sequence[Question]) -> list[torch.Tensor]:
-    asked = [module.asked(features) for module, features in questions]
-    found = fetch([(module.table, each.ids) for (module, _), each in zip(questions, asked, strict=True)])
+def _look_up_now(requests: Sequence[_Request]) -> list[torch.Tensor]:
+    asked = [module.checked(features) for module, features in requests]
+    found = fetch([(module.table, each.ids) for (module, _), each in zip(requests, asked, strict=True)])
     return [
-        module.as_model(module.answered(each, rows, places))
-        for (module, _), each, (rows, places) in zip(questions, asked, found, strict=True)
+        module.as_model(module.output(each, rows, places))
+        for (module, _), each, (rows, places) in zip(requests, asked, found, strict=True)
     ]
 
 
 # torch.compiler.disable would import the compiler at once
-_answers_uncompiled: Callable[[Sequence[Question]], list[torch.Tensor]] = _disable_dynamo(_answers_now)
+_look_up_uncompiled: Callable[[Sequence[_Request]], list[torch.Tensor]] = _disable_dynamo(_look_up_now)
 
 
 def _only(features: Features) -> torch.Tensor:

@@ -32,7 +32,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class RowsNeeded(NamedTuple):
-    """The rows that a forward needs: those of `found.ids`."""
+    """A forward needs the rows of `found.ids`."""
 
     table: Table
     found: UniqueIds
@@ -42,11 +42,11 @@ class RowSource(Protocol):
     """Where rows of tables come from: this process, or a job's servers."""
 
     def once(self, table: Table, ids: Int64s) -> UniqueIds:
-        """Returns the ids of a table, shape (n,), each once, in the order in which they are fetched."""
+        """Returns the unique ids of `ids`, shape (n,), in the order in which they are fetched."""
 
     def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
-        """Returns the rows of each one's ids, shape (m, dim), in that order, in one round trip. It changes nothing, and
-        the arrays must not be changed."""
+        """Returns the rows of each entry's ids, shape (m, dim), in the order of the ids, in one round trip. It changes
+        nothing. Do not change the arrays."""
 
     def count(self, table: Table) -> int:
         """How many rows the table has."""
@@ -62,7 +62,7 @@ class RowSource(Protocol):
 
 
 class LocalRowSource:
-    """Rows that the tables have themselves."""
+    """Rows in this process, in the tables themselves."""
 
     def once(self, table: Table, ids: Int64s) -> UniqueIds:  # noqa: ARG002
         return unique_ids(ids)
@@ -170,7 +170,7 @@ class Table(torch.nn.Module):
         self.is_trained = False
 
     def no_rows(self) -> LocalRows:
-        """What this process has before the first is made."""
+        """A store without rows, with this table's settings."""
         return LocalRows(self.dim, self.initial, row_key(self.seed, self.name), self.lifetime)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Whether a worker may cache rows of a job for later steps, and for how many steps.
 
 Owns: the checks of the worker's and the job's settings. Invariants: no row is cached if a step must be computed on one
-version of everything, or if updates that a row lacks are judged by the version of its partition. If servers bound the
+version of all values, or if the version of a partition says which updates its rows miss. If servers bound the
 staleness, the bound includes cached rows. Must not know: rows.
 """
 
@@ -22,13 +22,13 @@ def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
     if consistency.mode is ConsistencyMode.SYNC:
         raise ConfigurationError(
             f"{given} in a job with job.consistency.mode sync",
-            why="a step is computed on rows of exactly its version, and a row that is kept is of one before",
+            why="a step is computed on rows of exactly its version, and a cached row is of an earlier one",
             todo="set worker.cached_rows_bytes to 0, or job.consistency.mode to hybrid, async or bounded",
         )
     if consistency.stale is not None:
         raise ConfigurationError(
             f"{given} in a job with job.consistency.staleness_scaling {consistency.staleness_scaling}",
-            why="rates are divided by the age of a partition's version, and a row that is kept is older than that",
+            why="rates are divided by the age of a partition's version, and a cached row is older than that",
             todo="set worker.cached_rows_bytes to 0, or job.consistency.staleness_scaling to never",
         )
     return CacheRules(

@@ -1,10 +1,9 @@
-"""The ids of a batch, each once, and the sums of the gradients of all occurrences of an id.
+"""Finds the unique ids of a batch, and sums the gradients of each id's occurrences.
 
 Owns: the numbering of ids in the order of first occurrence, the order in which unique ids travel, and the order of
 sums. Invariants: unique ids are sorted by partition and ascend within each, so a partition's ids are one slice with
-small gaps; a sum follows the order of the occurrences, so the same batch gives the same bits; no result depends on the
-hash's seed, which is drawn for each table so that colliding ids cannot be chosen. Must not know: what a row is for,
-where it is.
+small gaps. A sum follows the order of the occurrences, so the same batch gives the same bits. The hash's seed is
+random, so nobody can choose colliding ids; no result depends on it. Must not know: what a row is for, where it is.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FREE: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class UniqueIds:
-    """The ids of a batch, each once.
+    """The unique ids of a batch.
 
     `ids`: shape (m,), by partition, ascending within each. `places`: shape (n,); the batch is `ids[places]`. `starts`:
     shape (partitions + 1,); partition p has ids[starts[p]:starts[p + 1]].
@@ -109,8 +108,8 @@ def _free_slots(ids: int) -> Int32s:
 
 
 def sum_rows(gradients: Float32s, places: Int64s, rows: int) -> Float32s:
-    """Shape (rows, dim): for each row the sum of its gradients in their order. `gradients`: shape (n, dim); `places`:
-    the row of each."""
+    """Shape (rows, dim): the sum of each row's gradients, in their order. `gradients`: shape (n, dim); `places`: the
+    row of each gradient."""
     sums = np.zeros((rows, gradients.shape[1]), np.float32)
     _sum_rows(gradients, places, sums)
     return sums

@@ -1,9 +1,9 @@
-"""Rows that were read and are likely to be asked for again. Used by serving and by training.
+"""Caches rows that are likely to be requested again. Used by serving and by training.
 
-Owns: a bounded number of rows of each table, or of bytes in all, how often each row was requested, and the time as of
-which it was read. Invariants: a row is returned as it was last put, and only if it was read at `oldest` or later. With
-a bound on rows, the first rows stay. With a bound on bytes, the rows with the most requests for their bytes stay, and
-older requests count half. Safe for several threads. Must not know: where rows come from, what a time is.
+Owns: a bounded number of rows of each table, or of bytes in all; how often each row was requested, and when it was
+read. Invariants: a row is returned as it was last put, and only if it was read at `oldest` or later. With a bound on
+rows, the first rows stay. With a bound on bytes, the rows with the most requests for each byte stay, and older requests
+count half. Safe for several threads. Must not know: where rows come from, what a time is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardyard_worker.rows.id_columns import IdColumns
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery
 
 INDEX_BYTES: Final = 64
-"""About the bytes of a row beside its values: its id, its place, its time and its number of requests."""
+"""About how many bytes a row takes beside its values: for its id, place, time and number of requests."""
 _NEVER = -(1 << 62)
 
 
 class FrequencyCache:
-    """`rows_max`: of each table; `bytes_max`: of all rows, about. None: no such bound."""
+    """Holds at most `rows_max` rows of each table, and about `bytes_max` bytes of all rows. None: no such bound."""
 
     def __init__(self, rows_max: int | None = None, *, bytes_max: int | None = None) -> None:
         self._rows_max, self._bytes_max = rows_max, bytes_max
@@ -43,14 +43,14 @@ class FrequencyCache:
             return kept.take(ids, out, oldest)
 
     def put(self, table: int, ids: Int64s, rows: Float32s, as_of: int = 0) -> None:
-        """Puts rows, each id once, that were read at `as_of`, if there is room. Rows that are as new stay."""
+        """Puts rows, each id once, that were read at `as_of`, if there is room. A cached row that is as new stays."""
         with self._lock:
             kept = self._table(table, rows.shape[1])
             fresh = kept.renew(ids, rows, as_of)
             kept.add(ids, rows, fresh[: self._room(kept, fresh.size)], np.ones(ids.size, np.int64), as_of)
 
     def drop(self, table: int, ids: Int64s) -> None:
-        """Drops these rows until they are put again."""
+        """Returns these rows no more until they are put again."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
@@ -59,7 +59,7 @@ class FrequencyCache:
 
     def update(self, table: int, ids: Int64s, gradients: Float32s, rule: row_rules.RowRule) -> None:
         """Updates the cached rows of these ids by their gradients, shape (n, dim), with a rule that needs no state. The
-        rows have the servers' bits then. Their time stays."""
+        rows then have the same bits as on the servers. Their time stays."""
         with self._lock:
             kept = self._tables.get(table)
             if kept is not None:
@@ -74,8 +74,8 @@ class FrequencyCache:
             self._tables = {}
 
     def hottest(self, partitions: int) -> list[tuple[RowQuery, Int64s]]:
-        """The rows that the next version begins with, and half of their numbers of requests."""
-        with self._lock:  # only for a copy: look-ups do not wait for the sort
+        """The requested rows, with half of their numbers of requests. The next version's cache begins with them."""
+        with self._lock:  # only while copying: look-ups do not wait for the sort
             tables = [
                 (table, kept.dim, kept.columns.ids.copy(), kept.columns["requests"] // 2)
                 for table, kept in sorted(self._tables.items())
@@ -91,7 +91,7 @@ class FrequencyCache:
         return found
 
     def begin(self, hottest: Sequence[tuple[RowQuery, Int64s]], rows: Sequence[Float32s]) -> None:
-        """Begins with the rows that another version's `hottest` named, read from this version."""
+        """Puts the rows that another version's `hottest` named, as read from this version."""
         with self._lock:
             for (asked, requests), values in zip(hottest, rows, strict=True):
                 kept = self._table(asked.table, asked.dim)
@@ -104,7 +104,7 @@ class FrequencyCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all rows, about."""
+        """About how many bytes all rows take."""
         with self._lock:
             return self._used()
 
@@ -126,7 +126,7 @@ class FrequencyCache:
         return min(room, (self._bytes_max - self._used()) // kept.row_bytes)
 
     def _shrink(self, bytes_max: int) -> None:
-        """Keeps the rows with the most requests for their bytes; among equal ones the newest."""
+        """Keeps the rows with the most requests for each byte; among equal ones the newest."""
         tables = [self._tables[table] for table in sorted(self._tables)]
         worth = np.concatenate([kept.columns["requests"] / kept.row_bytes for kept in tables])
         read = np.concatenate([kept.columns["read"] for kept in tables])
@@ -140,8 +140,6 @@ class FrequencyCache:
 
 
 class _CachedTable:
-    """The cached rows of one table."""
-
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.row_bytes = 4 * dim + INDEX_BYTES
@@ -182,6 +180,6 @@ class _CachedTable:
         self.columns["requests"][numbers] = requests[chosen]
 
     def keep(self, chosen: Int64s) -> None:
-        """Keeps only these, given by number. Their requests so far count half from now on."""
+        """Keeps only these rows, given by number. Their earlier requests count half from now on."""
         self.columns.keep(chosen)
         self.columns["requests"][:] //= 2

@@ -1,4 +1,4 @@
-"""A record for each id, in arrays that grow: what a process keeps of the rows that it has."""
+"""A record for each id, in arrays that grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardyard_worker.rows.dedup import IdNumbering, Int64s
 
 
 class IdColumns:
-    """Numbers ids, and has a record of a structured `dtype` for each number. One thread at a time."""
+    """Numbers ids, and keeps a record of a structured `dtype` for each number. One thread at a time."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._numbering = IdNumbering()
@@ -48,7 +48,7 @@ class IdColumns:
 
 
 def grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """The array, or a copy of at least `size` and twice its elements, where the new ones are zeros."""
+    """The array, if it has `size` elements. Otherwise a copy with at least twice as many; the new ones are zeros."""
     if size <= len(array):
         return array
     made = np.zeros((max(size, 2 * len(array)), *array.shape[1:]), array.dtype)

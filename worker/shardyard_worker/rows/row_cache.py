@@ -1,9 +1,9 @@
-"""Rows that a worker has read, kept for a bounded number of its steps.
+"""Caches rows that a worker has read, for a bounded number of its steps.
 
 Owns: which rows are new enough for a step, what happens to rows that this worker pushes, and the counts. Invariants: a
-row serves the step at which it was read, and at most `staleness` steps after it. If own pushes are included, a row
-misses only pushes that were in flight when it was read. Rows are dropped when the job goes back or partitions move.
-Must not know: servers, what a step is.
+row is used at the step at which it was read, and at most `staleness` steps after it. If own pushes are included, a row
+misses only those own pushes that were in flight when it was read. Rows are dropped when the job goes back or partitions
+move. Must not know: servers, what a step is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CacheCounts:
 
 
 class RowCache:
-    """For the thread that trains."""
+    """Used by the training thread only."""
 
     def __init__(self, rules: CacheRules) -> None:
         self._rules = rules
@@ -76,8 +76,8 @@ class RowCache:
         return lacks
 
     def put(self, table: int, ids: Int64s, rows: Float32s, as_of: int, *, since: int) -> None:
-        """Puts rows, each id once, that were read as of a step. They may miss this worker's pushes of step `since` and
-        later."""
+        """Puts rows, each id once, that were read at step `as_of`. They may miss this worker's pushes of step `since`
+        and later."""
         stays = np.ones(ids.size, np.bool_)
         for step, number, pushed in self._pushed if self._rules.includes_own else ():
             if number == table and step >= since:
@@ -85,8 +85,8 @@ class RowCache:
         self._rows.put(table, ids[stays], rows[stays], as_of)
 
     def pushed(self, table: int, ids: Int64s, gradients: Float32s, rule: RowRule | None) -> None:
-        """Notes that this step sends these gradients, shape (n, dim), each id once. `rule`: how the
-        servers update rows, if they need no optimizer state; None: the effect on rows is not known."""
+        """This step sends these gradients, shape (n, dim), each id once. `rule`: how the servers update rows. None: the
+        rule needs optimizer state, so the new rows are not known."""
         if not self._rules.includes_own:
             return
         self._pushed.append((self.step, table, ids))
@@ -96,7 +96,7 @@ class RowCache:
             self._rows.update(table, ids, gradients, rule)
 
     def begin(self, step: int) -> None:
-        """From now on the model computes that step."""
+        """The model computes this step from now on."""
         if step < self.step:
             self.clear()
             self._pushed.clear()

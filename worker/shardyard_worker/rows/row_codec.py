@@ -1,7 +1,7 @@
-"""Rows on their way to servers, as bytes: gradients, initial values, and the ids of look-ups.
+"""Encodes gradients and initial values of rows for servers, and the ids of look-ups; decodes the answers.
 
-Owns: the cut by partition, and the codes. Invariants: a server's part has all rows of its partitions and no others,
-under any map; each row is coded once, however often it is sent. Must not know: servers' addresses, what rows are for.
+Owns: the cut by partition, and the codes. Invariants: a server gets all rows of its partitions and no others, under any
+map. Each row is encoded once, however often it is sent. Must not know: servers' addresses, what rows are for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardyard_worker.rows.dedup import Float32s, UniqueIds
 PUSH_BYTES_EACH = 64 * MIB
 """Initial values of rows are pushed in pieces of about this size."""
 ROW_COST_MIN = 16
-"""The minimum bytes counted for a requested row, since its id travels too."""
+"""A requested row counts as at least so many bytes, since its id travels too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How gradients of rows are coded. Random numbers depend on the job's `seed` and on `work`, the numbers that name
-    the work, so that repeated work gives the same bits."""
+    """How gradients of rows are encoded. Random numbers depend on the job's `seed` and on `work`, the numbers that name
+    the work, so repeated work gives the same bits."""
 
     code: RowCode
     seed: int = 0
@@ -72,7 +72,7 @@ EXACT: Final = Rounding(RowCode.FLOAT32)
 
 
 class EncodedRows:
-    """The rows of a push. `groups`: the settings of each table's optimizer."""
+    """The encoded rows of a push. `groups`: the settings of each table's optimizer."""
 
     def __init__(
         self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = (), rounding: Rounding = EXACT
@@ -91,13 +91,13 @@ class EncodedRows:
 
     def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
         """The headers of the rows of these partitions, and their bytes."""
-        said: list[PushedRows] = []
+        headers: list[PushedRows] = []
         pieces: list[memoryview] = []
         for table, parts in self._tables:
             mine = [(partition, parts[partition]) for partition in owned if partition in parts]
             if not mine:
                 continue
-            said.append(
+            headers.append(
                 PushedRows(
                     table,
                     tuple([partition for partition, _ in mine]),
@@ -108,7 +108,7 @@ class EncodedRows:
             )
             for _, part in mine:
                 pieces += [part.ids, part.values]
-        return tuple(said), pieces
+        return tuple(headers), pieces
 
 
 def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, int]]:
@@ -125,15 +125,15 @@ def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, 
 
 @dataclass(frozen=True, slots=True)
 class RowLookup:
-    """A look-up on one server. `codes`: the encoded ids, in pieces. `answers`: for each run of rows in the answer, the
-    look-up that it belongs to, and where it begins and ends there."""
+    """A look-up on one server. `codes`: the encoded ids, in pieces. `answers`: for each run of rows in the answer its
+    look-up, and where the run begins and ends there."""
 
     requested: tuple[RequestedRows, ...]
     codes: tuple[memoryview, ...]
     answers: tuple[tuple[int, int, int], ...]
 
     def places(self, into: Sequence[Float32s]) -> list[memoryview]:
-        """The memory for the rows, in the order in which they arrive. Adjacent runs are one."""
+        """The memory for the rows, in the order in which they arrive. Adjacent runs are merged."""
         spans: list[tuple[int, int, int]] = []
         for look_up, begin, end in self.answers:
             if spans and spans[-1][0] == look_up and spans[-1][2] == begin:
@@ -142,7 +142,7 @@ class RowLookup:
         return [into[look_up][begin:end].reshape(-1).view("u1").data for look_up, begin, end in spans]
 
     def put(self, data: memoryview, into: Sequence[Float32s], code: RowCode = RowCode.FLOAT32) -> None:
-        """Puts the rows of an answer into their places. Raises MalformedPayload if it does not match."""
+        """Copies the rows of an answer to their places. Raises MalformedPayload if the size does not match."""
         if code is not RowCode.FLOAT32:
             self._put_coded(data, into)
             return
@@ -170,8 +170,8 @@ class RowLookup:
 def questions(
     wanted: Sequence[tuple[int, UniqueIds, int]], owned: Sequence[PartitionId], bytes_max: int = ROWS_ANSWERED_BYTES_MAX
 ) -> list[RowLookup]:
-    """The requests to one server for rows of its partitions. Each look-up has a table's number, its ids and its dim,
-    each table once. There are as many requests as the answers need."""
+    """The requests to one server for rows of its partitions; several, if one answer would exceed `bytes_max`. A look-up
+    in `wanted` has a table's number, its ids and its dim. Each table appears once."""
     made: list[RowLookup] = []
     runs: dict[int, list[tuple[PartitionId, int, int]]] = {}
     left = bytes_max
