@@ -154,31 +154,31 @@ class MembershipClient:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> None:
+    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> bool:
         """Stops, and tells the coordinator. If it does not answer within a second, tries again for `patience_ms`: it
         may be restarting, and a member that leaves without being heard looks dead. `pushed`: a worker's acknowledged
-        pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost."""
+        pushes without leased data. `residual_lost`: the 2-norm of the residual that it did not send. Returns
+        whether the coordinator answered that this residual counts as lost."""
         # a heartbeat may take longer than the lease lasts, so this does not wait for it
         self._stop.set()
         try:
             said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
-            self._say_goodbye(said, patience_ms)
+            return self._say_goodbye(said, patience_ms).residual_lost
         finally:
             self.stop()
 
-    def _say_goodbye(self, request: wire.LeaveRequest, patience_ms: int) -> None:
+    def _say_goodbye(self, request: wire.LeaveRequest, patience_ms: int) -> wire.LeaveReply:
         request.caller.CopyFrom(common_messages.caller_to_wire(self.caller))
         give_up = time.monotonic() + patience_ms / 1000
         with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
             while True:
                 try:
-                    self._peer.call(methods.LEAVE, request, timeout_ms=LEAVE_MS)
-                    return
+                    return self._peer.call(methods.LEAVE, request, timeout_ms=LEAVE_MS)
                 except errors.ShardyardError as refused:
                     silent = isinstance(refused, errors.Unavailable | errors.NotReady)
                     if not silent or time.monotonic() >= give_up:
                         log.debug("the coordinator did not take the leave: %s", refused)
-                        return
+                        return wire.LeaveReply()
                 wait.tick()
                 time.sleep(RETRY_MS / 1000)
 

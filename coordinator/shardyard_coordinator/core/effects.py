@@ -254,6 +254,13 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A member has left. `residual_lost`: whether a worker's residual counts as lost."""
+
+    residual_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Registered:
     incarnation: Incarnation
 

@@ -21,6 +21,7 @@ from shardyard_coordinator.core.effects import (
     Effect,
     ForgetServer,
     HeartbeatReply,
+    Left,
     LogMessage,
     NotFiniteVerdict,
     Persist,
@@ -222,10 +223,11 @@ class Machine:
         member = self._members.require(event.incarnation)
         job = self._jobs.get(member.job)
         if member.role is not MemberRole.WORKER or job is None:
-            return [*self._lose(member, "left", now_ms), Reply(Acknowledged())]
+            return [*self._lose(member, "left", now_ms), Reply(Left())]
         how = f"left ({event.error})" if event.error else "left"
-        effects = self._remove(member, how)
-        return [*effects, *life.leave(job, event, now_ms), Reply(Acknowledged())]
+        lost_before = job.lost_residuals.count
+        effects = [*self._remove(member, how), *life.leave(job, event, now_ms)]
+        return [*effects, Reply(Left(residual_lost=job.lost_residuals.count > lost_before))]
 
     def _report_exit(self, event: events.ExitReported, now_ms: int) -> list[Effect]:
         agent = self._members.require(event.agent, MemberRole.AGENT)

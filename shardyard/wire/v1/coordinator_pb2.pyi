@@ -281,8 +281,10 @@ class LeaveRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ..., pushed: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("residual_lost",)
+    RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
+    residual_lost: bool
+    def __init__(self, residual_lost: bool = ...) -> None: ...
 
 class ReportExitRequest(_message.Message):
     __slots__ = ("caller", "pid", "exit_code")

@@ -244,13 +244,12 @@ class ResidualCheckpointer:
 
     def lose(self) -> None:
         """Call it before this worker leaves a synchronous job. A step has room only for its logical ranks, so the
-        residual cannot be pushed. It is lost, as with a killed worker, but a checkpoint that is being taken still gets
-        it."""
+        residual cannot be pushed. A checkpoint that is being taken still gets it. The norm is reported on leaving; the
+        coordinator decides whether the residual is lost: it is not if the job takes no more steps."""
         self.wait_for_checkpoint()
-        norm = self._norm()
-        if norm:
-            self._session.progress.residual_lost = norm
-            log.warning("the residual of this worker is lost with it (2-norm %.3g)", norm)
+        with self.boundary.held():
+            norm = self._feedback.lost_norm
+        self._session.progress.residual_lost = norm if math.isfinite(norm) else sys.float_info.max
 
     def close(self) -> None:
         """Ends the thread, and cancels work that it has not begun."""
@@ -260,12 +259,6 @@ class ResidualCheckpointer:
         if self._thread is not None:
             with self._session.wait_registry.over(lambda: "the residual to be written"):
                 self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _norm(self) -> float:
-        """The 2-norm of the residual."""
-        with self.boundary.held():
-            norm = self._feedback.lost_norm
-        return norm if math.isfinite(norm) else sys.float_info.max
 
     def _check(self) -> None:
         if self._closed:

@@ -47,7 +47,7 @@ class Progress:
     pushed: int = 0
     """Acknowledged pushes without leased data."""
     residual_lost: float = 0.0
-    """Reported on leaving: the 2-norm of the residual that is lost with this worker."""
+    """Reported on leaving: the 2-norm of the residual that was not sent. It is lost if other steps follow."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ class Session:
         # a coordinator that restarts must learn that this worker is done; otherwise it looks like a death
         patience_ms = 0 if error or has_failed else self.settings.worker.retry_budget_ms
         pushed, residual_lost = self.progress.pushed, self.progress.residual_lost
-        self._membership.leave(error, patience_ms=patience_ms, pushed=pushed, residual_lost=residual_lost)
+        is_lost = self._membership.leave(error, patience_ms=patience_ms, pushed=pushed, residual_lost=residual_lost)
+        if is_lost and residual_lost:
+            log.warning("the residual of this worker is lost with it (2-norm %.3g)", residual_lost)
         self._peer.close()
         self.wait_registry.close()
 

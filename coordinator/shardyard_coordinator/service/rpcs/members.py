@@ -16,7 +16,7 @@ from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.residual_collection import ResidualRequest
 from shardyard_coordinator.service.rpcs import parts
-from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, served
+from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, served
 
 
 def register_event(request: wire.RegisterRequest) -> events.MemberRegistered:
@@ -123,6 +123,6 @@ def report_exit_event(request: wire.ReportExitRequest) -> events.ExitReported:
 RPCS = (
     served(methods.REGISTER, _register),
     served(methods.HEARTBEAT, _heartbeat),
-    acknowledged(methods.LEAVE, leave_event, wire.LeaveReply),
+    decided(methods.LEAVE, leave_event, effects.Left, lambda left: wire.LeaveReply(residual_lost=left.residual_lost)),
     acknowledged(methods.REPORT_EXIT, report_exit_event, wire.ReportExitReply),
 )

@@ -11,7 +11,7 @@ from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain.errors import MalformedPayload
 from shardyard.domain.ids import Incarnation, MemberRole, Term, Token
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.core import events
+from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
@@ -77,8 +77,9 @@ def test_residual_is_not_lost_where_a_synchronous_job_takes_no_more_steps(end: s
         yard.handle(events.StopRequested(caller, "", "loss is low"))
         yard.beat(caller.incarnation, Report(step=4, stop_reached=4))
         yard.handle(events.StepsRead(caller.job, generation, 4))
-    yard.handle(events.MemberLeft(caller.incarnation, "", residual_lost=3.0))
     is_lost = end == "neither"
+    left = yard.handle(events.MemberLeft(caller.incarnation, "", residual_lost=3.0))
+    assert left == effects.Left(residual_lost=is_lost)
     assert [each.body["residual"] for each in yard.persisted if each.kind == "worker_gone"] == [3.0 * is_lost]
     assert yard.lost() == ((1, 3.0) if is_lost else (0, 0.0))
 

@@ -61,7 +61,7 @@ class FakeCoordinator:
     def _leave(self, request: wire.LeaveRequest, _: Context) -> wire.LeaveReply:
         self.left.append(request)
         self._refuse("Leave")
-        return wire.LeaveReply()
+        return wire.LeaveReply(residual_lost=request.residual_lost > 0)
 
 
 class Member:
@@ -335,6 +335,18 @@ def test_leaving_a_silent_coordinator_is_no_error(coordinator: FakeCoordinator, 
     coordinator.vanish()
     member.enrolment.leave()
     assert member.lost == []
+
+
+@pytest.mark.parametrize("norm", [0.0, 2.5])
+def test_leaving_returns_whether_the_residual_counts_as_lost(
+    coordinator: FakeCoordinator, make: Callable[..., Member], norm: float
+) -> None:
+    coordinator.appear()
+    member = make()
+    member.enrolment.register(patience_ms=0)
+    assert member.enrolment.leave(residual_lost=norm) is (norm > 0)
+    coordinator.vanish()
+    assert not member.enrolment.leave(residual_lost=norm), "a coordinator that does not answer counts nothing"
 
 
 def test_goodbye_waits_for_a_coordinator_that_is_started_again(
