@@ -73,7 +73,7 @@ def read(settings: Settings, job: str) -> Iterator[Mapping[str, Any]]:
     if settings.coordinator:
         return _begun(ask(GrpcNetwork(), settings.coordinator, job))
     yard = read_state(folder)
-    address = yard.address_of("coordinator") if yard else ""
+    address = yard.coordinator if yard else ""
     if address:
         try:
             return _begun(ask(GrpcNetwork(), address, job))

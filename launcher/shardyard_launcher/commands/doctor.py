@@ -55,7 +55,7 @@ def _examine(coordinator: str, state: Path) -> Iterator[Finding]:
 
     if not coordinator:
         found = read_state(state)
-        coordinator = found.address_of("coordinator") if found else ""
+        coordinator = found.coordinator if found else ""
     if coordinator:
         yield from network.probe(coordinator)
     else:

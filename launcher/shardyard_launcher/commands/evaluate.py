@@ -23,9 +23,8 @@ from shardyard_launcher.terminal.options import (
     StopSignals,
     coordinator_option,
     load_given,
-    log_option,
     require_script,
-    settings_options,
+    script_options,
     state_option,
 )
 
@@ -49,9 +48,7 @@ WINDOW_MS: Final = 600_000
 )
 @coordinator_option
 @state_option
-@settings_options
-@log_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
+@script_options()
 def evaluate(
     follow: bool,
     job: str | None,

@@ -23,8 +23,8 @@ from shardyard_launcher.terminal.options import (
     Given,
     StopSignals,
     load_given,
-    log_option,
     require_script,
+    script_options,
     settings_options,
     state_option,
 )
@@ -42,9 +42,7 @@ _began = click.option("--began", type=int, hidden=True, help="When `make up` beg
 @click.command(context_settings=_PASSES_ARGUMENTS)
 @state_option
 @_began
-@settings_options
-@log_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS...]")
+@script_options(required=False)
 def up(
     state: str | None,
     began: int | None,
@@ -79,7 +77,7 @@ def up(
         code = 0
         if command:
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(yard.coordinator, yard.agent, script, signals, yard.check, sys.stdout, began)
+            code = _follow(yard.state.coordinator, yard.state.agent, script, signals, yard.check, sys.stdout, began)
         yard.refresh()
         if ours and (signals.exit_code is not None or yard.broken):
             _take_down(yard, folder)
@@ -123,9 +121,7 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
 @click.command(context_settings=_PASSES_ARGUMENTS)
 @click.option("--coordinator", metavar=ADDRESS, help="Run the script on the yard of this coordinator. Start nothing.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
-@settings_options
-@log_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
+@script_options()
 def run(
     coordinator: str | None,
     workers: int | None,
@@ -173,7 +169,7 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(cluster.coordinator, cluster.agent, script, signals, tend, sys.stderr)
+            code = _follow(cluster.coordinator, cluster.state.agent, script, signals, tend, sys.stderr)
             if code == 0:
                 await_last_checkpoints(cluster.coordinator, signals.stop)
             return code
@@ -267,7 +263,7 @@ def _report_jobs(yard: RunningYard, settings: Settings, signals: StopSignals) ->
     from shardyard_launcher.terminal.error_output import print_error
 
     try:
-        report_jobs(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
+        report_jobs(yard.state.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
     except errors.CoordinatorUnavailable as error:  # the script that needs it will say so
         print_error(error)
 
@@ -317,8 +313,8 @@ def _say_where(yard: RunningYard, folder: Path, settings: Settings) -> None:
     option = "" if settings.yard.state == YardSettings().state else f" --state {folder}"
     lines = [
         "",
-        f"the yard is up, with its coordinator at {yard.coordinator}",
-        f"  run a script on it:  SHARDYARD_COORDINATOR={yard.coordinator} {sys.executable} SCRIPT.py",
+        f"the yard is up, with its coordinator at {yard.state.coordinator}",
+        f"  run a script on it:  SHARDYARD_COORDINATOR={yard.state.coordinator} {sys.executable} SCRIPT.py",
         f"  see its state:       {'make status' if by_make else f'shardyard status{option}'}",
         f"  stop it:             {'make down' if by_make else f'shardyard down{option}'}",
     ]

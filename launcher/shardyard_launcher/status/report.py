@@ -112,7 +112,7 @@ class LocalReport:
 def read_local(folder: Path, coordinator: str) -> LocalReport | None:
     """None if the folder has no yard, or one of another coordinator. Raises ConfigurationError."""
     state = read_state(folder)
-    if state is None or state.address_of("coordinator") != coordinator:
+    if state is None or state.coordinator != coordinator:
         return None
     yard = RunningYard(folder, state)
     supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0

@@ -66,6 +66,13 @@ def log_option(command: F) -> F:
     )
 
 
+def script_options(*, required: bool = True) -> Callable[[F], F]:
+    """Adds -c, --set and --log-format, and the script with its arguments as `command`."""
+    metavar = "SCRIPT [ARGUMENTS...]" if required else "[SCRIPT ARGUMENTS...]"
+    script = click.argument("command", nargs=-1, type=click.UNPROCESSED, required=required, metavar=metavar)
+    return lambda command: settings_options(log_option(script(command)))
+
+
 def require_script(path: str) -> None:
     """Raises ConfigurationError if there is no such file."""
     if not Path(path).is_file():

@@ -136,11 +136,8 @@ class LocalCluster:
 
     @property
     def coordinator(self) -> str:
-        return self.state.address_of("coordinator")
-
-    @property
-    def agent(self) -> str:
-        return self.state.address_of("agent")
+        """Its address."""
+        return self.state.coordinator
 
     def adopt(self, state: YardState) -> None:
         """Takes over a yard that is not watched. How its processes end is then not known, only that they do."""
@@ -309,8 +306,7 @@ class LocalCluster:
 
     def _unregistered(self) -> str:
         self._check_alive("")
-        members = [place.running.process for place in self._places if place.running.process.role != "coordinator"]
-        absent = ", ".join(map(str, unregistered(self.coordinator, members)))
+        absent = unregistered(self.state)
         return f"the coordinator at {self.coordinator} to know {absent}" if absent else ""
 
     def _check_alive(self, when: str) -> None:
@@ -345,12 +341,12 @@ def _is_ending(job: wire.JobStatus) -> bool:
     return job.state == wire.JOB_STATE_FINISHING or is_read
 
 
-def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:
-    """Which of the servers and the agent the coordinator does not know. Raises CoordinatorUnavailable."""
-    with CoordinatorClient(coordinator) as client:
+def unregistered(state: YardState) -> str:
+    """Names the servers and the agent that the coordinator does not know. Raises CoordinatorUnavailable."""
+    with CoordinatorClient(state.coordinator) as client:
         status = client.status(timeout_ms=STATUS_TIMEOUT_MS)
     known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
-    return [process for process in members if process.pid not in known]
+    return ", ".join(str(each) for each in state.roles if each.role != "coordinator" and each.pid not in known)
 
 
 def stop_roles(roles: Iterable[RunningRole]) -> None:

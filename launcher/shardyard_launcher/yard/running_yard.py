@@ -31,14 +31,6 @@ class RunningYard:
         self._told: set[RoleRestart] = set(state.restarts)
 
     @property
-    def coordinator(self) -> str:
-        return self.state.address_of("coordinator")
-
-    @property
-    def agent(self) -> str:
-        return self.state.address_of("agent")
-
-    @property
     def supervised(self) -> bool:
         supervisor = self.state.supervisor
         return supervisor is not None and RunningRole(supervisor).alive
@@ -126,7 +118,7 @@ class RunningYard:
         if unready:
             return f"{', '.join(str(process) for process in unready)} is not ready yet"
         try:
-            absent = unregistered(self.coordinator, [each for each in self.state.roles if each.role != "coordinator"])
+            absent = unregistered(self.state)
         except errors.CoordinatorUnavailable as error:
             return error.what
-        return f"the coordinator does not know {', '.join(map(str, absent))}" if absent else ""
+        return f"the coordinator does not know {absent}" if absent else ""

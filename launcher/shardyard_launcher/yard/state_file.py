@@ -73,6 +73,14 @@ class YardState:
     def supervisor(self) -> RoleProcess | None:
         return next((process for process in self.processes if process.role == SUPERVISOR), None)
 
+    @property
+    def coordinator(self) -> str:
+        return self.address_of("coordinator")
+
+    @property
+    def agent(self) -> str:
+        return self.address_of("agent")
+
     def address_of(self, role: str) -> str:
         """The first address of a role; empty if none has one yet."""
         return next((process.address for process in self.processes if process.role == role), "")
@@ -81,7 +89,7 @@ class YardState:
         text = json.dumps(
             {
                 "format": FORMAT,
-                "coordinator": self.address_of("coordinator"),
+                "coordinator": self.coordinator,
                 "processes": [{**asdict(process), "log": str(process.log)} for process in self.processes],
                 "restarts": [asdict(restart) for restart in self.restarts[-RESTARTS_KEPT:]],
                 "given_up": dict(self.given_up),
@@ -123,7 +131,7 @@ def coordinator_of(settings: Settings) -> str:
     if settings.coordinator:
         return settings.coordinator
     found = read_state(Path(settings.yard.state))
-    address = found.address_of("coordinator") if found else ""
+    address = found.coordinator if found else ""
     if not address:
         raise errors.NotFound(
             f"no yard is up in {settings.yard.state}, and no coordinator's address was given",

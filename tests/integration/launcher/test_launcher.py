@@ -291,7 +291,7 @@ def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) 
     assert shell.up().returncode == 0
     before = read_state(shell.state)
     assert before is not None
-    coordinator = before.address_of("coordinator")
+    coordinator = before.coordinator
     victim = next(process for process in before.processes if process.role == role)
     os.kill(victim.pid, signal.SIGKILL)
 
@@ -475,7 +475,7 @@ def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shel
         if state is None or not any(process.role == "coordinator" and process.ready for process in state.roles):
             return 0
         try:
-            report = ask(GrpcNetwork(), state.address_of("coordinator"))
+            report = ask(GrpcNetwork(), state.coordinator)
         except CoordinatorUnavailable:  # busy; it is asked again
             return 0
         return max((job.checkpoint.number for job in report.status.jobs), default=0)

@@ -42,7 +42,7 @@ def test_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
     state.write(tmp_path)
     assert read_state(tmp_path) == state
     assert state.address_of("server") == "127.0.0.1:5"
-    assert state.address_of("agent") == ""
+    assert state.agent == ""
     forget_state(tmp_path)
     assert read_state(tmp_path) is None
 

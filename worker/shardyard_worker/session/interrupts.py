@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -38,9 +38,7 @@ class Interrupts:
                 signal.signal(signal.SIGINT, self._note)
         self._depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self._depth -= 1
         if self._depth == 0 and self._former is not None:
             former, self._former = self._former, None
