@@ -1,4 +1,4 @@
-"""What is claimed of consistency and of tables: each measures its own runs, and gives ratios and panels of figures."""
+"""The claims about consistency and tables. Each module measures one and returns ratios and panels of figures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from harness.measuring.report import Panel
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a claim has measured."""
+    """The measurements of one claim."""
 
     raw: Mapping[str, Any]
     ratios: Mapping[str, Sequence[float]]
-    """By the names of claims; a value for each seed or pair, or one over all."""
+    """By claim: a value for each seed or pair, or one over all."""
     panels: Mapping[str, Sequence[Panel]] = field(default_factory=dict)
-    """By the figure that they are a part of."""
+    """By figure."""

@@ -1,11 +1,11 @@
-"""Backup workers: how long a synchronous step takes where steps are slow by chance, and what the network has learned.
+"""Backup workers: the time of a synchronous step when random steps are slow, and the accuracy that is reached.
 
-WORKERS workers, each with a logical rank, learn the digits by SGD with momentum; each step sleeps STEP_S, slow ones
-FACTOR times that. A step of the job is over when the first worker has its values; all of them count, those that make
-up for what was dropped too. What is slow is a SHARE of the steps that each worker begins, or a share of its time
-(OF_TIME): a worker that sleeps through ten steps of the job cannot be slow anew in these, so that the first is a
-third of its time. Compared are steps with BACKUP backup workers, and without, with the steps of the same job that
-nobody slows.
+WORKERS workers, each with one logical rank, learn the digits by SGD with momentum. Each step sleeps STEP_S, slow steps
+FACTOR times that. A step of the job ends when the first worker has its values. All steps count, including those that
+make up for dropped contributions. Slow is a SHARE of the steps that each worker begins, or a share of its time
+(OF_TIME): a worker that sleeps through ten steps of the job cannot become slow again during them, so the first is a
+third of its time. Steps with BACKUP backup workers and without are compared with the steps of the same job without
+slow workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[dict[str, object], Delays]] = {
 
 
 def step_times_s(trained: Trained) -> list[float]:
-    """Of each step of the job but the first: from when the one before was over."""
+    """The time of each step of the job but the first, from the end of the step before it."""
     over: dict[int, float] = {}
     for steps in trained.steps:
         for number, _, _, at in steps:

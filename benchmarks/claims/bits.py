@@ -1,11 +1,11 @@
-"""Synchronous steps give the same bits, wherever their logical ranks are computed and their partitions lie.
+"""Synchronous steps give the same bits, whichever workers compute their logical ranks and hold their partitions.
 
-A small network learns the digits with SGD and momentum, in steps of RANKS logical ranks. What it must come to, to the
-last bit, is said by one process without Shardyard: plain torch, which computes the ranks of a step one after the
-other, takes the mean of their gradients in the order of the ranks, weighted by samples, and updates with elementary
-operations (torch.optim.SGD rounds once where it multiplies and adds, which is another last bit). Compared are yards
-inside this process, whose worker computes all ranks, and yards of processes with 1, 2 and 4 workers; each with 1, 2
-and 4 servers.
+A small network learns the digits with SGD and momentum, in steps of RANKS logical ranks. The expected values, to the
+last bit, come from one process without Shardyard: plain torch computes the ranks of a step one after the other, takes
+the mean of their gradients in the order of the ranks, weighted by samples, and updates with elementary operations
+(torch.optim.SGD rounds once where it multiplies and adds, which changes the last bit). They are compared with yards
+inside this process, whose worker computes all ranks, and with yards of processes with 1, 2 and 4 workers; each with 1,
+2 and 4 servers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRAINING = {"lr": LR, "momentum": MOMENTUM, "batch": BATCH, "epochs": EPOCHS, "s
 
 
 def plain(seed: int) -> str:
-    """What one process without Shardyard comes to. `digits.split` shuffles, so samples are taken as they lie."""
+    """The result of one process without Shardyard. `digits.split` shuffles, so samples are taken in their order."""
     images, labels = digits.load()
     learned, _ = digits.split(seed)
     model = digits.make_small_network(seed)
@@ -61,7 +61,7 @@ def plain(seed: int) -> str:
 
 
 def inside(seed: int, servers: int) -> str:
-    """A yard inside this process."""
+    """Trains in a yard inside this process."""
     worker = Worker(0, {"yard.servers": servers})
     found = worker.digits(f"bits-{servers}-{seed}", seed, settings=SETTINGS, **TRAINING)
     worker.leave()
@@ -69,7 +69,7 @@ def inside(seed: int, servers: int) -> str:
 
 
 def over_grpc(seeds: Sequence[int], servers: int) -> dict[str, list[str]]:
-    """Of each number of workers the digests, by seed: that of worker 0, if all have the same."""
+    """By number of workers: the digests by seed. A digest is worker 0's, if all workers have the same."""
     found: dict[str, list[str]] = {}
     with yard(workers=max(COUNTS), servers=servers) as made:
         for workers in COUNTS:
@@ -84,7 +84,7 @@ def over_grpc(seeds: Sequence[int], servers: int) -> dict[str, list[str]]:
 
 
 def equal(wanted: Sequence[str], found: Mapping[str, Sequence[str]]) -> list[float]:
-    """Of each seed 1 if all digests are the one that is wanted, else 0."""
+    """1 for each seed whose digests all are as expected, otherwise 0."""
     return [float(all(each[index] == digest for each in found.values())) for index, digest in enumerate(wanted)]
 
 

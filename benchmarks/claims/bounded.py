@@ -1,15 +1,13 @@
-"""Bounded staleness: how soon a network is trained where one worker is slow, and how stale what was read has ever
-been.
+"""Bounded staleness: the time to train a network when one worker is slow, and the largest staleness of values read.
 
-Four workers learn the digits by plain SGD; each step sleeps STEP_S, one worker's FACTOR times that. Measured is the
-time until TARGET_PERCENT of what is held out is right, as worker 0 sees it after each of its steps; looking is not
-counted. Where it is always the same worker that is slow, a bound lets the others take few steps more than it takes:
-four updates stand against one mean of four gradients. Where the slow one is another in each step (by turns), nobody
-has to wait for long. Each mode has its own best rate of RATES, for which seeds from 100 on were tried; they are not
-measured here.
+Four workers learn the digits by plain SGD. Each step sleeps STEP_S, one worker's steps FACTOR times that. The measure
+is the time until TARGET_PERCENT of the held-out images are right, which worker 0 evaluates after each of its steps; the
+evaluation is not counted. If the same worker is always slow, a bound lets the others take only a few steps more than
+it takes: four updates compare with one mean of four gradients. If the slow worker changes at each step (turns), no
+worker waits for long. Each mode has its own best rate of RATES, found with seeds from 100 on, which are not measured
+here.
 
-The staleness is what the servers have counted, over all of these runs, and over others in which steps are slow by
-chance.
+The servers count the staleness, over all of these runs and over others in which random steps are slow.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ SETTINGS: dict[str, tuple[dict[str, object], float, Delays]] = {
 
 
 class NotReached(Exception):
-    """A run has not come to its target."""
+    """A run has not reached its target."""
 
 
 def time_to_target(trained: Trained) -> float:

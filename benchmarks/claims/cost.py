@@ -1,9 +1,9 @@
-"""What backup workers cost a step where nobody is slow: a question to the coordinator, and a durable record there.
+"""The cost of backup workers for a step with no slow worker: one request to the coordinator, and a durable record.
 
-WORKERS workers, each with a logical rank, take steps on the small network of the digits, which compute next to
-nothing; with one backup worker, and without. In a yard inside this process, whose coordinator writes nothing down and
-whose workers are threads, and in a yard of processes, over gRPC and with the journal on a disk. A pair is a seed;
-steps a second are those of the job, as the first worker has their values.
+WORKERS workers, each with one logical rank, take steps on the small network of the digits, which compute almost
+nothing; with one backup worker and without. They run in a yard inside this process, whose coordinator has no journal
+and whose workers are threads, and in a yard of processes, over gRPC and with the journal on a disk. A pair is a seed.
+Steps a second are those of the job, when the first worker has their values.
 """
 
 from __future__ import annotations

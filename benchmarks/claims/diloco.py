@@ -1,14 +1,14 @@
-"""Local steps: what DiLoCo loses against synchronous steps on the same samples, and how many bytes it spares.
+"""Local steps: what DiLoCo loses against synchronous steps on the same samples, and how many bytes it saves.
 
-WORKERS workers, each with a logical rank, learn to say the next character of Python's standard library: STEPS steps
-of each rank with AdamW at a constant rate, each sample once. Both begin where one process has come to in FIRST_STEPS
-steps before (Douillard et al. begin with a trained model, too). DiLoCo takes rounds of ROUND_STEPS steps, with the
-outer optimizer of the paper; once more with half of the outer gradients dropped, each by chance: the gradient of the
-round's last step is made NaN, so that the round is not finite, and does not count. Each has its own best rate of
-RATES, for which seeds from 100 on were tried; they are not measured here. `_same_rate`: both with DiLoCo's.
+WORKERS workers, each with one logical rank, learn to predict the next character of Python's standard library: STEPS
+steps of each rank with AdamW at a constant rate, each sample once. Both begin with the values that one process has
+after FIRST_STEPS steps (Douillard et al. begin with a trained model, too). DiLoCo takes rounds of ROUND_STEPS steps,
+with the outer optimizer of the paper. Another run drops half of the outer gradients at random: the gradient of the
+round's last step is made NaN, so the round is not finite and does not count. Each has its own best rate of RATES,
+found with seeds from 100 on, which are not measured here. `_same_rate`: both with DiLoCo's rate.
 
-Bytes are counted by the kernel, at all connections of the workers, in runs whose payloads travel over streams; of one
-seed, whose values must be those of the run over shared memory, to the last bit.
+The kernel counts the bytes of all connections of the workers, in runs whose payloads travel over streams, for one seed.
+Its values must equal those of the run over shared memory, to the last bit.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ SETTINGS: dict[str, tuple[dict[str, object], float, float]] = {
 
 
 class NotTheSame(Exception):
-    """The same training has given other values over streams than over shared memory."""
+    """The same training gave different values over streams and over shared memory."""
 
 
 def save_start(path: Path) -> float:
-    """What all begin with; its loss."""
+    """Writes the values with which all runs begin. Returns their loss."""
     learned, held_out = characters.split()
     model = characters.make_network(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=FIRST_LR)
@@ -91,7 +91,7 @@ def train(made: Yard, seed: int, name: str, start: Path, given: dict[str, object
 
 
 def figures_of(trained: Trained) -> Figures:
-    """`loss` of what the servers have; the rest of all workers together."""
+    """`loss`: of the servers' values; `seconds`: of the slowest worker; the others: sums over the workers."""
     answers = trained.answers
     return {
         "loss": float(answers[0]["loss"]),

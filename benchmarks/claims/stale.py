@@ -1,13 +1,12 @@
-"""What stale gradients cost, and what of it their compensation brings back.
+"""The accuracy that stale gradients cost, and the share of it that their compensation restores.
 
-Workers with a model and a job each take their steps in turn, in a yard inside this process, so that with eight of
-them each gradient is exactly seven updates late. They learn the digits by plain SGD at a rate that a single worker
-stands and stale gradients do not; each seed has the same first values and the same batches with one worker, with
-eight, and with eight whose gradients are compensated, adaptively (DC-ASGD-a) and with a constant strength (DC-
-ASGD-c).
+Workers with a model and a job each take their steps in turn, in a yard inside this process, so with eight of them each
+gradient is exactly seven updates late. They learn the digits by plain SGD at a rate that works for a single worker
+and is too high for stale gradients. Each seed has the same first values and the same batches with one worker, with
+eight, and with eight whose gradients are compensated, adaptively (DC-ASGD-a) and with a constant strength (DC-ASGD-c).
 
-A ratio is the share of the lost points of held-out accuracy, in the mean over the seeds, that comes back; 0 where
-less than 2 points are lost. The rate and the strengths were looked for with seeds that are not measured.
+A ratio is the restored share of the lost points of held-out accuracy, in the mean over the seeds; 0 if less than 2
+points are lost. The rate and the strengths were found with seeds that are not measured.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def lr_at(step: int) -> float:
-    """It rises to LR in the first steps, then falls to 0 at the last, both linearly."""
+    """Rises to LR in the first steps, then falls to 0 at the last, both linearly."""
     return LR * min(1.0, (step + 1) / LR_RISES_STEPS) * (1 - step / STEPS)
 
 
@@ -68,7 +67,7 @@ class Member:
         self.model, self.optimizer = job.prepare(self.model, optimizer)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor, lr: float) -> None:
-        """On the values that its step before has brought."""
+        """Takes a step on the values from its previous step."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
@@ -91,7 +90,7 @@ def members(count: int, seed: int, given: Mapping[str, object]) -> Any:
 
 
 def train(seed: int, workers: int, given: Mapping[str, object]) -> dict[str, float]:
-    """Held-out accuracy in percent."""
+    """Returns the held-out accuracy in percent."""
     images, labels = digits.load()
     learned, held_out = digits.split(seed)
     random = torch.Generator().manual_seed(seed)
@@ -107,7 +106,7 @@ def train(seed: int, workers: int, given: Mapping[str, object]) -> dict[str, flo
 
 
 def share(results: Mapping[str, list[dict[str, float]]], name: str) -> float:
-    """Of the points that stale gradients lose, what comes back."""
+    """The restored share of the points that stale gradients lose."""
     alone, stale, found = (statistics.mean(r["accuracy_percent"] for r in results[n]) for n in (ALONE, STALE, name))
     return (found - stale) / (alone - stale) if alone - stale >= LOST_POINTS_MIN else 0.0
 

@@ -1,5 +1,6 @@
-"""Rows on disk: look-ups of 4,096 hot ids of 50M rows of dim 16, with Adagrad, in a memory cgroup of 2 GiB, page cache
-counted, while another thread reads cold ones. It needs root, and a folder on a disk.
+"""Rows on disk: look-ups of 4,096 hot ids of 50M rows of dim 16, with Adagrad, while another thread reads cold rows.
+
+The process has a memory cgroup of 2 GiB, page cache included. It needs root, and a folder on a disk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ON_DISK = Path(__file__).resolve().parent.parent / "sides" / "shardyard" / "rows
 
 
 def measure(rows: int, cgroup_mib: int, memory_mib: int, folder: str) -> Found:
-    """In a process of its own, in a cgroup. Raises NoCgroup."""
+    """Measures in a separate process, in a cgroup. Raises NoCgroup."""
     with memory_cgroup(cgroup_mib << 20) as cgroup:
         command = [sys.executable, str(ON_DISK), "--rows", str(rows), "--memory-mib", str(memory_mib)]
         command += ["--folder", folder, "--cgroup", str(cgroup)]

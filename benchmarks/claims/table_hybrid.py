@@ -1,10 +1,10 @@
-"""Hybrid mode against synchronous steps: what it gains where calls take long, and what it loses in quality.
+"""Hybrid mode against synchronous steps: what it gains when calls are slow, and what it loses in quality.
 
 hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job
-whose forwards look rows up. hybrid_speed_ahead: over those of one that has look_ahead too. One worker, one server, one
-thread a process; before they are measured the rows of all after some steps are those of a plain model. hybrid_gap: AUC
-of the recommender on the day after the last that it has learned from, of a synchronous job minus that of a
-hybrid one, in points of a hundred, a pair for each seed; two workers, two servers.
+whose forwards look rows up. hybrid_speed_ahead: over those of a synchronous job that has look_ahead too. One worker,
+one server, one thread a process. Before the measurement, the rows of all sides after some steps equal those of a plain
+model. hybrid_gap: the recommender's AUC on the day after its last training day, of a synchronous job minus that of a
+hybrid one, in hundredths, a pair for each seed; two workers, two servers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure_speed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figu
 
 
 class Recommender:
-    """Whole runs of the example, each with the next seed."""
+    """Runs the whole example, each time with the next seed."""
 
     def __init__(self, mode: Mapping[str, object], days: int, clicks: int) -> None:
         self._mode, self._days, self._clicks = mode, days, clicks

@@ -1,13 +1,13 @@
-"""Tables in the server: look-ups and updates of raw ids against torch with row numbers known, memory, pauses, floods.
+"""Tables in the server: look-ups and updates of raw ids, against torch with known row numbers; memory, pauses, floods.
 
 lookup: 65,536 uniform ids in 10M rows, against torch.index_select. update: the same with Adagrad, against torch's
-sparse Adagrad; update_d16_rows_known: what of it is no index, on rows whose numbers are known. All in the processor
-time of one thread, and with their answers compared. two_threads: look-ups and updates by two threads against one, in
+sparse Adagrad; update_d16_rows_known: the part that is not the index, on rows whose numbers are known. All in the
+processor time of one thread, with compared answers. two_threads: look-ups and updates by two threads against one, in
 elapsed time. row_overhead_bytes: resident memory for each row beyond its values and state. growth_pause_ms: the longest
-look-up of 1,024 ids while another thread makes 20M rows; growth_beside_ms: the longest one of a table that does not
-grow, beside the same, which is how long the machine keeps a thread waiting. sweep_ms: what a step of a synchronous job
-takes longer in which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood: look-ups and pushes of
-200,000 ids that would meet in one bucket if the index had a seed that is known, against random ids.
+look-up of 1,024 ids while another thread makes 20M rows. growth_beside_ms: the longest look-up of another table that
+does not grow at the same time, which shows how long the machine suspends a thread. sweep_ms: the extra time of a
+synchronous step in which a sixteenth of 10M rows expires; sweep_least_ms: of one in which none does. flood: look-ups
+and pushes of 200,000 ids that would collide in one bucket if the index had a known seed, against random ids.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ KNOWN_SEEDS = (0x0123456789ABCDEF, 0x42)
 
 
 class WrongAnswer(Exception):
-    """A table has given something else than torch."""
+    """A table gave other values than torch."""
 
 
 def raw_ids(numbers: np.ndarray) -> np.ndarray:
-    """As many ids all over int64."""
+    """Maps numbers to ids that are spread over all of int64."""
     return (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
 
 
@@ -108,7 +108,7 @@ def measure_look_ups(dim: int, rows: int, pairs: int) -> dict[str, list[Figures]
 
 
 def measure_updates(dim: int, rows: int, pairs: int) -> tuple[dict[str, list[Figures]], list[float], float]:
-    """Also what two threads do, and the memory for a row."""
+    """Also measures two threads, and the memory for a row."""
     weight = torch.zeros(rows, dim)
     rng = np.random.default_rng(0)
     numbers = [np.unique(rng.integers(0, rows, BATCH_IDS)) for _ in range(BATCHES)]
@@ -194,7 +194,7 @@ def measure_threads(table: Table, ids: Sequence[np.ndarray], gradients: np.ndarr
 
 
 def measure_growth(rows: int, turns: int) -> dict[str, list[Figures]]:
-    """Look-ups of the table that grows, and of one beside it, by turns."""
+    """Alternates look-ups in the growing table and in another one."""
     beside = make_table(16, "sgd", BESIDE_ROWS + GROWTH_IDS)
     _grow(beside, BESIDE_ROWS)
     found: dict[str, list[Figures]] = {"growing": [], "beside": []}
@@ -217,7 +217,7 @@ def _grow(table: Table, rows: int) -> None:
 
 
 def _look_up_while(work: Callable[[], None], table: Table, ids_max: int) -> Figures:
-    """Elapsed, of a batch."""
+    """Measures the elapsed time of look-ups, each of a batch, until `work` ends."""
     rng = np.random.default_rng(0)
     out = np.empty((SMALL_IDS, 16), np.float32)
     times = []
@@ -237,7 +237,7 @@ def _look_up_while(work: Callable[[], None], table: Table, ids_max: int) -> Figu
 
 
 def measure_sweep(rows: int) -> dict[str, list[float]]:
-    """Elapsed, of what a partition does before and after the push of such a step."""
+    """Measures the elapsed time of what a partition does for the expiry around a push."""
     expiry = ExpirySettings(age_steps=SWEEPS_PER_AGE)
     table = Table(dataclasses.replace(make_table(16, "sgd", rows + GROWTH_IDS).settings, expiry=expiry))
     part = -(-rows // SWEEPS_PER_AGE)
@@ -264,7 +264,7 @@ def measure_sweep(rows: int) -> dict[str, list[float]]:
 
 
 def ids_that_meet(count: int) -> np.ndarray:
-    """The ids whose hashes are running numbers, with seeds that are known: the mixer of tables.index, backwards."""
+    """Returns ids whose hashes are consecutive numbers under a known seed, by the inverse of tables.index's mixer."""
     first, second = (np.uint64(each) for each in KNOWN_SEEDS)
     word = np.arange(count, dtype=np.uint64) + np.uint64(0x0AAAAAAA00000000)
     for shift, factor, added in ((29, 0xC2B2AE3D27D4EB4F, 0), (32, 0xD6E8FEB86659FD93, int(second))):

@@ -1,9 +1,9 @@
 """Steps with a table: look-up and Adagrad push of 4,096 Zipf(1.1) ids in a million rows of dim 64, steps a second.
 
-One worker, one server, one thread a process. Against torch's embedding and its sparse Adagrad in a process of
-torch.distributed.rpc, in its fastest form: there too a push can bring the next rows. Checked on all sides before they
-are measured: the rows after some steps are those of a plain model. In a second measurement both sides compute a batch
-while the push before it is under way, on rows that lack it. In a third each call to a server takes 5 ms more, and
+One worker, one server, one thread a process. The peer is torch's embedding and its sparse Adagrad in a process of
+torch.distributed.rpc, in its fastest form, in which a push can also return the next rows. Before the measurement, the
+rows of all sides after some steps equal those of a plain model. In a second measurement both sides compute a batch
+during the push before it, on rows that lack that push. In a third, each call to a server takes 5 ms more, and
 look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1.
 """
 
@@ -81,7 +81,7 @@ def measure_all(
 
 
 def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
-    """The peer's first, then ours, the last one with look-ahead."""
+    """Measures the peer, then Shardyard, last with look-ahead."""
     sides = {
         f"torch.rpc, {PEER_FORM}": their_side(task, PEER_FORM),
         OURS: our_side(task, ahead=False),
@@ -91,7 +91,7 @@ def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figu
 
 
 def measure_window(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
-    """The peer's first. On both sides a batch is computed while the push before it is under way."""
+    """Measures the peer, then Shardyard. Both sides compute a batch during the push before it."""
     sides = {
         f"torch.rpc, {PEER_WINDOW}": their_side(task, PEER_WINDOW),
         WINDOW: our_side(task, ahead=True, window=1),
@@ -100,7 +100,7 @@ def measure_window(task: Task, pairs: int, seconds: float) -> dict[str, list[Fig
 
 
 def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
-    """The second with look-ahead."""
+    """Compares no look-ahead with look-ahead."""
     sides = {
         OURS: our_side(task, ahead=False, delay_ms=CALL_MS),
         AHEAD: our_side(task, ahead=True, delay_ms=CALL_MS),
@@ -109,7 +109,7 @@ def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Fi
 
 
 def measure_partitions(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
-    """The second with several."""
+    """Compares one partition with several."""
     sides = {
         "1 partition": our_side(task, ahead=False),
         f"{PARTITIONS} partitions": our_side(task, ahead=False, partitions=PARTITIONS),

@@ -1,6 +1,6 @@
-"""A yard of processes that trains one job after the other, each with settings, rates and delays of its own.
+"""A yard of processes that trains one job after the other, each with its own settings, rates and delays.
 
-Owns: the names of jobs, what is asked of the servers while a job is there. Must not know: what is claimed.
+Owns: the names of jobs, and what the servers are asked during a job. Must not know: claims.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Step = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the workers have answered, by number, and the most steps that were missing in values of a bounded job."""
+    """The workers' answers by number, and the most steps that were missing from values of a bounded job."""
 
     answers: Sequence[Mapping[str, Any]]
     staleness: int
 
     @property
     def steps(self) -> list[list[Step]]:
-        """Of each worker."""
+        """The steps of each worker."""
         return [answer["steps"] for answer in self.answers]
 
     @property
     def begun_s(self) -> float:
-        """When the first step of any worker began."""
+        """The begin of the first step of any worker."""
         return min(steps[0][1] for steps in self.steps if steps)
 
 
@@ -60,7 +60,7 @@ class Yard:
         delays: Delays | None = None,
         **arguments: Any,
     ) -> Trained:
-        """A job of its own, from its beginning to its end."""
+        """Runs one whole job."""
         count_ = len(self._side.workers[:workers])
         name = f"claim-{next(self._names)}"
         given = {"job.workers_expected": count_, **settings}
@@ -73,7 +73,7 @@ class Yard:
         return found
 
     def _staleness(self, name: str) -> int:
-        """Over connections of its own: while workers train this process looks after none."""
+        """Opens connections for this call alone, so that this process serves none while workers train."""
         network = GrpcNetwork()
         with ExitStack() as stack:
 
@@ -98,7 +98,7 @@ def yard(*, workers: int, servers: int = 2, settings: Mapping[str, object] | Non
 
 
 def timeline(trained: Trained, *, begin: int, seconds: float) -> dict[str, list[Span]]:
-    """What the workers did for so long, from when the first of them began its step number `begin`."""
+    """Returns the workers' steps of a period that starts when the first of them begins step `begin`."""
     first_s = min(step[1] for steps in trained.steps for step in steps[begin:])
     return {
         f"worker {worker}": [

@@ -82,7 +82,7 @@ TRAIN_S_MAX = 600.0
 
 
 class NotTheSame(Exception):
-    """The same training has given other parameters over the wire than in one process."""
+    """The same training gave different parameters over the wire and in one process."""
 
 
 # ---- codecs
@@ -128,7 +128,7 @@ def train_whole(program: Program, seed: int, coding: Mapping[str, object]) -> Tr
 
 
 def measure_accuracy(seeds: int) -> dict[str, list[Trained]]:
-    """Of each coding, by seed. Each process is a yard with its worker; two of them run at a time."""
+    """Measures each coding by seed. Each process is a yard with its worker; two of them run at a time."""
     with Programs() as programs:
         started = [programs.start(PROGRAM) for _ in range(min(LOOPS, seeds))]
         programs.await_ready()
@@ -149,13 +149,13 @@ def _train_seed(program: Program, seed: int) -> dict[str, Trained]:
 
 
 def differences(found: Mapping[str, Sequence[Trained]]) -> dict[str, Interval]:
-    """In points, to float32; below 0 where accuracy is lost."""
+    """In points against float32; below 0 if accuracy is lost."""
     accuracy = {name: [each.accuracy_percent for each in results] for name, results in found.items()}
     return {name: paired(values, accuracy[WHOLE]) for name, values in accuracy.items() if name != WHOLE}
 
 
 def judged(values: Sequence[float], difference: Interval) -> list[float]:
-    """Zeros where more accuracy is lost than may be."""
+    """Zeros if more accuracy is lost than allowed."""
     return list(values) if -difference.mean <= LOST_POINTS_MAX else [0.0] * len(values)
 
 
@@ -199,7 +199,7 @@ class Count:
 
 
 class Watched:
-    """A worker behind a link, and the servers that it trains with."""
+    """A worker behind a link, and its servers."""
 
     def __init__(self, worker: Program, servers: Mapping[str, Peer], coordinator: str) -> None:
         self.worker = worker
@@ -221,7 +221,7 @@ class Watched:
 
 @contextmanager
 def behind_link(mbit_s: int | None = None) -> Iterator[Watched]:
-    """Over streams, since servers and worker are on one machine in truth."""
+    """Uses streams, since servers and worker are in fact on one machine."""
     with link(mbit_s) as made:
         settings = {"worker.same_host": "never"}
         place = {"bind": made.address, "prefix": made.prefix}
@@ -274,7 +274,7 @@ def _tell_bytes(name: str, after: Sequence[Figures], whole: Figures) -> None:
 
 
 def link_codings() -> dict[str, dict[str, object]]:
-    """All but float32 pull coded values too, since these would be most of what moves."""
+    """All codings but float32 also pull coded values, since the pulls would be most of the bytes."""
     coded = {name: coding | CODED_PULL for name, coding in CODINGS.items() if name != WHOLE}
     return {WHOLE: CODINGS[WHOLE], PULL_ALONE: CODED_PULL} | coded
 
@@ -303,7 +303,7 @@ def reach(worker: Program, coding: Mapping[str, object]) -> Figures:
 
 
 def speedups(found: Mapping[str, Figures]) -> dict[str, float]:
-    """Of each coding, float32's seconds over its own; 0 where it did not get there."""
+    """float32's seconds over each coding's; 0 if it did not reach the target."""
     whole = found[WHOLE]["seconds"]
     return {
         name: whole / each["seconds"] if each["accuracy_percent"] >= TARGET_PERCENT else 0.0

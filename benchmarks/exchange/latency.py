@@ -40,7 +40,7 @@ def measure(side: Side, seconds: float) -> Figures:
 
 
 def check(side: Side) -> None:
-    """That the parameters are what all callers' gradients make of them, no push lost and none applied twice."""
+    """Checks that the parameters are the result of all callers' gradients: no push lost, none applied twice."""
     if len(side.workers) == 1:
         side.ask("check")
         return

@@ -28,7 +28,7 @@ TRAIN_S_MAX = 600
 
 
 class NotTheSame(Exception):
-    """The two sides have trained to other parameters."""
+    """The two sides trained to different parameters."""
 
 
 def measure(worker: Program, exchange: str, steps: int, digests: set[str]) -> Figures:

@@ -50,7 +50,7 @@ TRIED: dict[str, list[tuple[str, int, list[str]]]] = {
 
 
 class Trainers:
-    """One side's workers, verified and warm."""
+    """One side's workers, verified and warmed up."""
 
     def __init__(self, side: Side, task: str, mode: str, name: str) -> None:
         self._side = side

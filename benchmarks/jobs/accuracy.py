@@ -22,7 +22,7 @@ RUN_S_MAX = 120
 
 
 def run(mode: str, seed: int) -> tuple[float, float]:
-    """One run's accuracy in percent, and its seconds from start to end, all processes included."""
+    """Returns one run's accuracy in percent, and its seconds from start to end, process starts included."""
     command = [sys.executable, "-m", "shardyard_launcher.cli", "run", "-c", f"configs/{mode}.yaml"]
     command += ["--set", f"job.seed={seed}", "examples/digits/train.py"]
     begin = time.perf_counter()

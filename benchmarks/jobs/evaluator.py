@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 class NothingRead(Exception):
-    """The evaluator has read no version, or the job took no step: there is nothing to compare."""
+    """The evaluator read no version, or the job took no step: there is nothing to compare."""
 
 
 def measure(worker: Program, evaluator: Program, seconds: float, every_s: float, compute_ms: float | None) -> Figures:

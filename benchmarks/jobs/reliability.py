@@ -58,7 +58,7 @@ class NotRecovered(Exception):
 
 
 class Yard:
-    """A local yard that looks after its processes, and its one worker."""
+    """A local yard that restarts its processes, and its one worker."""
 
     def __init__(self, cluster: LocalCluster, worker: Program, folder: Path) -> None:
         self._cluster = cluster
@@ -67,7 +67,7 @@ class Yard:
         self.times: list[float] = []
 
     def look(self) -> None:
-        """Starts dead processes again, and takes what the worker has done. Raises NotRecovered."""
+        """Restarts dead processes, and reads the worker's steps. Raises NotRecovered."""
         self._cluster.tend()
         self._cluster.check()
         answer = self._worker.ask("took")
@@ -76,7 +76,7 @@ class Yard:
         self.times += answer["times"]
 
     def run(self, seconds: float) -> list[float]:
-        """The times of the steps of the next `seconds`."""
+        """Returns the times of the steps of the next `seconds`."""
         begin = time.monotonic()
         while time.monotonic() < begin + seconds:
             self.look()
@@ -90,7 +90,7 @@ class Yard:
         return time.monotonic(), time.time()
 
     def gap_after(self, at: float) -> float:
-        """The end of the longest time without a step that lasted on or began after `at`, once steps go on."""
+        """The end of the longest gap between steps that lasts beyond `at` or begins after it, once steps go on."""
         until = time.monotonic() + RECOVERED_S_MAX
         while True:
             self.look()
@@ -106,7 +106,7 @@ class Yard:
             time.sleep(LOOK_S)
 
     def noticed_after(self, at: float) -> float | None:
-        """When the coordinator first spoke of a death after that time (wall clock)."""
+        """When the coordinator first logged a death after that time (wall clock)."""
         log = self._folder / "logs" / "coordinator.log"
         for line in log.read_text(encoding="utf-8").splitlines():
             if not line.startswith("{"):
@@ -154,7 +154,7 @@ def yard(nbytes: int, **job: object) -> Iterator[Yard]:
 
 
 def recovery(durability: str, kills: int, nbytes: int) -> list[Figures]:
-    """Servers are killed by turns, while a checkpoint is taken every few seconds."""
+    """Kills the servers in turn, while a checkpoint is taken every few seconds."""
     found: list[Figures] = []
     with yard(nbytes, durability=durability, checkpoint__every_s=CHECKPOINT_S) as made:
         made.run(2 * CHECKPOINT_S)
@@ -184,7 +184,7 @@ def coordinator_restart(kills: int, nbytes: int) -> list[Figures]:
 
 
 def pause(nbytes: int, seconds: float) -> Figures:
-    """Steps that end while a checkpoint is written, against the others of the same run."""
+    """Compares steps that end while a checkpoint is written with the other steps of the same run."""
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as name:
         settings = {"checkpoint__url": name, "checkpoint__every_s": CHECKPOINT_S}
         with yard(nbytes, **settings) as made, Watch(Path(name, "steps")) as watch:
@@ -216,7 +216,7 @@ def pause(nbytes: int, seconds: float) -> Figures:
 
 
 class Watch:
-    """Notes when checkpoints in a folder begin and end."""
+    """Records when checkpoints in a folder begin and end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

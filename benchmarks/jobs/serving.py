@@ -28,7 +28,7 @@ WARM_S = 1.0
 
 
 def measure(worker: Program, client: Program, seconds: float, staleness_ms: int, cached_rows: int | None) -> Figures:
-    """`cached_rows` None: nobody asks."""
+    """`cached_rows` None: no client asks."""
     if cached_rows is None:
         trained = worker.ask("train", seconds=seconds, timeout_s=ANSWER_S_MAX)
         return {"train_steps_per_s": trained["steps"] / trained["seconds"]}

@@ -83,7 +83,7 @@ def drawn(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def yard(side: Side) -> Iterator[tuple[sy.Job, Callable[[], int]]]:
-    """A job, and what asks its servers how many bytes they have sent."""
+    """Yields a job, and a function that returns the bytes that its servers have sent."""
     settings = configuration.load(None, {}, SETTINGS | side.settings).settings
     made = LocalYard(settings)
 

@@ -47,11 +47,11 @@ HERE = PartitionId(0)
 
 
 class WrongRows(Exception):
-    """A restored table is not the one that was cut."""
+    """A restored table differs from the one that was cut."""
 
 
 class Load:
-    """A partition, and what is pushed to it."""
+    """A partition, and the pushes to it."""
 
     def __init__(self, rows: int) -> None:
         group = make_group("sgd", {"lr": 1.0})
@@ -83,7 +83,7 @@ class Load:
     def save(
         self, saver: table_saver.TableSaver, storage: LocalStorage, number: int
     ) -> tuple[TableEntry, tuple[float, float]]:
-        """What the manifest would say, and how long the cut has held the partition: elapsed, and processor time."""
+        """Returns the manifest's entry, and how long the cut held the partition: elapsed and processor time."""
         since = saver.since(HERE, "clicks", self.table, number - 1)
         with self.turn:
             begin, begin_cpu = time.perf_counter(), time.thread_time()
@@ -96,7 +96,7 @@ class Load:
 
 
 def measure_chain(load: Load, share: float, folder: Path) -> Figures:
-    """A row of checkpoints, chains of which end at that share."""
+    """Takes CHECKPOINTS checkpoints, with chains that end at that share."""
     table_saver.CHAIN_SHARE = share  # type: ignore[misc]
     storage, saver = LocalStorage(folder), table_saver.TableSaver(Incarnation(1))
     written, read, whole, entry = [], [], 1, TableEntry(0, 0, 0)
@@ -128,7 +128,7 @@ def measure_chain(load: Load, share: float, folder: Path) -> Figures:
 
 
 def measure_pauses(load: Load) -> Figures:
-    """Cuts, one after the other, of a table that is pushed to by another thread."""
+    """Cuts a table repeatedly while another thread pushes to it."""
     over, pauses = threading.Event(), []
 
     def push() -> None:

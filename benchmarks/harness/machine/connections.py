@@ -1,4 +1,4 @@
-"""What went over the TCP connections of this process, as the kernel counts it (TCP_INFO), and over an interface."""
+"""The traffic of this process's TCP connections, as the kernel counts it (TCP_INFO), and of an interface."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _DATA_SEGMENTS_OUT, _BYTES_SENT, _BYTES_AGAIN = (156, "I"), (200, "Q"), (208, "Q
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What this end of a connection, or of several, has sent, and how much it has received."""
+    """The traffic of this end of one connection or several."""
 
     payload_bytes: int = 0
-    """What TCP carried: HTTP/2 with all in it. Nothing twice."""
+    """Payload of TCP: HTTP/2 with its headers. Retransmissions are not counted."""
     data_segments: int = 0
-    """In so many packets."""
+    """Packets that carried it."""
     bare_segments: int = 0
-    """Without payload: acknowledgements of what came from the other end."""
+    """Packets without payload: acknowledgements."""
     again_bytes: int = 0
     again_segments: int = 0
-    """Sent again, since it was lost or seemed so."""
+    """Retransmissions."""
     received_bytes: int = 0
-    """Payload that came."""
+    """Received payload."""
 
     @property
     def data_bytes(self) -> int:
-        """Packets that carry payload, with their headers; nothing twice."""
+        """Bytes of the packets that carry payload, with headers, without retransmissions."""
         return self.payload_bytes + HEADERS_BYTES * self.data_segments
 
     @property
@@ -46,7 +46,7 @@ class Moved:
 
     @property
     def wire_bytes(self) -> int:
-        """All packets."""
+        """Bytes of all packets."""
         return self.data_bytes + self.bare_bytes + self.again_bytes + HEADERS_BYTES * self.again_segments
 
     def __add__(self, other: Moved) -> Moved:
@@ -57,7 +57,7 @@ class Moved:
 
 
 def moved_by_address() -> dict[str, Moved]:
-    """What moved over the living TCP connections of this process, by the address of the peer, HOST:PORT."""
+    """Returns the traffic of this process's open TCP connections by the peer's address, HOST:PORT."""
     found: dict[str, Moved] = {}
     for peer, connection in _connections():
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)

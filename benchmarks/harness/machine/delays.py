@@ -1,7 +1,7 @@
 """Workers slowed on purpose: how long a step of a worker sleeps, as a function of the seed, the worker and the step.
 
-Two cores give no real parallelism: with sleeps of tens of milliseconds a step's time is that sleep and little else, and
-what is compared is who waits for whom. Must not know: what a step computes.
+Two cores give no real parallelism. With sleeps of tens of milliseconds, a step's time is almost only its sleep, and the
+comparison shows which worker waits for which. Must not know: what a step computes.
 """
 
 from __future__ import annotations

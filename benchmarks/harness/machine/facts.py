@@ -1,4 +1,4 @@
-"""The machine: what it is, and what processes and the loopback interface have used of it."""
+"""Facts about the machine, and what processes and the loopback interface have used of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def loopback_bytes() -> int:
-    """Bytes that went over the loopback interface since boot, headers included, of everybody on this machine."""
+    """Bytes over the loopback interface since boot, headers included, of all processes on this machine."""
     for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, counters = line.strip().partition(":")
         if name == "lo":

@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class LinkUnavailable(Exception):
-    """Namespaces cannot be made here; the text says why."""
+    """This machine cannot make namespaces; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class NoCgroup(Exception):
-    """None can be made here."""
+    """This machine cannot make a memory cgroup."""
 
 
 @contextmanager
 def memory_cgroup(bytes_max: int) -> Iterator[Path]:
-    """Its folder; a process joins by `join`. It is removed when all have left. Raises NoCgroup."""
+    """Yields its folder. A process joins with `join`. Removed when all have left. Raises NoCgroup."""
     second = (ROOT / "cgroup.controllers").exists()
     folder = (ROOT if second else ROOT / "memory") / f"shardyard-benchmark-{os.getpid()}"
     try:
@@ -38,12 +38,12 @@ def memory_cgroup(bytes_max: int) -> Iterator[Path]:
 
 
 def join(folder: Path) -> None:
-    """This process, before it takes memory."""
+    """Adds this process, before it takes memory."""
     (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def most_bytes(folder: Path) -> int:
-    """The most memory that it had, page cache and all."""
+    """The peak of its memory, page cache included."""
     for name in ("memory.peak", "memory.max_usage_in_bytes"):
         if (folder / name).exists():
             return int((folder / name).read_text())

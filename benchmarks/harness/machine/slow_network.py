@@ -56,7 +56,7 @@ class _SlowPeer:
 
 
 class _SlowStream:
-    """An answer is there so much later; what is sent is sent at once."""
+    """Delays answers. Requests are sent at once."""
 
     def __init__(self, inner: Stream, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s

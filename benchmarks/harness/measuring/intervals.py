@@ -23,7 +23,7 @@ class Interval:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Of `first` - `second`, pair by pair, after Student's t. A single pair says nothing of its interval."""
+    """The interval of `first` - `second`, pair by pair, by Student's t. A single pair has no interval."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     mean, pairs = statistics.mean(differences), len(differences)
     if pairs < 2:

@@ -29,7 +29,7 @@ class Spread:
 
 
 def significant(value: float) -> float:
-    """Four digits, which is more than any of these measurements can be trusted for."""
+    """Rounds to four digits, more than the precision of any of these measurements."""
     return float(f"{value:.4g}")
 
 
@@ -41,7 +41,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def order(names: Sequence[str], pair: int) -> list[str]:
-    """A B, then B A, then A B: what comes first has no advantage over all pairs."""
+    """A B, then B A, then A B: over all pairs, the order favours no side."""
     return list(names) if pair % 2 == 0 else list(reversed(names))
 
 
@@ -60,7 +60,7 @@ def measure_pairs(
 
 
 def ratios(over: Sequence[Figures], under: Sequence[Figures], figure: str) -> list[float]:
-    """Of each pair, the first side's figure over the second's."""
+    """The first side's figure over the second's, for each pair."""
     return [a[figure] / b[figure] for a, b in zip(over, under, strict=True)]
 
 

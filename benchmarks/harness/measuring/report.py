@@ -1,4 +1,4 @@
-"""What a benchmark says in the end: its ratios to read, a figure for docs/performance/README.md, and one JSON object.
+"""The report of a benchmark: its ratios as text, a figure for docs/performance/README.md, and one JSON object.
 
 matplotlib is imported when a figure is drawn.
 """
@@ -23,7 +23,7 @@ OURS = "shardyard"
 
 
 class Span(NamedTuple):
-    """What somebody did from one time to another."""
+    """An activity from one time to another."""
 
     what: str
     begin_s: float

@@ -1,4 +1,4 @@
-"""The measured process's end of a conversation: one JSON object a line comes in, one goes out."""
+"""The measured process's side of its conversation: it reads one JSON object a line and writes one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conversation:
         os.dup2(2, 1)
 
     def answer(self, handlers: Mapping[str, Handler]) -> None:
-        """Says that this process is ready, and answers what it is asked until its standard input ends."""
+        """Reports that this process is ready, then answers requests until its standard input ends."""
         self._say({"ready": os.getpid()})
         for line in sys.stdin:
             request = json.loads(line)

@@ -1,8 +1,8 @@
-"""The measured processes, seen from the benchmark: started, asked, paused, ended.
+"""The measured processes, from the benchmark's side: it starts, asks, pauses and ends them.
 
 Owns: their start, the deadline of each answer, their end. Invariants: only processes that were started here get a
-signal, by the handle that started them; no wait is without a deadline; what a process said before it failed is in the
-error. Must not know: what the programs do.
+signal, by the handle that started them; every wait has a deadline; an error contains what the process printed before
+it failed. Must not know: what the programs do.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Program:
         self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Asks it to end; `stop` waits for that."""
+        """Asks the process to end; `stop` waits for the end."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
 
     def stop(self) -> None:
-        """Ends it, with SIGKILL if it does not end when asked."""
+        """Ends the process, with SIGKILL if it does not end when asked."""
         self.end()
         self.resume()
         try:
@@ -124,7 +124,7 @@ class Program:
 
 
 class Programs:
-    """Some processes that work together, as one side. A context manager; all are ended with it."""
+    """Processes that work together as one side. A context manager, which ends them all."""
 
     def __init__(self) -> None:
         self._all: list[Program] = []
@@ -155,7 +155,7 @@ class Programs:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """They run inside of the block, and use no processor outside of it."""
+        """The processes run inside the block, and use no processor outside of it."""
         for program in self._all:
             program.resume()
         try:

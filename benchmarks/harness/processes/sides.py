@@ -1,6 +1,6 @@
 """Sides of a comparison: a yard with its workers, or a peer's processes, started, measured and ended in the same way.
 
-Owns: what belongs to a side, and what it used of the machine while it was measured. Must not know: what it computes.
+Owns: the processes of a side, and what they used of the machine during a measurement. Must not know: what they compute.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardyard_launcher.yard.role_process import tail
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the workers answered, and what was used meanwhile."""
+    """The workers' answers, and the resources used meanwhile."""
 
     answers: list[dict[str, Any]]
     service_cpu_s: float
     """CPU seconds of everything but the workers: servers, coordinator, agent."""
     loopback_bytes: int
-    """Of everybody on this machine."""
+    """Of all processes on this machine."""
 
     def total(self, name: str) -> float:
         return float(sum(answer[name] for answer in self.answers))
@@ -45,19 +45,19 @@ class Side:
     service_pids: Sequence[int]
     pausable: Programs | None = None
     servers: Sequence[str] = ()
-    """Addresses of our servers."""
+    """Addresses of Shardyard's servers."""
     coordinator: str = ""
 
     def ask(
         self, do: str, *, workers: int | None = None, timeout_s: float = ANSWER_S_MAX, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """All workers at the same time, or the first few."""
+        """Asks all workers at the same time, or the first few."""
         return self.measure(do, workers=workers, timeout_s=timeout_s, **arguments).answers
 
     def measure(
         self, do: str, *, workers: int | None = None, timeout_s: float = ANSWER_S_MAX, **arguments: Any
     ) -> Measured:
-        """As `ask`, with what the machine had to do for it."""
+        """As `ask`, and measures the resources used."""
         chosen = self.workers[:workers]
         if self.pausable is None:
             return self._measure(chosen, do, timeout_s, arguments)
@@ -114,7 +114,7 @@ def shardyard_side(
 
 @contextmanager
 def _explained(cluster: LocalCluster) -> Iterator[None]:
-    """Where something fails, it is told who has died, and how, and what they all said last."""
+    """If the block fails, prints which processes died and how, and the end of every log."""
     try:
         yield
     except Exception:

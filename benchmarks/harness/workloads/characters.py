@@ -1,7 +1,7 @@
 """A small model of characters, over the sources of Python's standard library, which every machine has.
 
-Owns: the text, what is learned from and what is held out, the network. The model sees CONTEXT characters and gives the
-next one. Must not know: how gradients become parameters.
+Owns: the text, its training and held-out parts, the network. The model sees CONTEXT characters and predicts the next
+one. Must not know: how gradients become parameters.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self._text[at : at + CONTEXT], self._text[at + CONTEXT]
 
     def take(self, indices: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of shapes (samples, CONTEXT) and (samples,)."""
+        """Returns shapes (samples, CONTEXT) and (samples,)."""
         at = torch.from_numpy(np.asarray(indices).astype(np.int64)) * STRIDE
         return self._text[at[:, None] + self._offsets], self._text[at + CONTEXT]
 
 
 def split() -> tuple[Windows, Windows]:
-    """To learn from, and held out: the text's last part."""
+    """The training part, and the held-out part: the text's end."""
     text = read_text()
     cut = len(text) - len(text) // HELD_OUT_PART
     return Windows(text[:cut]), Windows(text[cut:])
 
 
 class Chosen(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """So many of the windows, each once, in an order of the seed's."""
+    """Returns some of the windows, each once, in an order given by the seed."""
 
     def __init__(self, windows: Windows, seed: int, count: int) -> None:
         self._windows = windows
@@ -103,7 +103,7 @@ def make_network(seed: int) -> torch.nn.Module:
 
 
 def held_out_loss(model: torch.nn.Module, held_out: Windows) -> float:
-    """Mean cross entropy, in nats a character, over samples that are spread over all that is held out."""
+    """Mean cross entropy, in nats a character, over samples spread over the held-out part."""
     texts, nexts = held_out.take(np.linspace(0, len(held_out) - 1, HELD_OUT_SAMPLES))
     with torch.no_grad():
         return float(F.cross_entropy(model(texts), nexts))

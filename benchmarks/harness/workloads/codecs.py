@@ -1,5 +1,4 @@
-"""One codec on 16 MiB of float32: how long encoding and decoding take, how many bytes it makes, and that the numbers
-that come out are those that they should be."""
+"""One codec on 16 MiB of float32: the time of encoding and decoding, the bytes, and a check of the decoded values."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ CHANGE = 1e-3
 
 
 class WrongValues(Exception):
-    """What was decoded is further from what was encoded than the codec may be."""
+    """The decoded values differ from the encoded ones by more than the codec's bound."""
 
 
 def measure_push(text: str, rounds: int) -> list[Figures]:
-    """Gradients through a worker's feedback and a server's decoder, block by block, each round others."""
+    """Sends gradients through a worker's feedback and a server's decoder, block by block, others each round."""
     layout = _layout()
     feedback = ErrorFeedback(CompressionSettings(push=text), layout, seed=1, worker=1)
     codec = parse_codec(text)
@@ -61,7 +60,7 @@ def measure_push(text: str, rounds: int) -> list[Figures]:
 
 
 def measure_pull(text: str, rounds: int) -> list[Figures]:
-    """Values that change by little from round to round, through a server's encoder and a worker's decoder."""
+    """Sends values that change little between rounds through a server's encoder and a worker's decoder."""
     layout, codec = _layout(), parse_codec(text)
     blocks = list(_blocks(layout))
     sender = DeltaSender(codec) if codec.kind == "delta" else None
@@ -115,7 +114,7 @@ def _check(text: str, off: float, allowed: float) -> None:
 
 
 def _layout() -> JobLayout:
-    """As a coordinator lays it out by default."""
+    """The coordinator's default layout."""
     variables = [VariableSpec("layer.weight", DType.FLOAT32, SHAPE)]
     block_bytes = fitting_block_bytes(variables, partitions=PARTITIONS_AUTO)
     optimizer = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))

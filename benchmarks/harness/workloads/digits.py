@@ -1,8 +1,8 @@
-"""The digits: scikit-learn's 1,797 images of 8 x 8, one half to learn from, one held out; a network of a million
+"""The digits: scikit-learn's 1,797 images of 8 x 8, one half for training, one held out; a network of a million
 parameters, and a small one.
 
-Owns: what is trained, on what, in which order, at which learning rate; all of it is a function of the seed. Must not
-know: how gradients become parameters.
+Owns: the model, the data, their order and the learning rate, all functions of the seed. Must not know: how gradients
+become parameters.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def make_small_network(seed: int, hidden: int = 128) -> torch.nn.Module:
 
 
 def lr_factor(step: int) -> float:
-    """Of the learning rate: it rises to the whole in the first steps, then falls to 0 at the last, both linearly."""
+    """The factor of the learning rate: rises to 1 in the first steps, then falls to 0 at the last, both linearly."""
     return min(1.0, (step + 1) / LR_RISES_STEPS) * max(0.0, 1 - step / STEPS)
 
 
 def split(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices to learn from and held out. Of FOLDS seeds after each other, each image is held out in one."""
+    """Training and held-out indices. FOLDS consecutive seeds hold out each image once."""
     shuffle, fold = divmod(seed, FOLDS)
     order = torch.randperm(len(load_digits().target), generator=torch.Generator().manual_seed(1_000 + shuffle))
     return torch.cat([order[k::FOLDS] for k in range(FOLDS) if k != fold]), order[fold::FOLDS]
@@ -115,7 +115,7 @@ class Training:
         return {"steps": steps, "seconds": seconds, "loss": torch.stack(losses).mean().item()}
 
     def evaluate(self) -> dict[str, Any]:
-        """The accuracy on what is held out, in percent."""
+        """The held-out accuracy in percent."""
         self._model.eval()
         return {
             "accuracy_percent": accuracy_percent(
@@ -131,7 +131,7 @@ class Training:
 
 
 def _batches(learned: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
-    """Whole batches, each image once an epoch, without end."""
+    """Yields whole batches without end, each image once an epoch."""
     random = torch.Generator().manual_seed(seed)
     while True:
         order = learned[torch.randperm(len(learned), generator=random)]

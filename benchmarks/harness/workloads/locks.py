@@ -1,9 +1,9 @@
-"""For how long partitions are locked while steps are taken, with checkpoints and without, in one process.
+"""How long partitions are locked during steps, with checkpoints and without, in one process.
 
-`lock`: who reads a partition waits for it, and a checkpoint that copies it; `turn`: only who changes the partition
-waits for it. An update has it while it computes.
+`lock`: readers of a partition wait for it, and a checkpoint that copies it. `turn`: only changes of the partition wait
+for it; an update holds it while it computes.
 
-Owns: the lock that keeps time. Must not know: what is done under it.
+Owns: the lock that measures. Must not know: what runs under it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKPOINT_EVERY_STEPS = 10
 
 
 class TimedLock:
-    """A lock that notes for how long it was held, as a Condition uses it: not while that waits."""
+    """A lock that records how long it was held. While a Condition waits on it, it is not held."""
 
     def __init__(self, held_ms: list[float]) -> None:
         self._lock = threading.RLock()
@@ -45,7 +45,7 @@ class TimedLock:
         self._held_ms.append(1e3 * (time.perf_counter() - self._since))
         self._lock.release()
 
-    # what a Condition asks of a lock that may be taken twice
+    # a Condition needs these of a reentrant lock
 
     def _is_owned(self) -> bool:
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]

@@ -1,8 +1,8 @@
-"""The check of what was moved: gradients whose SGD is exact in float32, so that one lost or doubled push shows.
+"""The check of moved numbers: gradients whose SGD is exact in float32, so one lost or doubled push shows.
 
-Gradients and first values are small multiples of 2**-10 and the learning rate is 1/8, so each product and sum has a
-float32 value of its own, whatever the order of the pushes and whether or not the processor fuses multiply and add.
-The gradients of a cycle nearly cancel, so the values stay small in a run of any length.
+Gradients and first values are small multiples of 2**-10 and the learning rate is 1/8, so each product and sum is exact
+in float32, in any order of the pushes and whether or not the processor fuses multiply and add. The gradients of a cycle
+nearly cancel, so the values stay small in a run of any length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def expected(first: Array, sources: Sequence[Array], counts: Sequence[int]) -> A
 
 
 def check(name: str, found: Array, wanted: Array) -> None:
-    """Raises WrongNumbers unless all bits are as they should be."""
+    """Raises WrongNumbers unless all bits are as expected."""
     wrong = np.flatnonzero(found != wanted)
     if found.shape != wanted.shape or len(wrong):
         first = int(wrong[0]) if len(wrong) else 0

@@ -24,7 +24,7 @@ def make_model(tensors: int, elements: int) -> torch.nn.ParameterList:
 
 
 def run_backward(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """A backward pass, so that `.grad` is where it will be in training."""
+    """Runs a backward pass, so that `.grad` has the memory that it has in training."""
     torch.autograd.backward([parameter.sum() for parameter in parameters])
 
 
@@ -82,7 +82,7 @@ class Rounds:
         }
 
     def check(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """All values, after all of the pushes of everybody (`counts`; this side's own unless given)."""
+        """Checks all values after the pushes of all callers (`counts`; by default this side's own)."""
         if counts is not None:
             with torch.no_grad():
                 for parameter in self._parameters:
@@ -96,7 +96,7 @@ class Rounds:
         return {}
 
     def counted(self) -> dict[str, Any]:
-        """How often this side has pushed each of its gradients."""
+        """How many times this side has pushed each of its gradients."""
         return {"counts": self._counts}
 
     def _write(self, number: int) -> None:

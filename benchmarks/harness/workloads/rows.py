@@ -1,8 +1,8 @@
 """Steps with an embedding table, the same for all sides: ids, first rows, the loop, and the plain model.
 
 A step looks up the rows of 4,096 Zipf(1.1) ids of a million, and pushes the gradient of half the square distance to
-fixed targets, which depends on what was looked up. Owns: what a step is, what is timed, what must come out. Must not
-know: how a side looks rows up and pushes them.
+fixed targets, which depends on the rows. Owns: the step, what is timed, the expected result. Must not know: how a side
+looks rows up and pushes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
         return ["--rows", str(self.rows), "--dim", str(self.dim), "--ids", str(self.ids)]
 
     def batches(self) -> list[torch.Tensor]:
-        """Row numbers; the frequent ones lie anywhere."""
+        """Row numbers; frequent ones are at random places."""
         random = np.random.default_rng(0)
         ends = np.cumsum(np.arange(1, self.rows + 1, dtype=np.float64) ** -EXPONENT)
         places = random.permutation(self.rows)
@@ -76,7 +76,7 @@ class Loop:
         return {"steps": self._steps - steps, "seconds": passed_s, "cpu_s": cpu_s}
 
     def verify(self, steps: int, folder: str) -> dict[str, Any]:
-        """The first steps of all. Writes the rows that they have changed, by ascending id."""
+        """Takes the very first steps. Writes the rows that they changed, by ascending id."""
         assert self._steps == 0
         assert steps <= BATCHES
         self._run(self._given(steps=steps))

@@ -50,7 +50,7 @@ def make_model(task: Task) -> torch.nn.Sequential:
 
 
 def make_data(task: Task, worker: int, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This worker's part of a made-up set that a linear teacher has labelled with ten classes."""
+    """This worker's part of a synthetic set, which a linear teacher has labelled with ten classes."""
     random = np.random.default_rng(0)
     inputs = random.random((SAMPLES, task.widths[0]), dtype=np.float32) - np.float32(0.5)
     teacher = random.standard_normal((task.widths[0], CLASSES)).astype(np.float32)
@@ -106,7 +106,7 @@ class Loop:
         }
 
     def verify(self, steps: int, folder: str) -> dict[str, Any]:
-        """Some steps that are not timed. Writes the sum of the gradients that were pushed, for `check_sum`."""
+        """Takes some untimed steps. Writes the sum of the pushed gradients, for `check_sum`."""
         total = [np.zeros(parameter.shape, np.float64) for parameter in self._parameters]
         for _ in range(steps):
             self._compute()
@@ -117,7 +117,7 @@ class Loop:
         return {}
 
     def alone(self, steps: int, lr: float) -> dict[str, Any]:
-        """Some steps while nobody else takes any: each must end with the parameters that its own gradient makes."""
+        """Takes some steps alone: each must end with the parameters that its own gradient makes."""
         for _ in range(steps):
             self._compute()
             wanted = [
@@ -182,7 +182,7 @@ def check_sum(
 
 
 def check_falls(name: str, losses: Sequence[float]) -> None:
-    """Raises NumbersDiffer unless the last loss is below the first by more than a batch's luck."""
+    """Raises NumbersDiffer unless the last loss is below the first by more than the noise of a batch."""
     if not losses[-1] < FALL * losses[0]:
         raise NumbersDiffer(f"{name}: the loss does not fall: {', '.join(f'{loss:.4g}' for loss in losses)}")
 

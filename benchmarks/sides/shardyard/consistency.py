@@ -1,7 +1,8 @@
-"""A worker that trains jobs one after the other, each with its settings, slowed on purpose where it is told to.
+"""A worker that trains jobs one after the other, each with its settings, slowed on purpose where requested.
 
-`digits` and `characters` join a job, and train; the job is there, for others to look at its servers, until `leave`.
-Begin, end of computing, and end of each step are noted by the clock that all processes share (CLOCK_MONOTONIC).
+`digits` and `characters` join a job and train. The job lasts until `leave`, so that others can read its servers. The
+begin, the end of computing, and the end of each step are taken from the clock that all processes share
+(CLOCK_MONOTONIC).
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Worker:
         look: Callable[[float], None] | None = None,
         poison: Poison | None = None,
     ) -> list[tuple[int, float, float, float]]:
-        """Of each step its number, when it began, when its gradient was there, and when it was over."""
+        """Returns for each step its number, its begin, when its gradient was there, and its end."""
         found: list[tuple[int, float, float, float]] = []
         looked_s = 0.0
         for inputs, targets in batches:
@@ -174,14 +175,14 @@ class Worker:
         return found
 
     def _take_values(self, model: torch.nn.Module) -> None:
-        """Those that the servers have."""
+        """Takes the servers' values."""
         values = self._job.pull()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values[name])
 
     def _moved_bytes(self) -> dict[str, int]:
-        """By this process's connections, there with all headers, and back."""
+        """Bytes sent, with all headers, and received over this process's connections."""
         found = moved_by_address().values()
         return {"sent": sum(each.wire_bytes for each in found), "received": sum(each.received_bytes for each in found)}
 

@@ -1,5 +1,4 @@
-"""The digits with Shardyard: jobs one after the other, each with its own seed and settings, in this process or in a
-yard."""
+"""The digits with Shardyard: one job after the other, each with its own seed and settings, in-process or in a yard."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Jobs:
         return self._training
 
     def open(self, seed: int, settings: Mapping[str, object]) -> dict[str, Any]:
-        """Joins a new job. The momentum is the workers' where compression has one, else the servers'."""
+        """Joins a new job. The momentum is in the workers if compression has one, otherwise in the servers."""
         given = {"job.consistency.mode": "sync", "log.level": "error", **self._settings, "job.seed": seed, **settings}
         momentum = 0.0 if given.get("job.compression.momentum") else digits.MOMENTUM
         self._opened += 1
@@ -60,7 +59,7 @@ class Jobs:
         return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
     def count(self, interface: str = "") -> dict[str, Any]:
-        """What this process's connections have moved, and what an interface has sent."""
+        """Bytes that this process's connections have moved, and that an interface has sent."""
         return {
             "moved": {address: asdict(moved) for address, moved in moved_by_address().items()},
             "interface_bytes": interface_sent_bytes(interface) if interface else 0,

@@ -1,4 +1,4 @@
-"""An evaluator of the job `steps`: reads versions for a while when it is asked to, and computes on each if it shall."""
+"""An evaluator of the job `steps`: on request it reads versions for a while, and computes on each if asked to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MATRIX = 256
 
 
 def read(settings: dict[str, Any], seconds: float, every_s: float, compute_ms: float) -> dict[str, Any]:
-    """Follows the job for so long. How many versions it has read, and its CPU seconds by what they were for."""
+    """Follows the job for a time. Returns how many versions it read, and its CPU seconds by purpose."""
     until = time.monotonic() + seconds
     count, computing_s, begun_s = 0, 0.0, time.process_time()
     matrix = torch.ones(MATRIX, MATRIX)

@@ -26,7 +26,7 @@ WARM_UP = 50
 
 
 class WrongAnswer(Exception):
-    """The table has given something else than was put in."""
+    """The table returned other values than were put in."""
 
 
 def options() -> argparse.Namespace:

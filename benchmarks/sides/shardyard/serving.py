@@ -1,4 +1,4 @@
-"""A client that serves the job `rows`: looks up batches of Zipf ids for a while when it is asked to."""
+"""A client that serves the job `rows`: on request it looks up batches of Zipf ids for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = "table"
 
 
 def serve(settings: dict[str, Any], task: Task, seconds: float, **given: int) -> dict[str, Any]:
-    """How many requests it has answered in so long, one after the other, and what `served.counts` says of them."""
+    """Returns how many requests it answered, one after the other, and their `served.counts`."""
     batches = task.batches()
     with sy.follow(job="rows", settings=settings) as run, run.serve(**given) as served:
         for ids in batches:

@@ -1,6 +1,6 @@
-"""A worker that takes steps on leased data until it is told to end, and notes when each one was acknowledged.
+"""A worker that takes steps on leased data until it is told to end, and records when each one was acknowledged.
 
-Each sample's gradient adds 1 to every parameter, so the parameters say how many samples were counted, and all the same.
+Each sample's gradient adds 1 to every parameter, so every parameter equals the number of counted samples.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TENSORS = 16
 
 
 class WrongCount(Exception):
-    """The parameters do not say what was acknowledged."""
+    """The parameters do not equal the acknowledged samples."""
 
 
 class Steps:
-    """Steps in a thread of their own, which has the job to itself."""
+    """Takes steps in a thread, which alone uses the job."""
 
     def __init__(self, settings: dict[str, Any], nbytes: int) -> None:
         self._settings = settings

@@ -64,5 +64,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # no farewell to the others: they end at the same time
+    # no graceful shutdown: all processes end at the same time
     os._exit(0)

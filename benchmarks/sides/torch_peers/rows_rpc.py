@@ -21,7 +21,7 @@ _held: list[tuple[torch.nn.Embedding, torch.optim.Adagrad]] = []
 
 
 def hold(task: Task) -> None:
-    """What the server has: torch's embedding and its sparse Adagrad."""
+    """The server's state: torch's embedding and its sparse Adagrad."""
     embedding = torch.nn.Embedding.from_pretrained(task.first_rows(), freeze=False, sparse=True)
     _held[:] = [(embedding, torch.optim.Adagrad(embedding.parameters(), lr=LR, eps=EPS))]
 
@@ -104,7 +104,7 @@ class Worker:
         return torch.unique(ids, return_inverse=True)
 
     def _gradients(self, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """Of half the square distance to the targets; autograd has nothing to add to what is done here by hand."""
+        """The gradient of half the square distance to the targets, computed by hand instead of by autograd."""
         if places is None:
             return rows - self._targets
         return torch.zeros_like(rows).index_add_(0, places, rows.index_select(0, places) - self._targets)
@@ -136,5 +136,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # no farewell to the others: they end at the same time
+    # no graceful shutdown: all processes end at the same time
     os._exit(0)

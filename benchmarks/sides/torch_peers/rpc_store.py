@@ -34,7 +34,7 @@ def join(name: str, rank: int, world: int, rendezvous: str, transport: str, thre
 
 
 def hold(tensors: Sequence[torch.Tensor], lr: float) -> None:
-    """What the server begins with."""
+    """The server's first values."""
     global _lr
     _tensors[:] = [tensor.clone() for tensor in tensors]
     _lr = lr
