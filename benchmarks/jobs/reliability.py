@@ -68,7 +68,7 @@ class Yard:
 
     def look(self) -> None:
         """Restarts dead processes, and reads the worker's steps. Raises NotRecovered."""
-        self._cluster.tend()
+        self._cluster.poll()
         self._cluster.check()
         answer = self._worker.ask("took")
         if answer["failure"]:

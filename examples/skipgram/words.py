@@ -1,6 +1,6 @@
 """Words to learn vectors of: the identifiers in the sources of Python's standard library, which every machine has.
 
-A word is known by its hash, a number of 64 bits, so nobody makes a vocabulary beforehand. What a batch is made of
+A word is known by its hash, a number of 64 bits, so no vocabulary is made beforehand. What a batch is made of
 depends on its passages and on numpy's seed alone, which job.batches sets: any worker makes the same of them. Pairs,
 negative samples and the thinning out of frequent words are those of Mikolov et al., Distributed Representations of
 Words and Phrases and their Compositionality (NeurIPS 2013), section 2, as word2vec computes them, with the counts of a

@@ -118,7 +118,7 @@ def _explained(cluster: LocalCluster) -> Iterator[None]:
     try:
         yield
     except Exception:
-        for news in cluster.tend():
+        for news in cluster.poll():
             print(news, file=sys.stderr)
         for process in cluster.state.processes:
             print(f"{process} said:\n{tail(process.log)}", file=sys.stderr, flush=True)

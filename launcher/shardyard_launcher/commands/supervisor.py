@@ -1,4 +1,4 @@
-"""The process that `shardyard up` leaves running to watch a yard: it starts the roles, and restarts those that die.
+"""The process that `shardyard up` leaves running to watch a yard. It starts the roles, and restarts those that die.
 
 It must be a process of its own: `up` itself ends, and only a process's parent learns how the process ended. One
 supervisor costs less than a watcher for each role. Its own death does no harm: the roles continue, `shardyard status`
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardyard_launcher.yard.running_yard import RunningYard
     from shardyard_launcher.yard.state_file import YardState
 
-TEND_S: Final = 0.1
+POLL_EVERY_S: Final = 0.1
 LATE_MS: Final = 30_000
 """How long a supervisor may take beyond the time that a start is given."""
 ERROR: Final = "error: "
@@ -94,7 +94,7 @@ def _serve(settings: Settings, folder: Path, found: YardState, stop: threading.E
     cluster = LocalCluster(settings, folder, tied=False, on_change=write)
     if found.roles:
         cluster.adopt(found)
-        log.info("watching the yard of %s, which nobody watched", folder)
+        log.info("watching the yard of %s, which had no supervisor", folder)
     else:
         try:
             cluster.start(stop=stop)
@@ -103,8 +103,8 @@ def _serve(settings: Settings, folder: Path, found: YardState, stop: threading.E
         log.info("watching the yard of %s", folder)
     sys.stdout.write(f"ready {cluster.coordinator}\n")
     sys.stdout.flush()
-    while not stop.wait(TEND_S):
-        for line in cluster.tend():
+    while not stop.wait(POLL_EVERY_S):
+        for line in cluster.poll():
             log.warning("%s", line)
     return 0
 

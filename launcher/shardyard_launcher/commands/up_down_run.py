@@ -161,15 +161,15 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
     with run_folder() as folder:
         cluster = LocalCluster(settings, folder, tied=True)
 
-        def tend() -> list[str]:
-            news = cluster.tend()
+        def poll() -> list[str]:
+            news = cluster.poll()
             cluster.check()
             return news
 
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(cluster.coordinator, cluster.state.agent, script, signals, tend, sys.stderr)
+            code = _follow(cluster.coordinator, cluster.state.agent, script, signals, poll, sys.stderr)
             if code == 0:
                 await_last_checkpoints(cluster.coordinator, signals.stop)
             return code

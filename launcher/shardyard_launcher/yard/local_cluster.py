@@ -68,9 +68,9 @@ class RoleSlot:
     def __init__(self, running: RunningRole) -> None:
         self.running = running
         self.restart_ms: int | None = None
-        """When the next is to be started; None while there is one."""
+        """When the next one starts; None while there is one."""
         self.given_up = ""
-        """How the last one ended and why nobody takes its place, for after its name; empty while somebody does."""
+        """How the last one ended and why it is not replaced, in words that follow its name; otherwise empty."""
         self._number = 0
         self._explained = ExitStack()
         self._wait: ExplainedWait | None = None
@@ -85,7 +85,7 @@ class RoleSlot:
         process = self.running.process
         return f"{process} to be ready after restart {self._number}; its log is {process.log}"
 
-    def look(self) -> bool:
+    def becomes_ready(self) -> bool:
         """Whether the restarted process has become ready since the last call."""
         if self._wait is None:
             return False
@@ -120,7 +120,7 @@ class LocalCluster:
         self._folder = folder.absolute()
         self._tied = tied
         self._on_change = on_change
-        self._places: list[RoleSlot] = []
+        self._slots: list[RoleSlot] = []
         self._restarts = RestartPolicy(
             restarts_max=settings.yard.role_restarts_max, window_ms=settings.yard.role_restarts_window_ms
         )
@@ -130,8 +130,8 @@ class LocalCluster:
 
     @property
     def state(self) -> YardState:
-        given_up = {place.running.process.name: place.given_up for place in self._places if place.given_up}
-        processes = tuple(place.running.process for place in self._places)
+        given_up = {slot.running.process.name: slot.given_up for slot in self._slots if slot.given_up}
+        processes = tuple(slot.running.process for slot in self._slots)
         return YardState(processes, tuple(self._restarted[-RESTARTS_KEPT:]), given_up)
 
     @property
@@ -140,13 +140,13 @@ class LocalCluster:
         return self.state.coordinator
 
     def adopt(self, state: YardState) -> None:
-        """Takes over a yard that is not watched. How its processes end is then not known, only that they do."""
-        self._places = [RoleSlot(RunningRole(process)) for process in state.roles]
+        """Takes over a yard without a supervisor. It learns that its processes end, but not how."""
+        self._slots = [RoleSlot(RunningRole(process)) for process in state.roles]
         self._restarted = list(state.restarts)
-        for place in self._places:
-            process = place.running.process
+        for slot in self._slots:
+            process = slot.running.process
             if not process.ready:  # its start was under way when the last supervisor died
-                place.begin(place.running, self._restarted_count(process.name))
+                slot.begin(slot.running, self._restarted_count(process.name))
         self._changed()
 
     def start(self, *, stop: threading.Event) -> None:
@@ -158,53 +158,53 @@ class LocalCluster:
         check_free(yard.bind, yard.coordinator_port)
         write_settings(self._settings, self._folder)
         try:
-            self._place("coordinator", "coordinator")
+            self._start_role("coordinator", "coordinator")
             self._await(self._unready, begun, stop)
             for index in range(yard.servers):
-                self._place(f"server-{index}", "server")
-            self._place("agent", "agent")
+                self._start_role(f"server-{index}", "server")
+            self._start_role("agent", "agent")
             self._await(self._unready, begun, stop)
             self._await(self._unregistered, begun, stop)
         except BaseException:
             self.stop()
             raise
 
-    def tend(self) -> list[str]:
-        """Checks the processes, and restarts dead ones when it is time. Returns what is new, in words. To be called
-        several times a second. A call takes no longer than the start of a process."""
+    def poll(self) -> list[str]:
+        """Checks the processes, and restarts dead ones when it is time. Returns what is new, in words. Call it several
+        times a second. A call takes no longer than the start of a process."""
         now_ms = int(time.monotonic() * 1000)
         news = []
-        for place in self._places:
-            if place.given_up:
+        for slot in self._slots:
+            if slot.given_up:
                 continue
-            if place.restart_ms is not None:
-                if now_ms >= place.restart_ms:
-                    news += self._start_again(place, now_ms)
-            elif not place.running.alive:
-                news.append(self._mourn(place, place.running.ending, now_ms))
-            elif place.look():
+            if slot.restart_ms is not None:
+                if now_ms >= slot.restart_ms:
+                    news += self._start_again(slot, now_ms)
+            elif not slot.running.alive:
+                news.append(self._on_exit(slot, slot.running.ending, now_ms))
+            elif slot.becomes_ready():
                 self._changed()
-                news.append(f"{place.running.process} is ready at {place.running.process.address}")
+                news.append(f"{slot.running.process} is ready at {slot.running.process.address}")
         return news
 
     def check(self) -> None:
         """Raises an error that names a process that was given up, with the end of its log: ServerLost, CoordinatorLost,
         Unavailable."""
-        for place in self._places:
-            if place.given_up:
-                process = place.running.process
-                raise lost(process, f"{process} {place.given_up}")
+        for slot in self._slots:
+            if slot.given_up:
+                process = slot.running.process
+                raise lost(process, f"{process} {slot.given_up}")
 
     def stop(self) -> None:
         """Ends all processes: first the agent with what it runs, then the servers, then the coordinator. Bounded."""
-        for place in self._places:
-            place.end_wait()
-        stop_roles([place.running for place in self._places])
+        for slot in self._slots:
+            slot.end_wait()
+        stop_roles([slot.running for slot in self._slots])
 
-    def _place(self, name: str, role: str) -> None:
+    def _start_role(self, name: str, role: str) -> None:
         running = self._start(name, role, "")
-        self._places.append(RoleSlot(running))
-        self._written_down(running)
+        self._slots.append(RoleSlot(running))
+        self._record_and_release(running)
 
     def _start(self, name: str, role: str, address: str) -> RunningRole:
         yard = self._settings.yard
@@ -229,8 +229,8 @@ class LocalCluster:
             address=address,
         )
 
-    def _written_down(self, running: RunningRole) -> None:
-        """Lets a process begin once the state names it."""
+    def _record_and_release(self, running: RunningRole) -> None:
+        """Lets a process begin once it is recorded in the state."""
         try:
             self._changed()
         except OSError:
@@ -239,16 +239,16 @@ class LocalCluster:
             raise
         running.release()
 
-    def _mourn(self, place: RoleSlot, ending: str, now_ms: int) -> str:
+    def _on_exit(self, slot: RoleSlot, ending: str, now_ms: int) -> str:
         """Decides whether a dead process is restarted. Returns the decision in words."""
-        place.end_wait()
-        process = place.running.process
+        slot.end_wait()
+        process = slot.running.process
         decided = self._restarts.died(process.name, now_ms)
         if isinstance(decided, GivenUp):
-            place.given_up = f"{ending} and is not restarted: {decided.why}"
+            slot.given_up = f"{ending} and is not restarted: {decided.why}"
             self._changed_if_possible()
-            return f"{process} {place.given_up}; the end of its log:\n{tail(process.log)}"
-        place.restart_ms = decided.at_ms
+            return f"{process} {slot.given_up}; the end of its log:\n{tail(process.log)}"
+        slot.restart_ms = decided.at_ms
         yard = self._settings.yard
         restart = RoleRestart(
             process.name,
@@ -264,14 +264,14 @@ class LocalCluster:
         former = process.log.name + FORMER
         return f"{restart}, in {(decided.at_ms - now_ms) / 1000:g} s; its log is {process.log.with_name(former)} then"
 
-    def _start_again(self, place: RoleSlot, now_ms: int) -> list[str]:
-        dead = place.running.process
+    def _start_again(self, slot: RoleSlot, now_ms: int) -> list[str]:
+        dead = slot.running.process
         try:
             running = self._start(dead.name, dead.role, dead.address)
-            place.begin(running, self._restarted_count(dead.name))
-            self._written_down(running)
+            slot.begin(running, self._restarted_count(dead.name))
+            self._record_and_release(running)
         except OSError as error:
-            return [self._mourn(place, f"could not be restarted ({error})", now_ms)]
+            return [self._on_exit(slot, f"could not be restarted ({error})", now_ms)]
         return [f"started {running.process} in the place of {dead}"]
 
     def _restarted_count(self, name: str) -> int:
@@ -282,7 +282,7 @@ class LocalCluster:
             self._on_change(self.state)
 
     def _changed_if_possible(self) -> None:
-        """For changes that only a reader of the state file would miss."""
+        """For changes that only readers of the state file need."""
         try:
             self._changed()
         except OSError:
@@ -291,14 +291,14 @@ class LocalCluster:
     def _await(self, missing: Callable[[], str], begun: float, stop: threading.Event) -> None:
         left = wait_until(missing, begun + READY_MS_MAX / 1000, stop)
         if left:
-            log = next((each.running.process.log for each in self._places if not each.running.process.ready), None)
+            log = next((each.running.process.log for each in self._slots if not each.running.process.ready), None)
             said = "" if log is None else f"; the end of {log}:\n{tail(log)}"
             raise errors.DeadlineExceeded(f"the yard was not ready in time: it waited for {left}{said}")
 
     def _unready(self) -> str:
         # in this order: a process that prints and ends at once has ended
         self._check_alive("before it was ready")
-        waiting = [place.running for place in self._places if not place.running.process.ready]
+        waiting = [slot.running for slot in self._slots if not slot.running.process.ready]
         missing = [role for role in waiting if not role.read_ready()]
         if len(missing) < len(waiting):
             self._changed()
@@ -310,10 +310,10 @@ class LocalCluster:
         return f"the coordinator at {self.coordinator} to know {absent}" if absent else ""
 
     def _check_alive(self, when: str) -> None:
-        for place in self._places:
-            if not place.running.alive:
-                process = place.running.process
-                said = " ".join(part for part in (str(process), place.running.ending, when) if part)
+        for slot in self._slots:
+            if not slot.running.alive:
+                process = slot.running.process
+                said = " ".join(part for part in (str(process), slot.running.ending, when) if part)
                 raise lost(process, said, starting=bool(when))
 
 

@@ -1,8 +1,8 @@
-"""A yard that runs on its own, seen through its state file, for commands that look at it, use it or end it.
+"""A running yard, read from its state file, for commands that show, use or end it.
 
-Owns: whether such a yard is whole, mending or broken; its end. Invariants: its supervisor is ended before its roles,
-and the state is read again after that, so that no process is missed that was started meanwhile. Only the supervisor's
-state says that a dead process will come back. Must not know: how processes are started, command lines.
+Owns: whether the yard is whole, recovering or broken; its end. Invariants: its supervisor is ended before its roles,
+and the state is read again after that, so that no process is missed that was started meanwhile. A dead process comes
+back only if the supervisor's state says so. Must not know: how processes are started, command lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardyard_launcher.yard.local_cluster import lost, stop_roles, unregistered
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
 from shardyard_launcher.yard.state_file import LOGS, RoleRestart, YardState, read_state
 
-MENDING_MS_MAX: Final = 30_000
+RECOVERY_MS_MAX: Final = 30_000
 """How long a yard may take to be whole again before it is called broken."""
 ROLES: Final = {"coordinator", "server", "agent"}
 
@@ -28,7 +28,7 @@ class RunningYard:
     def __init__(self, folder: Path, state: YardState) -> None:
         self._folder = folder
         self.state = state
-        self._told: set[RoleRestart] = set(state.restarts)
+        self._reported: set[RoleRestart] = set(state.restarts)
 
     @property
     def supervised(self) -> bool:
@@ -42,16 +42,16 @@ class RunningYard:
     @property
     def gone(self) -> bool:
         """Whether all its processes are dead and none will be restarted."""
-        return len(self.dead) == len(self.state.roles) and not self.mends
+        return len(self.dead) == len(self.state.roles) and not self.will_recover
 
     @property
-    def mends(self) -> bool:
+    def will_recover(self) -> bool:
         """Whether every dead process, if there is any, will be restarted."""
         return self.supervised and not self.state.given_up
 
     @property
     def broken(self) -> bool:
-        return bool(self.dead) and not self.mends
+        return bool(self.dead) and not self.will_recover
 
     @property
     def waited_for(self) -> str:
@@ -70,24 +70,24 @@ class RunningYard:
         self.refresh()
         if self.broken:
             process = self.dead[0]
-            nobody = "has ended, and no supervisor runs that could restart it"
-            raise lost(process, f"{process} {self.state.given_up.get(process.name, nobody)}")
-        news = [restart for restart in self.state.restarts if restart not in self._told]
-        self._told.update(news)
+            unwatched = "has ended, and no supervisor runs that could restart it"
+            raise lost(process, f"{process} {self.state.given_up.get(process.name, unwatched)}")
+        news = [restart for restart in self.state.restarts if restart not in self._reported]
+        self._reported.update(news)
         return list(map(str, news))
 
     def await_whole(self, stop: threading.Event) -> None:
-        """Waits, at most MENDING_MS_MAX, until all of it runs and is registered. Raises NotReady that says what is
+        """Waits, at most RECOVERY_MS_MAX, until all of it runs and is registered. Raises NotReady that says what is
         missing, at once if that will not come back; Interrupted once `stop` is set."""
 
         def missing() -> str:
             self.refresh()
             problem = self._problem()
-            if problem and not self.mends:
+            if problem and not self.will_recover:
                 raise self._incomplete(problem)
             return f"the yard in {self._folder} to be whole: {problem}" if problem else ""
 
-        if wait_until(missing, time.monotonic() + MENDING_MS_MAX / 1000, stop):
+        if wait_until(missing, time.monotonic() + RECOVERY_MS_MAX / 1000, stop):
             raise self._incomplete(self._problem())
 
     def _incomplete(self, problem: str) -> errors.NotReady:

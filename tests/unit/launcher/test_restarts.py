@@ -130,14 +130,14 @@ def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> Non
     cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
     cluster.adopt(dead_yard(tmp_path, "server-0"))
     cluster.check()
-    (news,) = cluster.tend()
+    (news,) = cluster.poll()
     assert "the last words" in news
     assert states[-1].given_up == {
         "server-0": "has ended and is not restarted: restarts are off (yard.role_restarts_max is 0)"
     }
     with pytest.raises(Exception, match="the last words"):
         cluster.check()
-    assert cluster.tend() == []
+    assert cluster.poll() == []
 
 
 def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monke
 
     monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", refuse)
     monkeypatch.setattr("shardyard_launcher.yard.restart_policy.BACKOFF_MS", 0)
-    (first,) = cluster.tend()
+    (first,) = cluster.poll()
     assert "restart 1 of 1 within 60 s" in first
-    (second,) = cluster.tend()
+    (second,) = cluster.poll()
     assert "could not be restarted ([Errno 28] No space left on device) and is not restarted" in second
 
 
@@ -172,8 +172,8 @@ def test_state_that_cannot_be_written_lets_no_process_begin(tmp_path: Path, monk
     cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True)
     cluster.adopt(dead_yard(tmp_path, "server-0"))
     cluster._on_change = full
-    cluster.tend()
-    (news,) = cluster.tend()
+    cluster.poll()
+    (news,) = cluster.poll()
     assert "could not be restarted ([Errno 28] No space left on device)" in news
     assert [role.exit_code for role in started] == [-9]
     for role in started:
@@ -188,10 +188,10 @@ def test_yard_is_taken_over_with_what_was_under_way(tmp_path: Path) -> None:
     states: list[YardState] = []
     cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True, on_change=states.append)
     cluster.adopt(YardState((living,)))
-    assert cluster.tend() == []
+    assert cluster.poll() == []
     assert not states[-1].processes[0].ready
     log.write_text("ready 127.0.0.1:5\n")
-    (news,) = cluster.tend()
+    (news,) = cluster.poll()
     assert "is ready at 127.0.0.1:5" in news
     assert states[-1].processes[0].ready
 
@@ -206,12 +206,12 @@ def test_wait_for_a_process_that_was_started_again_is_explained(
     restart = RoleRestart("server-0", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
     cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True)
     cluster.adopt(YardState((living,), (restart,)))
-    cluster.tend()
+    cluster.poll()
     assert f"waiting for server-0 (pid {os.getpid()}) to be ready after restart 2; its log is {log}" in caplog.text
     log.write_text("ready 127.0.0.1:5\n")
-    cluster.tend()
+    cluster.poll()
     caplog.clear()
-    cluster.tend()
+    cluster.poll()
     assert caplog.text == ""
 
 
