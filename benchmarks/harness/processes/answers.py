@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -13,6 +14,24 @@ from typing import Any
 Handler = Callable[..., Mapping[str, Any]]
 PARENT = "BENCHMARK_PID"
 PR_SET_PDEATHSIG = 1
+
+
+def worker_parser() -> argparse.ArgumentParser:
+    """The options of a worker in a yard: its number, how many there are, and its settings as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--settings", type=json.loads, default={})
+    return parser
+
+
+def peer_parser() -> argparse.ArgumentParser:
+    """The options of a process in a group of torch.distributed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    return parser
 
 
 class Conversation:

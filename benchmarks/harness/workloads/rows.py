@@ -7,6 +7,7 @@ looks rows up and pushes them.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ class Task:
     rows: int = 1_000_000
     dim: int = 64
     ids: int = 4_096
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        for name in ("--rows", "--dim", "--ids"):
+            parser.add_argument(name, type=int, required=True)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Task:
+        return cls(options.rows, options.dim, options.ids)
 
     def arguments(self) -> list[str]:
         return ["--rows", str(self.rows), "--dim", str(self.dim), "--ids", str(self.ids)]

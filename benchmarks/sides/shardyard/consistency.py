@@ -7,8 +7,6 @@ begin, the end of computing, and the end of each step are taken from the clock t
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +19,7 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from harness.machine.connections import moved_by_address
 from harness.machine.delays import Delays
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads import characters, digits
 
 NO_DELAYS = Delays(0.0, 1)
@@ -189,11 +187,7 @@ class Worker:
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--settings", type=json.loads, default={})
-    options = parser.parse_args()
+    options = worker_parser().parse_args()
     torch.set_num_threads(1)
     conversation.answer(Worker(options.worker, options.settings).handlers())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 
 import shardyard as sy
 from harness.machine.connections import interface_sent_bytes, moved_by_address
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads import digits
 from shardyard.domain.errors import ShardyardError
 
@@ -73,11 +71,7 @@ class Jobs:
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--settings", type=json.loads, default={})
-    conversation.answer(Jobs(parser.parse_args().settings).handlers())
+    conversation.answer(Jobs(worker_parser().parse_args().settings).handlers())
 
 
 if __name__ == "__main__":

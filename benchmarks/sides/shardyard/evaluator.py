@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
 import torch
 
 import shardyard as sy
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 
 MATRIX = 256
 
@@ -37,8 +35,7 @@ def read(settings: dict[str, Any], seconds: float, every_s: float, compute_ms: f
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--settings", type=json.loads, required=True)
+    parser = worker_parser()
     options = parser.parse_args()
     torch.set_num_threads(1)
 

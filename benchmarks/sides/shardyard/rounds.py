@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import torch
 
 import shardyard as sy
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads import numbers
 from harness.workloads.rounds import Rounds, make_model, run_backward
 
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
+    parser = worker_parser()
     parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--elements", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
     options = parser.parse_args()
     with sy.connect(job="rounds", settings=options.settings) as job:
         model = make_model(options.tensors, options.elements)

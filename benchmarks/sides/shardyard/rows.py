@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Iterator
 
@@ -11,7 +9,7 @@ import torch
 
 import shardyard as sy
 from harness.machine.slow_network import SlowNetwork
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads.rows import EPS, LR, Loop, Task
 from shardyard.config import configuration
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -20,17 +18,12 @@ from shardyard_worker.job import connect as worker
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--dim", type=int, required=True)
-    parser.add_argument("--ids", type=int, required=True)
+    parser = worker_parser()
+    Task.add_options(parser)
     parser.add_argument("--ahead", action="store_true", help="rows of the next batch come with the step")
     parser.add_argument("--delay-ms", type=float, default=0, help="so much later each server answers")
-    parser.add_argument("--worker", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
     options = parser.parse_args()
-    task = Task(options.rows, options.dim, options.ids)
+    task = Task.of(options)
     targets = task.targets()
     if options.delay_ms:
         settings = configuration.load(None, os.environ, options.settings).settings

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
 import torch
 
 import shardyard as sy
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads.rows import Task
 
 TABLE = "table"
@@ -40,14 +38,11 @@ def serve(settings: dict[str, Any], task: Task, seconds: float, **given: int) ->
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--dim", type=int, required=True)
-    parser.add_argument("--ids", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
+    parser = worker_parser()
+    Task.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    task = Task(options.rows, options.dim, options.ids)
+    task = Task.of(options)
 
     def answer(seconds: float, staleness_ms: int, cached_rows: int) -> dict[str, Any]:
         return serve(options.settings, task, seconds, staleness_ms=staleness_ms, cached_rows=cached_rows)

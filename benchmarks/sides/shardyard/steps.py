@@ -5,8 +5,6 @@ Each sample's gradient adds 1 to every parameter, so every parameter equals the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import threading
 import time
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 
 SAMPLES = 100_000_000
 BATCHES_PER_DATA_SHARD = 20
@@ -90,11 +88,8 @@ class Steps:
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
+    parser = worker_parser()
     parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
-    parser.add_argument("--worker", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     steps = Steps(options.settings, options.bytes)
     conversation.answer({"took": steps.took, "finish": steps.finish})

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import torch
 
 import shardyard as sy
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, worker_parser
 from harness.workloads.training import TASKS, Loop, make_data, make_model
 
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
+    parser = worker_parser()
     parser.add_argument("--task", choices=TASKS, required=True)
-    parser.add_argument("--worker", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
     options = parser.parse_args()
     task = TASKS[options.task]
     with sy.connect(job="training", settings=options.settings) as job:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 from torch.distributed import rpc
 
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, peer_parser
 from harness.workloads import numbers
 from harness.workloads.rounds import Rounds, make_model, run_backward
 from sides.torch_peers import rpc_store
@@ -16,10 +15,7 @@ from sides.torch_peers import rpc_store
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--rendezvous", required=True)
+    parser = peer_parser()
     parser.add_argument("--transport", choices=["default", "tcp"], default="default")
     parser.add_argument("--calls", choices=["one", "split"], default="one")
     parser.add_argument("--take", choices=["copy", "rebind"], default="copy")

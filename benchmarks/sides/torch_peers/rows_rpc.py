@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed import rpc
 
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, peer_parser
 from harness.workloads.rows import EPS, LR, Loop, Task
 from sides.torch_peers import rpc_store
 
@@ -112,20 +111,15 @@ class Worker:
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--dim", type=int, required=True)
-    parser.add_argument("--ids", type=int, required=True)
+    parser = peer_parser()
+    Task.add_options(parser)
     parser.add_argument("--transport", choices=["default", "tcp"], default="default")
     parser.add_argument("--form", choices=FORMS, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     name = rpc_store.SERVER if options.rank == 0 else f"worker{options.rank}"
     rpc_store.join(name, options.rank, options.world, options.rendezvous, options.transport, 1)
-    task = Task(options.rows, options.dim, options.ids)
+    task = Task.of(options)
     if options.rank == 0:
         hold(task)
         conversation.answer({})

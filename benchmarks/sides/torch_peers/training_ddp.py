@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, peer_parser
 from harness.workloads.training import TASKS, Loop, make_data, make_model
 
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--rendezvous", required=True)
+    parser = peer_parser()
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--wrap", choices=["plain", "view", "static"], default="plain")
     parser.add_argument("--fused", action="store_true")

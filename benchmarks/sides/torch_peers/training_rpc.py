@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 from torch.distributed import rpc
 
-from harness.processes.answers import Conversation
+from harness.processes.answers import Conversation, peer_parser
 from harness.workloads.training import TASKS, Loop, make_data, make_model
 from sides.torch_peers import rpc_model, rpc_store
 
 
 def main() -> None:
     conversation = Conversation()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--rendezvous", required=True)
+    parser = peer_parser()
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--transport", choices=["default", "tcp"], default="default")
     parser.add_argument("--update", choices=["live", "clone", "foreach", "fused", "flat"], default="live")
