@@ -31,7 +31,7 @@ COLUMNS: Final = (
     *("number", "time", "term", "job", "event", "worker", "feed", "epoch", "index"),
     *("rank", "token", "first", "next", "done", "sequence", "how"),
 )
-"""Of the CSV; what else an entry has stands in a last column, `more`, as JSON."""
+"""The columns of the CSV. The rest of an entry is in a last column, `more`, as JSON."""
 _IDS: Final = ("worker", "incarnation", "agent")
 
 
@@ -83,7 +83,7 @@ def read(settings: Settings, job: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _begun(entries: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The same entries. Errors that come with the first one are raised here."""
+    """Reads the first entry, so that its errors are raised here. Returns all entries."""
     return itertools.chain(list(itertools.islice(entries, 1)), entries)
 
 

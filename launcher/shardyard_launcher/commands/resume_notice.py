@@ -21,7 +21,7 @@ from shardyard_launcher.status.words import describe_checkpoint, describe_restor
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
 LATE_MS: Final = 10_000
-"""How much longer than a lease, within which dead servers are noticed, lost partitions are waited for."""
+"""How much longer than a lease, after which dead servers are noticed, the wait for lost partitions lasts."""
 LOOK_S: Final = 0.1
 UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
 

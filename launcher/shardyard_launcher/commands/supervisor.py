@@ -1,7 +1,7 @@
 """The process that `shardyard up` leaves running to watch a yard. It starts the roles, and restarts those that die.
 
 It must be a process of its own: `up` itself ends, and only a process's parent learns how the process ended. One
-supervisor costs less than a watcher for each role. Its own death does no harm: the roles continue, `shardyard status`
+supervisor costs less than one for each role. Its own death does no harm: the roles continue, `shardyard status`
 says that they are not watched, and the next `shardyard up` starts another supervisor, which adopts them. The state file
 lists it, and `shardyard down` ends it before all others.
 
@@ -64,7 +64,7 @@ def supervisor(state: str, config: str | None, sets: tuple[str, ...], log_format
 
 
 def _own_state(folder: Path) -> YardState:
-    """What the folder says of the yard, if it names this process. Raises ConfigurationError."""
+    """Returns the folder's state if it names this process as supervisor. Raises ConfigurationError."""
     from shardyard.domain import errors
     from shardyard_launcher.yard.state_file import read_state
 

@@ -1,6 +1,6 @@
-"""What `shardyard doctor` looks at on this machine: disk, shared memory, memory, limits, libraries.
+"""What `shardyard doctor` checks on this machine: disk, shared memory, memory, limits, libraries.
 
-Invariants: nothing that is looked at is changed, and nothing is left behind, even by a kill. Another process imports
+Invariants: a probe changes nothing and leaves nothing behind, even after a kill. Another process imports
 torch, because the import is slow and may crash. Must not know: the network, how findings are shown.
 """
 
@@ -36,7 +36,7 @@ FSYNC_MS_MAX: Final = 20.0
 FSYNCS: Final = 5
 FSYNC_BYTES: Final = 4_096
 FILES_MIN: Final = 1_024
-"""What a server of some hundred workers has open: a socket and some shared memory of each."""
+"""The open files of a server of some hundred workers: a socket and some shared memory for each."""
 SHARED_BYTES: Final = 1 * MIB
 TORCH_MS_MAX: Final = 60_000
 _CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
@@ -166,7 +166,7 @@ def grpcio() -> Sequence[Finding]:
 
 
 def torch() -> Sequence[Finding]:
-    """torch and CUDA, looked at in another process."""
+    """Checks torch and CUDA in another process."""
     if importlib.util.find_spec("torch") is None:
         todo = "only workers need it: pip install 'shardyard[worker]'"
         return [warning("torch", "not installed", todo)]

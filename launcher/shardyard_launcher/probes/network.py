@@ -1,4 +1,4 @@
-"""What `shardyard doctor` looks at between this machine and a yard: name, TCP, TLS, gRPC, releases, clock, members.
+"""What `shardyard doctor` checks between this machine and a yard: name, TCP, TLS, gRPC, releases, clock, members.
 
 Owns: the order, from the lowest layer up; after a failed step, the steps that depend on it are skipped. Invariants:
 each connection has a deadline. What the other side sends is bounded and never trusted. Must not know: how findings are
@@ -41,10 +41,10 @@ MEMBERS_AT_ONCE: Final = 32
 MEMBERS_SHOWN_MAX: Final = 20
 MARGIN_MS: Final = 2_000
 MEMBER_MS: Final = int(ADDRESSES_MAX * CONNECT_S * 1000) + MARGIN_MS
-"""For one member's address; MEMBERS_MS for all."""
+"""The time for one member's address; MEMBERS_MS: for all."""
 MEMBERS_MS: Final = -(-MEMBERS_MAX // MEMBERS_AT_ONCE) * MEMBER_MS + MARGIN_MS
 SKEW_MS_MAX: Final = 1_000
-"""Between two wall clocks; more is told."""
+"""The difference between two wall clocks above which there is a warning."""
 
 COORDINATOR: Final = f"{methods.PACKAGE}.Coordinator"
 OTHERS: Final = {f"{methods.PACKAGE}.ParameterServer": "server", f"{methods.PACKAGE}.Agent": "agent"}
@@ -131,7 +131,7 @@ def _tcp(address: str, known: list[tuple[str, int]]) -> Sequence[Finding]:
 
 
 def connect(where: tuple[str, int]) -> tuple[str, str] | None:
-    """None if a process listens; else what happened and what to do."""
+    """Returns None if a process listens, otherwise what happened and what to do."""
     try:
         socket.create_connection(where, timeout=CONNECT_S).close()
     except TimeoutError:
@@ -331,7 +331,6 @@ def _members(status: wire.StatusReply) -> Sequence[Finding]:
 
 
 def _member(member: wire.MemberStatus) -> Sequence[Finding]:
-    """A finding if the member's address cannot be reached."""
     refusal = _reach(member.address)
     if not refusal:
         return []

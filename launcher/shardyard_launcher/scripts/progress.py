@@ -1,4 +1,4 @@
-"""How a running script is shown: its output, and a line of progress.
+"""Shows a running script: its output, and a line of progress.
 
 Owns: the choice of the job to show, the text of a progress line, two displays (a terminal, anything else). Invariants:
 each output line is shown whole and in order; without a terminal, on the stream to which it was printed. A display
@@ -68,7 +68,7 @@ def _prefix(index: int, workers: int) -> str:
 
 
 class PlainDisplay:
-    """Lines, for a file or a pipe."""
+    """Prints lines, for a file or a pipe."""
 
     def __init__(self, workers: Callable[[], int], progress_to: TextIO | None = None) -> None:
         self._workers = workers
@@ -97,7 +97,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """The script's output, and below it a line of progress that is redrawn."""
+    """Prints the script's output, and below it a line of progress that is redrawn."""
 
     def __init__(self, workers: Callable[[], int], console: Console) -> None:
         self._workers = workers

@@ -156,7 +156,7 @@ def _progress_table(report: YardReport, job: wire.JobStatus) -> Table:
 
 
 def _findings(report: YardReport, job: wire.JobStatus) -> Iterator[Text]:
-    """A line for each thing that has happened to the job, or that it has."""
+    """Yields a line for each event and each property of the job that is worth a line."""
     if job.HasField("failure"):
         yield Text(f"  failed: {job.failure.code}: {job.failure.what}", style=RED)
     if job.HasField("stop"):

@@ -41,11 +41,11 @@ class YardReport:
 
     @property
     def answers(self) -> list[server_wire.DescribeServerReply]:
-        """Of the servers that answered."""
+        """The replies of the servers that answered."""
         return [each for each in self.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
 
     def versions(self, job: int) -> dict[int, common.Version]:
-        """By partition, of the servers that answered."""
+        """The versions by partition, from the servers that answered."""
         return {part.partition: part.version for said in self.answers for part in said.partitions if part.job == job}
 
     def staleness(self, job: int) -> int:
@@ -171,7 +171,6 @@ def enum_text(enum: EnumTypeWrapper, value: int) -> str:
 
 
 def mode_of(job: wire.JobStatus) -> str:
-    """The job's consistency mode."""
     if job.HasField("local_steps"):
         return "local"
     if job.rows_at_once:

@@ -215,7 +215,6 @@ class Supervision:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Describes an exit code in words."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
