@@ -139,14 +139,12 @@ class AsyncStrategy(Strategy):
 
     def _take_newest(self) -> None:
         """Puts the newest values, once the bound allows it, into the targets."""
-        router = self._trainer.router
         if self.clock.resting or self.clock.bound is None:
-            answer = self._trainer.pull_newest()
+            answer = self._note_step(self._trainer.pull_newest)
         else:
-            router.abandon_pull()
+            self._trainer.router.abandon_pull()
             answer = self._note_step(self.clock.await_values)
-        self._step = answer.version_max
-        self._delivery.map_changed |= router is not self._trainer.router
+        self._step = answer.version_max  # less than before if partitions were restored
         self._session.reached(self._step)
 
     def _note_step(self, pull: Callable[[], ExchangeResult]) -> ExchangeResult:
