@@ -184,10 +184,10 @@ class CheckpointLibrary:
         needed = {f"{folder_name(number)}/{manifests.NAME}" for number in kept}
         for number in sorted(kept):
             needed |= {file.path for file in self.load(job, number).files()}
-        gone = [number for number in committed if number not in kept]
+        old = [number for number in committed if number not in kept]
         deleted = nbytes = 0
         for number, files in folders:
-            if number in gone:
+            if number in old:
                 self.storage.delete_file(f"{_folder(job, number)}/{manifests.NAME}")
                 deleted, nbytes = deleted + 1, nbytes + files.pop(manifests.NAME)
         for number, files in folders:
@@ -201,7 +201,7 @@ class CheckpointLibrary:
                 for name in idle:
                     self.storage.delete_file(f"{folder}/{name}")
             deleted, nbytes = deleted + len(idle), nbytes + sum(files[name] for name in idle)
-        return Pruned(tuple(gone), deleted, nbytes)
+        return Pruned(tuple(old), deleted, nbytes)
 
     # ---- reading
 

@@ -140,9 +140,10 @@ class PartitionEntry:
     ) -> PartitionEntry:
         """The entry of the next checkpoint: `file` has the ledger and the changed blocks, and the other blocks stay
         where they are. A file from which no block is taken any more is left out."""
-        gone = frozenset(changed)
+        replaced = frozenset(changed)
         earlier = (
-            PartitionFile(each.file, tuple(index for index in each.blocks if index not in gone)) for each in self.files
+            PartitionFile(each.file, tuple(index for index in each.blocks if index not in replaced))
+            for each in self.files
         )
         kept = (each for each in earlier if each.blocks)
         return PartitionEntry(self.partition, version, (PartitionFile(file, changed), *kept), tables)

@@ -1,4 +1,4 @@
-"""A worker's file in a checkpoint: what its error feedback has not sent yet, by the names in its `state_dict`.
+"""A worker's file in a checkpoint: the residual of its error feedback, by the names in its `state_dict`.
 
     pushes                              int64, ()
     residual.NAME, momentum.NAME        the variable's dtype, (elements,)

@@ -1,11 +1,11 @@
 """JSON in files: written in one form, and read with every value checked.
 
-`seal` and `unseal` put a SHA-256 around a document, so that a changed bit is found before anything is believed.
+`seal` and `unseal` put a SHA-256 around a document, so that a changed bit is found before any value is used.
 `document_of` turns a dataclass into JSON, field by field; `JsonNode.to` is the way back. An enum is its name in lower
 case, a tuple is a list.
 
 Invariant: each look-up in a `JsonNode` gives a value of the type and within the bounds that were asked for, or raises
-CheckpointDamaged, which names the file and the place in it. Must not know: what is described.
+CheckpointDamaged, which names the file and the place in it. Must not know: what the values mean.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class JsonNode:
         return text
 
     def written(self, nbytes_max: int) -> Written:
-        """What an object says of a file: its length `nbytes` and its digest `sha256`."""
+        """The length `nbytes` and the digest `sha256` of a file, from an object."""
         nbytes, digest = (
             JsonNode(self.mapping().get(name), self.file, f"{self.place}.{name}".lstrip("."))
             for name in ("nbytes", "sha256")

@@ -446,7 +446,7 @@ class RemoteStorage(Storage):
 
 
 def _abandon(file: Any) -> None:
-    """Gives up a file. To close it would publish what was written so far."""
+    """Discards a file. Closing it would publish the bytes written so far."""
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(AttributeError):

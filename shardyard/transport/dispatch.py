@@ -58,8 +58,8 @@ def serve(
         raise
     except Exception as error:
         if not context.is_active():
-            log.debug("%s: the caller has gone", method.path)
-            raise errors.Unavailable(f"the caller of {method.path} has gone") from error
+            log.debug("%s: the caller has disconnected", method.path)
+            raise errors.Unavailable(f"the caller of {method.path} has disconnected") from error
         log.exception("%s failed", method.path)
         raise errors.Internal(f"{method.path} failed: {type(error).__name__}: {error}") from error
 

@@ -4,7 +4,7 @@ Large buffers are read and written from end to end in every step. With pages of 
 looking up pages. A huge page needs an address that is aligned like the offset in the file, which mmap alone does not
 ensure.
 
-Owns: the address range of one mapping. It is unmapped when the last array on it is gone. Must not know: what the file
+Owns: the address range of one mapping. It is unmapped when the last array on it is freed. Must not know: what the file
 is.
 """
 

@@ -43,7 +43,7 @@ class Context:
     peer: str
     """The address of the caller, for logs; "in-process" if it has none."""
     is_active: Callable[[], bool]
-    """Returns False once the caller has gone or its deadline has passed."""
+    """Returns False after the caller has disconnected or its deadline has passed."""
     offer: Callable[[AtOnce], None] = lambda _: None
     """A handler with streams in both directions may offer an AtOnce. The network may use it."""
 
@@ -103,7 +103,7 @@ Handler = Callable[[Any, Context], Any]
 @dataclass
 class Service:
     """Handlers by method. A handler takes the request (or an iterator of requests) and a Context, and returns the
-    answer (or an iterator of answers). It raises a ShardyardError for what it refuses."""
+    answer (or an iterator of answers). It raises a ShardyardError to refuse a request."""
 
     name: str
     handlers: dict[Method[Any, Any], Handler] = field(default_factory=dict)

@@ -227,7 +227,7 @@ class MembershipClient:
                 if silent_ms >= self._grace_ms:
                     raise errors.CoordinatorLost(
                         f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s",
-                        why=f"{errors.CoordinatorLost.why}; the last try said: {said}",
+                        why=f"{errors.CoordinatorLost.why}; the last try: {said}",
                     )
                 wait.tick()
 

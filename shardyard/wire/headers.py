@@ -3,10 +3,10 @@
 From one step to the next, a worker's header changes only in three places: the name of the push, the versions that its
 gradient was computed on, and the numbers of rows that it pushes and requests. To build and check the whole header costs
 more than the rest of a small exchange. So a header begins with these three, in this order, and the bytes after them are
-kept: if they are equal to those of the header before, they mean the same. A client may write the fields in another
-order; then each header is read in full.
+kept: if they are equal to those of the previous header, their meaning is the same. A client may write the fields in
+another order; then each header is read in full.
 
-Owns: the header before on the stream. Invariant: `read` returns what push_messages.push_from_header returns.
+Owns: the previous header on the stream. Invariant: `read` returns what push_messages.push_from_header returns.
 """
 
 from __future__ import annotations

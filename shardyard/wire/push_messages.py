@@ -55,7 +55,7 @@ _OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a p
 
 
 def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: bool = True) -> server.PushHeader:
-    """`before`: the header before on the same stream; what is equal there is left out. `named`: with the name, the
+    """`before`: the previous header on the same stream; equal fields are left out. `named`: with the name, the
     bases, the rows and the requested rows."""
     again = (
         before is not None
@@ -204,7 +204,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
 
 
 def check_rows(order: PushHeader) -> None:
-    """Checks what the header of a push says about rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
+    """Checks the rows that the header of a push announces. Raises MalformedPayload, InvalidRequest, TooLarge."""
     if order.rows or order.expired:
         _check_rows(order)
     if order.requested:
@@ -238,7 +238,7 @@ def _check_requested(order: PushHeader) -> None:
     if order.pull is None or order.pull.order or order.rest is not None:
         raise InvalidRequest(
             "an exchange requests rows, but pulls nothing, or in an order, or sent data before its header",
-            why="rows follow the values of a pull, and their ids follow what is pushed",
+            why="rows follow the values of a pull, and their ids follow the push",
             todo="ask for them with LookUp",
         )
     pulled = set(order.pull.partitions)
