@@ -118,59 +118,55 @@ class FenceOnServers(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadLedger(Effect):
-    """Followed by LedgerRead if all servers answered."""
+class MapEffect(Effect):
+    """A call to all servers of a job's map."""
 
     job: JobId
     map: PartitionMap
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLedger(MapEffect):
+    """Followed by LedgerRead if all servers answered."""
+
     sources: tuple[SourceKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadWatermarks(Effect):
+class ReadWatermarks(MapEffect):
     """Followed by WatermarksRead if all servers answered."""
 
-    job: JobId
-    map: PartitionMap
     worker: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class ReadDeparted(Effect):
+class ReadDeparted(MapEffect):
     """Followed by DepartedRead or NotAnswered. `workers`: departed workers."""
 
-    job: JobId
-    map: PartitionMap
     workers: tuple[Incarnation, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSteps(Effect):
+class ReadSteps(MapEffect):
     """Followed by StepsRead or NotAnswered. `sources`: all logical ranks of a job that stops or changes its mode.
     `versions`: read the highest version of any partition instead of a step."""
 
-    job: JobId
-    map: PartitionMap
     sources: tuple[SourceKey, ...]
     versions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PaceServers(Effect):
+class PaceServers(MapEffect):
     """Followed by ServersPaced once all servers of the map have answered, or by NotAnswered. `consistency`: the mode
     and the bound that the servers follow from now on."""
 
-    job: JobId
-    map: PartitionMap
     consistency: Consistency
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLostPushes(Effect):
+class SkipLostPushes(MapEffect):
     """Followed by LostPushesSkipped if all servers answered."""
 
-    job: JobId
-    map: PartitionMap
     worker: Incarnation
     next: int
     lost: tuple[LostRange, ...]
@@ -202,11 +198,9 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetSources(Effect):
+class ForgetSources(MapEffect):
     """No event follows. A server that was not reached forgets the sources after the next checkpoint."""
 
-    job: JobId
-    map: PartitionMap
     done: tuple[DoneDataShards, ...]
     workers: tuple[Incarnation, ...]
     floor: Token

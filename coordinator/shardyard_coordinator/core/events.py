@@ -331,17 +331,20 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionsRestored(Event):
-    """All servers of the map of that generation have restored their partitions."""
+class MapEvent(Event):
+    """The result of calls to all servers of a job's map. `generation`: of that map."""
 
     job: JobId
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreFailed(Event):
-    job: JobId
-    generation: Generation
+class PartitionsRestored(MapEvent):
+    """All servers of the map have restored their partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed(MapEvent):
     failure: ShardyardError
 
 
@@ -375,30 +378,23 @@ class WatermarksRead(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class DepartedRead(Event):
-    """The next sequence in each partition of the own sources of departed workers, under the map of that
-    generation."""
+class DepartedRead(MapEvent):
+    """The next sequence in each partition of the own sources of departed workers, under that map."""
 
-    job: JobId
-    generation: Generation
     found: tuple[tuple[Incarnation, tuple[tuple[PartitionId, int], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StepsRead(Event):
-    """The highest next step over all logical ranks and partitions, under the map of that generation."""
+class StepsRead(MapEvent):
+    """The highest next step over all logical ranks and partitions."""
 
-    job: JobId
-    generation: Generation
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class ServersPaced(Event):
-    """All servers of the map of that generation follow the job's mode switch of that number."""
+class ServersPaced(MapEvent):
+    """All servers of the map follow the job's mode switch of that number."""
 
-    job: JobId
-    generation: Generation
     number: int
 
 

@@ -195,12 +195,7 @@ class ServerCalls:
 
         self._try("tell the servers its consistency mode", pace, wanted)
 
-    def _try(
-        self,
-        what: str,
-        call: Callable[[], events.Event],
-        wanted: effects.ReadDeparted | effects.ReadSteps | effects.PaceServers,
-    ) -> None:
+    def _try(self, what: str, call: Callable[[], events.Event], wanted: effects.MapEffect) -> None:
         """Reports the event that the calls to servers lead to, or that they were not answered. Then the machine asks
         again."""
         event: events.Event = events.NotAnswered(wanted.job, wanted)
