@@ -1,6 +1,7 @@
-"""The rules of docs/internals/ledger.md, each switched off in the shipped code: with it off, some seed must go red.
+"""Switches off each rule of docs/internals/ledger.md in the shipped code. Without the rule, some seed must be red.
 
-Each is a function that patches while a `pytest.MonkeyPatch` lasts, and says in which mode its fault can be seen.
+Each mutation is a function that patches while a `pytest.MonkeyPatch` lasts, and names the mode that shows its fault.
+Its docstring completes the sentence "all seeds are green although ...".
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Mutation:
     mode: str
     apply: Callable[[Patch], None]
     first: tuple[int, ...] = ()
-    """Seeds that were red with it; they are tried first, which saves time and nothing else."""
+    """Seeds that were red with this mutation. They are tried first, only to save time."""
 
 
 MUTATIONS: list[Mutation] = []
@@ -81,7 +82,7 @@ def mutation(rule: str, mode: str, *first: int) -> Callable[[Callable[[Patch], N
 
 
 def first_red(plans: Iterable[Plan], switch_off: Callable[[Patch], object]) -> Ending | None:
-    """The first run that goes wrong where something is switched off. What it is held against is as it is shipped."""
+    """The first run that is red under a mutation. The run that it is compared with uses the shipped code."""
     for plan in plans:
         prepare(plan)
         with Patch.context() as patch:
@@ -97,7 +98,7 @@ def first_red(plans: Iterable[Plan], switch_off: Callable[[Patch], object]) -> E
 
 @mutation("A1", "async", 6)
 def named_by_the_lease(patch: Patch) -> None:
-    """work is named by whose lease it is, not by what it is"""
+    """a new lease starts its work's numbers at 0, as if work were named by its lease"""
     real = Ledger.open
 
     def open_(self: Ledger, key: SourceKey, token: Token) -> int:
@@ -111,7 +112,7 @@ def named_by_the_lease(patch: Patch) -> None:
 
 @mutation("A2", "async", 6, 9)
 def duplicates_count(patch: Patch) -> None:
-    """what was counted before counts again"""
+    """a push that was counted counts again"""
     real, advance = Ledger.is_duplicate, Ledger.advance
     patch.setattr(Ledger, "is_duplicate", lambda self, name: bool(real(self, name)) and False)
     patch.setattr(Ledger, "advance", _to_the_last(advance))
@@ -119,13 +120,13 @@ def duplicates_count(patch: Patch) -> None:
 
 @mutation("A2", "async", 17)
 def gaps_count(patch: Patch) -> None:
-    """work is counted whose predecessors are not"""
+    """a push counts before the pushes that precede it"""
     _instead_of(patch, SequenceGap)
 
 
 @mutation("A2", "async-checkpoint", 17)
 def counted_in_one_is_counted_in_all(patch: Patch) -> None:
-    """a push that was stopped between two partitions of a server counts as counted in both"""
+    """a push that was stopped between two partitions of a server is taken as counted in both"""
     real = pushes._apply
 
     def apply(store: Any, hosted: Any, order: Any, work: Any) -> Any:
@@ -145,7 +146,7 @@ def counted_in_one_is_counted_in_all(patch: Patch) -> None:
 
 @mutation("A4", "async", 12, 10)
 def what_shall_not_count_is_not_named(patch: Patch) -> None:
-    """a batch that shall not count is not pushed at all"""
+    """a dropped batch is not pushed at all, not even empty"""
 
     def drop(self: Any, why: str) -> None:
         self.work.taken = True
@@ -155,20 +156,20 @@ def what_shall_not_count_is_not_named(patch: Patch) -> None:
 
 @mutation("A4", "async-checkpoint-nan", 0, 1)
 def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
-    """work whose gradient is not finite is pushed empty without being written down"""
+    """a batch with a nonfinite gradient is pushed empty and not reported to the coordinator"""
     patch.setattr(NonFiniteCheck, "_report", lambda self, *said: None)
 
 
 @mutation("A5", "async", 81)
 def tokens_are_not_looked_at(patch: Patch) -> None:
-    """a lease that was overtaken still counts, where its worker could not be fenced"""
+    """pushes under an overtaken token count, and no worker is fenced"""
     patch.setattr(Ledger, "is_duplicate", _whatever_its_token(Ledger.is_duplicate))
     _nobody_is_fenced(patch)
 
 
 @mutation("A8", "async-checkpoint", 17)
 def single_partitions_go_back_further(patch: Patch) -> None:
-    """single partitions go back to the checkpoint before the newest"""
+    """a single restored partition uses the checkpoint before the newest"""
     real_commit, real_bases = CheckpointBook.commit, recovery_flow.bases
 
     def commit(self: Any, *given: Any) -> Any:
@@ -188,7 +189,7 @@ def single_partitions_go_back_further(patch: Patch) -> None:
 
 @mutation("A9", "async-checkpoint", 19)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
-    """a checkpoint has the data ledger as it is when the partitions are written"""
+    """a checkpoint copies the data ledger after its partitions are written"""
     real = checkpointing.end
 
     def end(job: Any, taken: Any) -> Any:
@@ -203,7 +204,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
 
 @mutation("A10", "sync-checkpoint", 6)
 def lives_are_alike(patch: Patch) -> None:
-    """a partition that is restored stays in its life"""
+    """a restored partition does not begin a new life"""
     real = recovery.Recovery.begin
 
     def begin(self: Any, *given: Any, **more: Any) -> Any:
@@ -218,25 +219,25 @@ def lives_are_alike(patch: Patch) -> None:
 
 @mutation("A11", "async-checkpoint", 12)
 def closed_is_closed(patch: Patch) -> None:
-    """data shards that a restore has taken back stay closed"""
+    """data shards stay closed after a restore has undone their work"""
     patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
 
 
 @mutation("A11", "async-checkpoint", 19)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
-    """the end of the data is told while no checkpoint has all of it"""
+    """the coordinator announces the end of the data before a checkpoint has all of it"""
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
 @mutation("A12", "async", 252)
 def a_straddling_range_counts(patch: Patch) -> None:
-    """a range counts of which a part was counted"""
+    """a range of batches counts although a part of it has counted"""
     _instead_of(patch, StraddlingRange)
 
 
 @mutation("A11", "sync-checkpoint", 10)
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
-    """who waits for the end of a synchronous job's data does not see that it went back"""
+    """a worker that waits for the end of a synchronous job's data does not notice a restore"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
 
 
@@ -256,7 +257,7 @@ def ranks_are_alike(patch: Patch) -> None:
 
 @mutation("B1", "sync", 0, 1)
 def ranks_are_counted_by_their_worker(patch: Patch) -> None:
-    """which samples a rank has depends on which ranks its worker has beside it"""
+    """a rank's samples depend on the other ranks of its worker"""
     real = SyncFeed._samples
 
     def samples(self: Any, batch: Any) -> Any:
@@ -268,7 +269,7 @@ def ranks_are_counted_by_their_worker(patch: Patch) -> None:
 
 @mutation("B2", "sync", 7, 23)
 def applied_in_the_order_of_arrival(patch: Patch) -> None:
-    """a step sums its ranks as they came"""
+    """a step sums its ranks in the order of arrival"""
     real_record = gate.StepGate.record
 
     def record(self: Any, rank: Any, contribution: Any) -> None:
@@ -284,26 +285,26 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
 
 @mutation("B3", "sync", 72, 88)
 def one_version_is_kept(patch: Patch) -> None:
-    """a partition keeps its newest version only"""
+    """a partition keeps only its newest version"""
     real = Versions.find
     patch.setattr(Versions, "find", lambda self, number: real(self, number) if number == self.newest.number else None)
 
 
 @mutation("B4", "sync", 3)
 def ranks_of_the_dead_are_nobodys(patch: Patch) -> None:
-    """a dead worker's ranks go to nobody"""
+    """the ranks of a dead worker go to no other worker"""
     patch.setattr(RankBook, "vacate", lambda self, worker, now_ms: self.suspend(worker))
 
 
 @mutation("B5", "sync", 1, 2)
 def random_numbers_are_nobodys(patch: Patch) -> None:
-    """random numbers are not those of the rank and the step"""
+    """random numbers are not seeded by rank and step"""
     patch.setattr(feeds, "seed_everything", lambda *key: None)
 
 
 @mutation("B6", "sync", 0, 2)
 def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
-    """a partition leaves out of a step whose contribution came last"""
+    """each partition leaves the last contribution out of its step"""
     real = gate.StepGate.with_last
 
     def with_last(self: Any, rank: Any, contribution: Any) -> Any:
@@ -315,7 +316,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
 
 @mutation("B6", "sync-clip", 22)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
-    """a verdict is made of what partitions have told last, of whichever step"""
+    """a verdict combines the partitions' newest norms, also of different steps"""
 
     def add(self: NormSums, gathered: Any) -> None:
         for each in gathered:
@@ -327,13 +328,13 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
 
 @mutation("B6", "sync-clip", 650, 762, 1994)
 def a_verdict_of_another_step(patch: Patch) -> None:
-    """a step takes whichever verdict comes"""
+    """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
 @mutation("B6", "sync-wal-clip", 10)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
-    """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
+    """a partition does not repeat the norm of a finished step, which other partitions still need for their verdict"""
     real = gate.StepGate.gathered
 
     def gathered(self: Any, step: int) -> Any:
@@ -344,7 +345,7 @@ def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
 
 @mutation("C1", "sync-wal-clip", 1)
 def a_verdict_is_not_in_the_log(patch: Patch) -> None:
-    """a verdict takes effect and is not logged"""
+    """a verdict takes effect without a log record"""
 
     def take_verdict(store: Any, hosted: Any, order: Any, verdict: Any) -> None:
         for number in sorted(hosted.partitions):
@@ -357,7 +358,7 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
 
 @mutation("B6", "sync-backup", 3, 14)
 def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
-    """the coordinator tells who counts, and forgets it when it is started again"""
+    """the coordinator announces a step's verdict without writing it to its journal"""
     real = work_verdicts.decide_step
 
     def decide_step(job: Any, step: int, ranks: Any, now_ms: int) -> Any:
@@ -368,13 +369,13 @@ def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
 
 @mutation("B6", "sync-backup", 0, 1)
 def what_came_late_counts_nowhere(patch: Patch) -> None:
-    """nothing is made up for"""
+    """a dropped batch is never computed again"""
     patch.setattr(MakeupPlan, "drop", lambda self, step, batch, samples: None)
 
 
 @mutation("B6", "sync-backup", 0)
 def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
-    """a partition takes a step with all that it has when the verdict comes"""
+    """a partition takes a step with all recorded contributions, also those that the verdict leaves out"""
 
     def present(self: Any, members: Any) -> Any:
         found = [self._gathered[member] for member in members]
@@ -385,26 +386,20 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
 
 @mutation("B6", "sync-backup", 0, 1)
 def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
-    """the step is not over for the ranks that do not count"""
+    """a step does not close for the ranks that its verdict leaves out"""
     patch.setattr(sync_step, "_close", lambda partition, gate, members: gate.name_members(members))
 
 
 @mutation("B7", "sync-checkpoint", 3)
 def state_of_the_next_step(patch: Patch) -> None:
-    """a checkpoint of a step has optimizer state of the next"""
+    """a checkpoint of a step has the optimizer state of the next step"""
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
 @mutation("B7", "sync-checkpoint", 27)
 def contributions_of_the_next_step(patch: Patch) -> None:
-    """a checkpoint of a step counts contributions to the next, which it does not have"""
-    real = checkpoint_cuts._cut
-
-    def cut(partition: Any, since: Any) -> Any:
-        found = real(partition, since)
-        return dataclasses.replace(found, marks=partition.ledger.marks())
-
-    patch.setattr(checkpoint_cuts, "_cut", cut)
+    """a checkpoint's ledger has contributions to the next step, which the checkpoint lacks"""
+    _change_cuts(patch, lambda partition, marks: partition.ledger.marks())
 
 
 # ---- C: owning, logging, fences
@@ -412,7 +407,7 @@ def contributions_of_the_next_step(patch: Patch) -> None:
 
 @mutation("B6", "sync-overflow", 0, 5)
 def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
-    """the ranks that have not overflowed count all the same"""
+    """an overflow of one rank does not skip the step for the other ranks"""
     real = gate.verdict
 
     def verdict(contributions: Any) -> Any:
@@ -425,14 +420,14 @@ def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
 
 @mutation("B6", "sync-wal-overflow", 3, 10)
 def an_overflow_is_not_in_the_log(patch: Patch) -> None:
-    """the log does not say what overflowed"""
+    """the log does not record an overflow"""
     real = pushes.push_head
     patch.setattr(pushes, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
 
 
 @mutation("C1", "async-wal", 14, 16)
 def acknowledged_before_durable(patch: Patch) -> None:
-    """a push is acknowledged before it is in the log"""
+    """a push is acknowledged before its record is in the log"""
 
     def append(self: Any, kind: Any, head: bytes, *pieces: Any) -> int:
         with self._changed:
@@ -446,19 +441,19 @@ def acknowledged_before_durable(patch: Patch) -> None:
 
 @mutation("C1", "async-wal", 6, 18)
 def a_log_is_not_synced(patch: Patch) -> None:
-    """a log is written and not brought to the disk"""
+    """a log is written but not synced"""
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
 @mutation("C2", "async-wal", 154)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
-    """who was only asleep goes on with a log that was taken over"""
+    """a server that was frozen continues a log that another server has taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
 @mutation("C2", "async-wal", 105, 154)
 def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
-    """a log is read, which takes its time, before the fence beside it is raised"""
+    """a successor looks for a log's end before it raises the fence"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
 
     def take_over(self: Any, generation: Generation) -> Mark:
@@ -477,19 +472,19 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
 
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
-    """values are given however far behind another worker is"""
+    """a worker gets values however far behind the slowest worker is"""
     patch.setattr(WorkerClocks, "_too_far_behind", lambda self, worker, report, bound: None)
 
 
 @mutation("C3", "bounded-checkpoint-lag", 4, 6)
 def nobody_is_expected(patch: Patch) -> None:
-    """a server that is new to a job does not wait for those of whom it has not heard"""
+    """a server that is new to a job does not wait for workers that it has not heard from"""
     patch.setattr(WorkerClocks, "expect", lambda self, workers: None)
 
 
 @mutation("C4", "coordinator", 2, 5)
 def a_restart_renews_no_lease(patch: Patch) -> None:
-    """a coordinator that was started again takes everybody for silent since before"""
+    """a restarted coordinator does not renew the leases of members"""
     real = Membership.restore
 
     def restore(self: Any, kind: str, body: Any, now_ms: int) -> None:
@@ -503,7 +498,7 @@ def a_restart_renews_no_lease(patch: Patch) -> None:
 
 @mutation("A2", "async-rows", 6, 17)
 def rows_of_a_duplicate_count(patch: Patch) -> None:
-    """what was counted before is not counted again, but its rows are"""
+    """the rows of a duplicate push count"""
 
     def apply_push(partition: Any, name: PushName, contribution: Any, check_current: Any) -> Any:
         found = real(partition, name, contribution, check_current)
@@ -518,7 +513,7 @@ def rows_of_a_duplicate_count(patch: Patch) -> None:
 
 @mutation("A8", "sync-checkpoint-rows", 17)
 def rows_do_not_go_back(patch: Patch) -> None:
-    """a partition that goes back to a checkpoint keeps the rows that it has"""
+    """a restored partition keeps its current rows"""
     real = PartitionTables.become
 
     def become(self: Any, tables: Any) -> None:
@@ -530,7 +525,7 @@ def rows_do_not_go_back(patch: Patch) -> None:
 
 @mutation("A8", "async-checkpoint-rows-lives", 72, 103)
 def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch) -> None:
-    """ids that wait for their row come back as if they had been pushed once"""
+    """ids that have no row yet are restored with a frequency of 1"""
     real = TableOfPartition.load
 
     def load(self: Any, ids: Any, values: Any, state: Any, frequencies: Any, steps: Any) -> None:
@@ -543,54 +538,47 @@ def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch)
 
 @mutation("A8", "async-checkpoint-rows-lives", 24)
 def filters_do_not_come_back(patch: Patch) -> None:
-    """what a filter has counted is not read from a checkpoint"""
+    """a filter's cells are not restored from a checkpoint"""
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
 @mutation("A1", "hybrid-checkpoint", 61)
 def rows_have_no_lane(patch: Patch) -> None:
-    """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
+    """rows of a contribution count again if they counted before the checkpoint and its variables did not"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
 @mutation("A1", "hybrid-checkpoint", 61)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
-    """a checkpoint does not say which rows of the next step it has"""
+    """a checkpoint does not record which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
 @mutation("A1", "hybrid-checkpoint", 61)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
-    """a checkpoint says of rows, as of variables, that none of the next step has counted"""
-    real = checkpoint_cuts._cut
+    """a checkpoint records that no rows of the next step have counted"""
 
-    def cut(partition: Any, since: Any) -> Any:
-        found = real(partition, since)
-        step = partition.steps.gate.step
-        marks = tuple(mark._replace(next=min(mark.next, step)) for mark in found.marks)
-        return dataclasses.replace(found, marks=marks)
+    def end_with_step(partition: Any, marks: Any) -> Any:
+        return tuple(mark._replace(next=min(mark.next, partition.steps.gate.step)) for mark in marks)
 
-    patch.setattr(checkpoint_cuts, "_cut", cut)
+    _change_cuts(patch, end_with_step)
 
 
 @mutation("A1", "hybrid-checkpoint", 1, 3)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
-    """a checkpoint says that it has all rows of the next step"""
-    real = checkpoint_cuts._cut
+    """a checkpoint records that all rows of the next step have counted"""
 
-    def cut(partition: Any, since: Any) -> Any:
-        found = real(partition, since)
+    def with_all_rows(partition: Any, marks: Any) -> Any:
         ends = {ROW_LANE: partition.steps.gate.step + 1}
-        marks = tuple(mark._replace(next=ends.get(mark.key.lane, mark.next)) for mark in found.marks)
-        return dataclasses.replace(found, marks=marks)
+        return tuple(mark._replace(next=ends.get(mark.key.lane, mark.next)) for mark in marks)
 
-    patch.setattr(checkpoint_cuts, "_cut", cut)
+    _change_cuts(patch, with_all_rows)
 
 
 @mutation("C3", "hybrid", 1, 2)
 def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
-    """rows that came ahead are kept for the steps after theirs"""
+    """rows that were loaded ahead for a step are used for later steps"""
     real = StepVersions._hold
 
     def hold(self: Any, version: int, rows: Any) -> None:
@@ -616,7 +604,7 @@ def ranks_are_alike_in_rows(patch: Patch) -> None:
 
 @mutation("B3", "sync-rows", 164, 187)
 def rows_are_looked_up_as_they_are(patch: Patch) -> None:
-    """who looks up rows of a version is given the newest"""
+    """a look-up of rows at a version returns the newest rows"""
     real = lookups.look_up_rows
 
     def look_up_rows(partition: Any, asked: Any, number: int | None = None, until: float = 0.0) -> None:
@@ -629,7 +617,7 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
 
 @mutation("B7", "sync-checkpoint-rows", 18)
 def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
-    """rows come back as if they had been pushed with the checkpoint"""
+    """rows are restored with a later step of their last push"""
     real = TableOfPartition.load
 
     def load(self: Any, ids: Any, values: Any, state: Any, frequencies: Any, steps: Any) -> None:
@@ -640,14 +628,14 @@ def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
 
 @mutation("B6", "sync-overflow-rows", 0, 2)
 def rows_of_a_step_that_is_skipped_count(patch: Patch) -> None:
-    """where a rank's scaled loss has overflowed, rows of the others are updated all the same"""
+    """an overflow of one rank does not skip the rows of the other ranks"""
     real = sync_step._mean_rows
     patch.setattr(sync_step, "_mean_rows", lambda partition, taken: real(partition, taken._replace(skips=False)))
 
 
 @mutation("B6", "sync-backup-rows", 0, 3)
 def rows_of_who_came_late_count(patch: Patch) -> None:
-    """rows of a rank that is left out of a step count where it is there"""
+    """rows of a rank that a verdict leaves out count in partitions that have them"""
     real = sync_step._complete
 
     def complete(partition: Any, steps: Any, contributions: Any, *more: Any) -> Any:
@@ -665,14 +653,25 @@ def rows_of_who_came_late_count(patch: Patch) -> None:
 
 @mutation("C1", "async-wal-rows", 1, 3)
 def rows_are_not_in_the_log(patch: Patch) -> None:
-    """a log that is read gives values and no rows"""
+    """a replayed log restores no rows"""
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
 @mutation("promise 4", "async", 81)
 def the_dead_are_not_refused(patch: Patch) -> None:
-    """a server does not refuse whom it was told to"""
+    """a server accepts calls of fenced workers"""
     _nobody_is_fenced(patch)
+
+
+def _change_cuts(patch: Patch, change: Callable[[Any, Any], Any]) -> None:
+    """Checkpoints' cuts have the marks that `change` returns for a partition and its cut's marks."""
+    real = checkpoint_cuts._cut
+
+    def cut(partition: Any, since: Any) -> Any:
+        found = real(partition, since)
+        return dataclasses.replace(found, marks=change(partition, found.marks))
+
+    patch.setattr(checkpoint_cuts, "_cut", cut)
 
 
 def _to_the_last(real: Callable[[Ledger, PushName], None]) -> Callable[[Ledger, PushName], None]:
@@ -688,7 +687,7 @@ def _to_the_last(real: Callable[[Ledger, PushName], None]) -> Callable[[Ledger, 
 
 
 def _instead_of(patch: Patch, refusal: type[Exception]) -> None:
-    """Counts what that error refuses."""
+    """Counts the pushes that this error refuses."""
     real = Ledger.is_duplicate
 
     def is_duplicate(self: Ledger, name: PushName) -> bool:
