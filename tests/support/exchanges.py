@@ -142,6 +142,13 @@ class Wire:
         self._answers.close()  # type: ignore[attr-defined]
 
 
+def attached(nbytes: int = 4 * PART_BYTES) -> Wire:
+    """A stream to a server of its own, with attached memory."""
+    wire = Wire(server())
+    assert wire.attach(nbytes).attached
+    return wire
+
+
 def refused(wire: Wire, order: PushHeader, payload: bytes = b"") -> ShardyardError:
     with pytest.raises(ShardyardError) as raised:
         wire.ask(order, payload)

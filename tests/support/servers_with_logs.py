@@ -81,10 +81,13 @@ class Yard:
         self.save(store, 1)
         return store
 
-    def begun(self) -> tuple[Store, list[Saved]]:
-        """A first server, and its checkpoint 2."""
+    def begun(self, count: int = 0) -> tuple[Store, list[Saved]]:
+        """A first server that counted `count` pushes after its checkpoint 2, and that checkpoint."""
         store = self.first()
-        return store, self.save(store, 2)
+        saved = self.save(store, 2)
+        for sequence in range(count):
+            push(store, sequence)
+        return store, saved
 
     def save(self, store: Store, number: int, *, oldest: int = 1, logs: Sequence[Incarnation] = ()) -> list[Saved]:
         step = None if self.mode is UpdateMode.ASYNC else store.hosted()[0].partitions[OWNED[0]].describe()[0].number

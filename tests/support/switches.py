@@ -5,11 +5,12 @@ The learning rate is 1, so each element of each variable is the number of times 
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -159,6 +160,27 @@ def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int)
             seen.append((job.mode, job.step))
             time.sleep(0.005)
         return counting.counts
+
+
+def modes_of_switched_workers(
+    settings: dict[str, object],
+    workers: int,
+    mode: wire.ConsistencyMode,
+    staleness: int | None = None,
+    *,
+    tables: bool,
+    accumulate: int,
+) -> list[list[UpdateMode]]:
+    """Trains for 3 epochs, and switches the job to `mode` meanwhile. Each sample must count once an epoch, and the
+    steps of a worker must ascend. Returns the update modes of each worker, in their order."""
+    seen: list[Seen] = [[] for _ in range(workers)]
+    with yard(**settings) as here, ThreadPoolExecutor(workers) as threads:
+        runs = [threads.submit(train, here, each, epochs=3, tables=tables, accumulate=accumulate) for each in seen]
+        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
+        here.change_mode(mode, staleness)
+        assert [run.result(DEADLINE_S) for run in runs] == [{3.0}] * workers
+    assert all([step for _, step in each] == sorted(step for _, step in each) for each in seen)
+    return [[found for found, _ in itertools.groupby(each, key=lambda one: one[0])] for each in seen]
 
 
 def until_told(job: sy.Job, number: int) -> None:

@@ -4,7 +4,6 @@ sample is lost or counted twice, and the loop of the script goes on."""
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,11 @@ from tests.support.switches import (
     ASYNC,
     BOUNDED,
     DATA,
-    DEADLINE_S,
     SAMPLES,
     SYNC,
     Counting,
-    Seen,
-    errors_of,
-    train,
+    modes_of_switched_workers,
     two_workers,
-    until,
     yard,
 )
 
@@ -47,18 +42,11 @@ pytestmark = pytest.mark.usefixtures("alone")
 def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(
     tmp_path: Path, tables: bool, accumulate: int, workers: int, given: dict[str, object]
 ) -> None:
-    epochs = 3
-    seen: list[Seen] = [[] for _ in range(workers)]
-    with yard(**two_workers(tmp_path, "sync"), **given) as here, ThreadPoolExecutor(workers) as threads:
-        runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
-        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
-        here.change_mode(BOUNDED, 2)
-        assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
-    for each in seen:
-        modes = [mode for mode, _ in itertools.groupby(each, key=lambda one: one[0])]
+    for modes in modes_of_switched_workers(
+        two_workers(tmp_path, "sync") | given, workers, BOUNDED, 2, tables=tables, accumulate=accumulate
+    ):
         assert modes[-1] is UpdateMode.ASYNC
         assert modes in ([UpdateMode.SYNC, UpdateMode.ASYNC], [UpdateMode.ASYNC])
-        assert [step for _, step in each] == sorted(step for _, step in each)
 
 
 def test_worker_that_is_told_to_stay_goes_on_with_its_steps(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.switches import (
     Counting,
     Seen,
     errors_of,
+    modes_of_switched_workers,
     train,
     two_workers,
     until,
@@ -50,18 +51,11 @@ pytestmark = pytest.mark.usefixtures("alone")
 def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(
     tmp_path: Path, tables: bool, accumulate: int, workers: int, given: dict[str, object]
 ) -> None:
-    epochs = 3
-    seen: list[Seen] = [[] for _ in range(workers)]
-    with yard(**two_workers(tmp_path, "async") | given) as here, ThreadPoolExecutor(workers) as threads:
-        runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
-        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
-        here.change_mode(SYNC)
-        assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
-    for each in seen:
-        modes = [mode for mode, _ in itertools.groupby(each, key=lambda one: one[0])]
+    for modes in modes_of_switched_workers(
+        two_workers(tmp_path, "async") | given, workers, SYNC, tables=tables, accumulate=accumulate
+    ):
         assert modes[-1] is UpdateMode.SYNC or workers > 2  # the third one may have had no rank to compute
         assert modes in ([UpdateMode.ASYNC, UpdateMode.SYNC], [UpdateMode.SYNC], [UpdateMode.ASYNC])
-        assert [step for _, step in each] == sorted(step for _, step in each)
 
 
 def test_job_goes_there_and_back_again_and_each_sample_counts_once_an_epoch(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -496,6 +497,14 @@ def coordinator() -> Iterator[FakeCoordinator]:
     made.listener.stop()
 
 
+def serve(coordinator: str, **given: Any) -> int:
+    """Serves an agent that starts no processes for others. By default it has one worker and any free port."""
+    rest: dict[str, Any] = {"bind": "127.0.0.1:0", "workers": 1, "command": None, "stop": threading.Event()} | given
+    return agent_process.serve(
+        coordinator=coordinator, advertise=None, settings=Settings(), allow_remote_launch=False, **rest
+    )
+
+
 @contextlib.contextmanager
 def serving(coordinator: str, *, command: list[str] | None = None) -> Iterator[tuple[list[str], list[int]]]:
     """An agent in a thread: the addresses that it was ready at, the exit codes that it gave."""
@@ -504,19 +513,7 @@ def serving(coordinator: str, *, command: list[str] | None = None) -> Iterator[t
     codes: list[int] = []
 
     def run() -> None:
-        codes.append(
-            agent_process.serve(
-                coordinator=coordinator,
-                bind="127.0.0.1:0",
-                advertise=None,
-                workers=2,
-                settings=Settings(),
-                allow_remote_launch=False,
-                command=command,
-                stop=stop,
-                ready=addresses.append,
-            )
-        )
+        codes.append(serve(coordinator, workers=2, command=command, stop=stop, ready=addresses.append))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -566,31 +563,12 @@ def test_agent_with_a_script_ends_with_it_and_reports_its_processes(
 def test_agent_without_a_coordinator_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_process, "REGISTER_PATIENCE_MS", 300)
     with pytest.raises(errors.CoordinatorUnavailable, match="does not answer"):
-        agent_process.serve(
-            coordinator="127.0.0.1:1",
-            bind="127.0.0.1:0",
-            advertise=None,
-            workers=1,
-            settings=Settings(),
-            allow_remote_launch=False,
-            command=None,
-            stop=threading.Event(),
-            ready=lambda address: pytest.fail("ready without a coordinator"),
-        )
+        serve("127.0.0.1:1", ready=lambda address: pytest.fail("ready without a coordinator"))
     assert not [thread.name for thread in threading.enumerate() if thread.name == "exit-reports"]
 
 
 def test_agent_on_a_port_in_use_says_so(coordinator: FakeCoordinator) -> None:
+    address = coordinator.listener.address
     with pytest.raises(errors.AddressInUse):
-        agent_process.serve(
-            coordinator=coordinator.listener.address,
-            bind=coordinator.listener.address,
-            advertise=None,
-            workers=1,
-            settings=Settings(),
-            allow_remote_launch=False,
-            command=None,
-            stop=threading.Event(),
-            ready=lambda address: pytest.fail("ready on a port in use"),
-        )
+        serve(address, bind=address, ready=lambda address: pytest.fail("ready on a port in use"))
     assert coordinator.registered == []

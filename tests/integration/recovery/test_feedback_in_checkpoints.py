@@ -54,6 +54,15 @@ def take(yard: RoleYard, started: list[tuple[Script, Path]]) -> int:
     return next(int(word) for line in lines for word in line.replace(",", " ").split() if word.isdecimal())
 
 
+def kill_server_after_checkpoint(yard: RoleYard, started: list[tuple[Script, Path]], hold: Path) -> None:
+    """Takes a checkpoint, lets the workers compute four more batches, and kills the server."""
+    take(yard, started)
+    hold.touch()
+    for script, _ in started:
+        script.wait_for(f"computed {HOLD_AT + 4}")
+    yard.kill_server(0)
+
+
 def newest(folder: Path) -> tuple[CheckpointLibrary, Manifest]:
     library = CheckpointLibrary(open_storage(str(folder)))
     return library, library.load("probe")
@@ -111,11 +120,7 @@ def test_workers_of_a_job_that_goes_back_as_a_whole_take_up_their_own(
 ) -> None:
     hold = tmp_path / "go on"
     started = begin(yard, probes, hold, job__partitions=4)
-    take(yard, started)
-    hold.touch()
-    for script, _ in started:
-        script.wait_for(f"computed {HOLD_AT + 4}")
-    yard.kill_server(0)
+    kill_server_after_checkpoint(yard, started, hold)
     yard.restart_server(0)
     for script, out in started:
         finish(script, out)
@@ -131,11 +136,7 @@ def test_what_a_worker_had_not_sent_that_dies_with_the_server_is_taken_up_by_the
     """With the new map, or, where that death is noticed later, with a heartbeat."""
     hold = tmp_path / "go on"
     started = begin(yard, probes, hold)
-    take(yard, started)
-    hold.touch()
-    for script, _ in started:
-        script.wait_for(f"computed {HOLD_AT + 4}")
-    yard.kill_server(0)
+    kill_server_after_checkpoint(yard, started, hold)
     started[1][0].kill()
     yard.restart_server(0)
     finish(*started[0])
@@ -151,11 +152,7 @@ def test_synchronous_job_that_goes_back_loses_nothing_of_what_was_not_sent(
     """Values are of the mean of two ranks, and gradients are subtracted. Nothing is pushed when a worker leaves."""
     hold = tmp_path / "go on"
     started = begin(yard, probes, hold, **SYNC)
-    take(yard, started)
-    hold.touch()
-    for script, _ in started:
-        script.wait_for(f"computed {HOLD_AT + 4}")
-    yard.kill_server(0)
+    kill_server_after_checkpoint(yard, started, hold)
     yard.restart_server(0)
     results = [finish(script, out) for script, out in started]
     assert all(went_back(script) for script, _ in started)

@@ -151,6 +151,14 @@ def gradient(order: PushHeader) -> Bytes:
     return payload
 
 
+def trained(updates: int) -> Store:
+    """An asynchronous server, after so many pushes."""
+    store = leased(server())
+    for sequence in range(updates):
+        push(store, sequence)
+    return store
+
+
 def push_step(store: Store, number: int, generation: Generation = GENERATION) -> None:
     for rank in range(2):
         push(store, number, source=RankSource(Rank(rank)), generation=generation)
@@ -202,9 +210,7 @@ def restored(
 
 
 def test_restored_server_has_values_state_and_ledger_of_the_moment(tmp_path: Path) -> None:
-    store = leased(server())
-    for sequence in range(3):
-        push(store, sequence)
+    store = trained(3)
     before = values(store)
     saved = save(store, tmp_path, 1)
     for sequence in range(3, 5):
@@ -222,8 +228,7 @@ def test_restored_server_has_values_state_and_ledger_of_the_moment(tmp_path: Pat
 
 
 def test_blocks_that_have_not_changed_since_are_left_out(tmp_path: Path) -> None:
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     first = save(store, tmp_path, 1)
     assert [each.file.blocks for each in first] == [(0, 1)] * 2
     push(store, 1, absent=[1], owned=OWNED)
@@ -283,9 +288,7 @@ def test_step_that_has_passed_somewhere_or_does_not_come_is_not_saved(tmp_path: 
 
 
 def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> None:
-    store = leased(server())
-    for sequence in range(2):
-        push(store, sequence)
+    store = trained(2)
     saved = save(store, tmp_path, 1)
     living = leased(server(owned=OWNED[:1]))
     for sequence in range(3):
@@ -353,9 +356,7 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
 
 
 def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path) -> None:
-    store = leased(server())
-    for sequence in range(3):
-        push(store, sequence)
+    store = trained(3)
     saved = save(store, tmp_path, 1)
     create(store, Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)), generation=NEXT)
     leased(store, NEXT)
@@ -384,9 +385,7 @@ def test_data_shards_that_are_begun_are_bounded(tmp_path: Path, count: int) -> N
 
 def shards_then_steps(tmp_path: Path) -> tuple[Store, Restore]:
     """An asynchronous job of two updates, and how it goes on from there: all of it stands before step 7."""
-    store = leased(server())
-    push(store, 0)
-    push(store, 1)
+    store = trained(2)
     saved = save(store, tmp_path, 1)
     return store, Restore(str(tmp_path), entries(saved), 1, job=JOB, step=7, ranks=2)
 
@@ -430,8 +429,7 @@ def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp
 
 def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_path: Path) -> None:
     """As where a recovery was given up, and another one gives them to somebody else."""
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     saved = save(store, tmp_path, 1)
     with pytest.raises(InvalidRequest, match="without partition 1"):
         create(store, owned=OWNED[:1])
@@ -457,8 +455,7 @@ def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "bit", "cut", "version", "blocks"])
 def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damage: str) -> None:
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     saved = save(store, tmp_path, 1)
     push(store, 1)
     before = values(store)
@@ -520,8 +517,7 @@ def test_workers_that_are_gone_are_refused_before_their_sources_are_forgotten() 
 
 
 def test_order_to_forget_that_meets_a_restore_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     hosted = store.hosted()[0]
     fence = orders.fence
 
@@ -557,8 +553,7 @@ def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch:
 
 
 def test_forgotten_sources_are_refused_on_all_partitions(tmp_path: Path) -> None:
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     orders.forget_sources(store, COORDINATOR, HERE, GENERATION, DONE, [], Token(1))
     assert sources(store) == 1
     orders.forget_sources(store, COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
@@ -643,8 +638,7 @@ def test_partition_is_restored_from_a_file_at_least() -> None:
 def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
     tmp_path: Path, wrote: JobId, next_sequence: int
 ) -> None:
-    store = leased(server())
-    push(store, 0)
+    store = trained(1)
     push(store, 0, source=WorkerSource(WORKER))
     other = Store()
     other.become(HERE, Term(2))

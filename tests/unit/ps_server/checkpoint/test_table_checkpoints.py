@@ -51,6 +51,7 @@ from tests.support.table_checkpoints import (
     small_files,
     stores_end,
     train,
+    trained,
     where_rows_lie,
 )
 
@@ -59,8 +60,7 @@ __all__ = ["small_files", "stores_end", "where_rows_lie"]
 
 @pytest.mark.usefixtures("small_files")
 def test_restored_tables_are_as_they_were_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     train(store, 50_000, IDS[::2])
     then = contents(store)
     saved = save(store, tmp_path, 1)
@@ -74,8 +74,7 @@ def test_restored_tables_are_as_they_were_and_go_on_with_the_same_bits(tmp_path:
 
 
 def test_a_job_that_goes_back_in_place_has_its_tables_of_then(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     then = contents(store)
     saved = save(store, tmp_path, 1)
     train(store, 2, IDS[:100])
@@ -88,8 +87,7 @@ def test_a_job_that_goes_back_in_place_has_its_tables_of_then(tmp_path: Path) ->
 
 
 def test_a_partition_that_was_given_up_keeps_no_rows(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     gone = partitions(store)[1]
     orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 1)))
     assert gone.tables == {}
@@ -110,9 +108,7 @@ def test_a_partition_takes_no_other_tables_than_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_files")
 def test_a_checkpoint_after_another_has_only_what_changed(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
-    train(store, 2)
+    store = trained(2)
     first = save(store, tmp_path, 1)
     train(store, 3, IDS[:40])
     for partition in partitions(store):
@@ -128,8 +124,7 @@ def test_a_checkpoint_after_another_has_only_what_changed(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_that_follows_no_known_one_is_whole(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 5)
     assert increments(save(store, tmp_path, 6, base=4)) == [0] * 4
     assert increments(save(store, tmp_path, 7)) == [0] * 4
@@ -138,8 +133,7 @@ def test_a_checkpoint_that_follows_no_known_one_is_whole(tmp_path: Path) -> None
 
 
 def test_checkpoints_that_were_never_committed_stay_links_for_a_while(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 1)
     for number in range(2, 2 + table_saver.UNCOMMITTED_MAX + 1):
         train(store, number, IDS[number : number + 1])
@@ -151,8 +145,7 @@ def test_checkpoints_that_were_never_committed_stay_links_for_a_while(tmp_path: 
 
 
 def test_a_chain_ends_when_its_increments_are_half_of_its_base(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     found, sizes = save(store, tmp_path, 1), []
     for number in range(2, 9):
         train(store, number, IDS[: IDS.size // 5])
@@ -165,9 +158,7 @@ def test_a_chain_ends_when_its_increments_are_half_of_its_base(tmp_path: Path) -
 
 def test_a_chain_has_so_many_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_saver, "CHAIN_CUTS_MAX", 3)
-    store = server()
-    train(store, 1)
-    train(store, 2)
+    store = trained(2)
     found = [increments(save(store, tmp_path, number, base=number - 1)) for number in range(1, 6)]
     # the filter is written anew each time; nothing else has changed
     assert found == [[0] * 4, [0, 1, 0, 1], [0, 1, 0, 1], [0] * 4, [0, 1, 0, 1]]
@@ -187,8 +178,7 @@ def test_increments_of_a_zipf_load_are_a_tenth_of_the_table_at_most(tmp_path: Pa
 
 
 def test_a_cut_waits_for_nobody_who_reads_a_whole_table_but_says_so(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     reader = partitions(store)[0].tables["words.in"].cuts.items()
     next(reader)
     with pytest.raises(NotReady, match="a cut of this table"):
@@ -212,8 +202,7 @@ class Refusing(LocalStorage):
 @pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_what_was_given_up_is_let_go_and_breaks_the_chain_where_it_was_read(tmp_path: Path, after: int) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 1)
     train(store, 2)
     saver = store.hosted()[0].saver
@@ -231,8 +220,7 @@ def test_what_was_given_up_is_let_go_and_breaks_the_chain_where_it_was_read(tmp_
 
 def test_a_cut_of_which_nothing_was_read_leaves_the_chain_as_it_was(tmp_path: Path) -> None:
     """A synchronous job names steps for a checkpoint that one of its partitions may have passed."""
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 1)
     for partition in partitions(store):
         partition.tables["users"].remove(IDS[:10])
@@ -247,8 +235,7 @@ def test_a_cut_of_which_nothing_was_read_leaves_the_chain_as_it_was(tmp_path: Pa
 
 
 def test_an_order_that_comes_again_writes_nothing(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     found = save(store, tmp_path, 1)
     train(store, 2)
     assert save(store, tmp_path, 1) == found

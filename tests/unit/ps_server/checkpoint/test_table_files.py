@@ -45,10 +45,10 @@ from tests.support.table_checkpoints import (
     restored,
     rows,
     save,
-    server,
     small_files,
     stores_end,
     train,
+    trained,
     where_rows_lie,
 )
 
@@ -129,8 +129,7 @@ LIES: dict[str, Callable[[TableEntry], TableEntry]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_files_that_do_not_make_the_table_are_damaged_and_nothing_is_restored(tmp_path: Path, lie: str) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 1)
     train(store, 9, np.concatenate([IDS[:3], np.arange(50)]))
     good = save(store, tmp_path, 2, base=1)
@@ -224,8 +223,7 @@ def test_a_manifest_that_could_not_be_restored_from_is_refused(tmp_path: Path, t
 
 
 def test_files_of_tables_come_back_from_messages(tmp_path: Path) -> None:
-    store = server()
-    train(store, 1)
+    store = trained()
     save(store, tmp_path, 1)
     train(store, 2, IDS[:9])
     found = entries(save(store, tmp_path, 2, base=1))

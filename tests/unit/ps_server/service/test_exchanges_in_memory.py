@@ -35,6 +35,7 @@ from tests.support.exchanges import (
     LAYOUT,
     PART_BYTES,
     Wire,
+    attached,
     held,
     others_push,
     refused,
@@ -75,8 +76,7 @@ def test_server_whose_values_cannot_be_shared_does_not_attach() -> None:
 
 
 def test_regions_are_told_once_on_a_stream_and_again_on_another() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     known = set(wire.regions)
     for number in range(40):
         wire.push(1.0)
@@ -88,8 +88,7 @@ def test_regions_are_told_once_on_a_stream_and_again_on_another() -> None:
 
 
 def test_another_offer_replaces_the_first() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     wire.push(1.0)
     first = weakref.ref(wire.memory)  # type: ignore[arg-type]
     assert wire.attach().attached
@@ -101,8 +100,7 @@ def test_another_offer_replaces_the_first() -> None:
 
 
 def test_payload_is_read_where_it_lies() -> None:
-    wire = Wire(server())
-    wire.attach(1024)
+    wire = attached(1024)
     assert wire.memory is not None
     wire.memory.bytes[512 : 512 + 256] = np.full(2 * ELEMENTS, 3.0).view(np.uint8)
     result, _ = wire.ask(wire.order(PushKind.GRADIENT, shared_at=512))
@@ -112,15 +110,13 @@ def test_payload_is_read_where_it_lies() -> None:
 
 @pytest.mark.parametrize("at", [832, 1024, 1 << 40, (1 << 64) - 256, (1 << 64) - 64, 1, 32, 63, 511])
 def test_place_beyond_the_memory_or_misaligned_is_malformed(at: int) -> None:
-    wire = Wire(server())
-    wire.attach(1024)
+    wire = attached(1024)
     assert type(refused(wire, wire.order(PushKind.GRADIENT, shared_at=at))) is MalformedPayload
     assert values(wire.store) == {0.0}
 
 
 def test_last_place_in_the_memory_is_taken() -> None:
-    wire = Wire(server())
-    wire.attach(1024)
+    wire = attached(1024)
     wire.ask(wire.order(PushKind.GRADIENT, shared_at=1024 - 256))
 
 
@@ -131,8 +127,7 @@ def test_place_without_attached_memory_is_refused() -> None:
 
 
 def test_place_with_data_beside_it_is_malformed() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     order = wire.order(PushKind.GRADIENT, shared_at=0)
     assert type(refused(wire, order, np.ones(2 * ELEMENTS).tobytes())) is MalformedPayload
 
@@ -154,8 +149,7 @@ def test_absent_blocks_are_left_where_they_are_in_memory_and_left_out_of_a_strea
 
 
 def test_part_in_memory_is_in_full_layout() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     short = (PushPart(PartitionId(0), 64, (0,)), PushPart(PartitionId(1), 0))
     assert type(refused(wire, wire.order(PushKind.GRADIENT, parts=short, shared_at=0))) is ShapeMismatch
     wire = Wire(wire.store)
@@ -166,8 +160,7 @@ def test_part_in_memory_is_in_full_layout() -> None:
 
 
 def test_shared_pull_says_where_the_values_lie() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     result, payload = wire.push(1.0, pull=wire.wish(1, shared=True))
     assert payload == b""
     assert [set(view) for view in wire.at(result)] == [{-1.0}] * 2
@@ -182,8 +175,7 @@ def test_shared_pull_without_attached_memory_is_refused() -> None:
 
 
 def test_shared_pull_that_is_not_there_yet_lends_nothing() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     result, _ = wire.ask(wire.order(pull=wire.wish(1, shared=True)))
     assert len(result.missing) == 2
     assert result.places == ()
@@ -208,8 +200,7 @@ def test_values_of_a_partition_without_any_need_no_place() -> None:
 
 
 def test_what_was_lent_is_not_written_before_the_exchange_after_the_next() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     first = wire.look()
     others_push(wire.store, 8)
     assert [set(view) for view in first] == [{0.0}] * 2
@@ -225,8 +216,7 @@ def test_what_was_lent_is_not_written_before_the_exchange_after_the_next() -> No
 
 @pytest.mark.parametrize("between", ["push", "nothing"])
 def test_what_was_lent_stays_while_nothing_else_was(between: str) -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     first = wire.look()
     for _ in range(4):
         if between == "push":
@@ -256,8 +246,7 @@ def test_what_was_lent_stays_when_the_next_answer_is_lost_and_the_worker_asks_an
 
 
 def test_number_of_buffers_does_not_grow_with_exchanges() -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     for number in range(50):
         wire.push(1.0, pull=wire.wish(number + 1, shared=True))
     assert held(wire.store.hosted()[0]) <= 2 * 2
@@ -266,8 +255,7 @@ def test_number_of_buffers_does_not_grow_with_exchanges() -> None:
 
 @pytest.mark.parametrize("how", ["detach", "fence"])
 def test_what_was_lent_is_taken_back_from_who_detaches_or_is_dead(how: str) -> None:
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     wire.look()
     wire.look()
     hosted = wire.store.hosted()[0]
@@ -282,8 +270,7 @@ def test_what_was_lent_is_taken_back_from_who_detaches_or_is_dead(how: str) -> N
 
 def test_stream_that_breaks_off_does_not_take_back_what_was_lent() -> None:
     """The worker may still be reading; it is alive until it is declared dead."""
-    wire = Wire(server())
-    wire.attach()
+    wire = attached()
     first = wire.look()
     wire.break_off()
     others_push(wire.store, 8)

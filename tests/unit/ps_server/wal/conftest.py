@@ -10,7 +10,6 @@ import pytest
 from tests.support.servers_with_logs import (
     Crashed,
     Yard,
-    push,
     state,
     yard_of,
 )
@@ -24,7 +23,5 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
 
 @pytest.fixture
 def crashed(yard: Yard) -> Crashed:
-    first, saved = yard.begun()
-    for sequence in range(4):
-        push(first, sequence)
+    first, saved = yard.begun(4)
     return yard, saved, state(first)

@@ -213,8 +213,7 @@ def test_what_was_passed_over_stays_so(yard: Yard) -> None:
 
 
 def test_a_chain_of_servers_that_died_comes_back(yard: Yard) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
+    _, saved = yard.begun(1)
     second = yard.successor(saved, 2, FIRST)
     push(second, 1)
     before = state(second)
@@ -235,9 +234,7 @@ def test_an_older_checkpoint_and_a_longer_log_give_the_same(yard: Yard) -> None:
 
 
 def test_partitions_of_one_server_go_to_several(yard: Yard) -> None:
-    first, saved = yard.begun()
-    for sequence in range(3):
-        push(first, sequence)
+    first, saved = yard.begun(3)
     before = state(first)
     second = yard.successor(saved, 2, FIRST, owned=[OWNED[0]])
     third = yard.successor(saved, 2, FIRST, incarnation=THIRD, owned=[OWNED[1]])
@@ -276,9 +273,7 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
 
 
 def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
-    push(first, 1)
+    first, saved = yard.begun(2)
     yard.successor(saved, 2, into=first)  # as a person wished: without the log
     assert state(first)[0][0] == 0
     push(first, 0)
@@ -289,8 +284,7 @@ def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> N
 
 def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> None:
     """A push that comes while partitions in use are restored is of the old generation: refused, not added to them."""
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     late = order_of(first, 1)
     restore = partitions.Partition.restore
     outcomes: list[object] = []
@@ -392,8 +386,7 @@ def test_any_prefix_of_a_log_holds_what_was_acknowledged(tmp_path: Path, mode: U
 
 def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> None:
     """What a zombie appends later was never acknowledged, and must not come back either."""
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     second = yard.successor(saved, 2, FIRST)
     with pytest.raises(NotReady):
         push(first, 1)
@@ -416,8 +409,7 @@ def test_what_was_written_and_not_acknowledged_may_count(yard: Yard) -> None:
 
 @pytest.mark.parametrize("place", ["wal.before_fence", "wal.after_fence", "wal.before_end", "wal.after_end"])
 def test_a_successor_that_dies_while_it_takes_over_is_followed_by_another(yard: Yard, place: str) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     before = state(first)
 
     with failpoints.armed(place, gone), pytest.raises(StorageUnavailable):

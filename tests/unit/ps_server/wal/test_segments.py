@@ -62,8 +62,7 @@ def test_segments_reach_back_to_the_oldest_checkpoint_that_is_kept(yard: Yard) -
 
 
 def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
+    _, saved = yard.begun(1)
     second = yard.successor(saved, 2, FIRST)
     yard.save(second, 3, oldest=2, logs=[FIRST])
     assert log_of(yard).folder.is_dir()
@@ -76,8 +75,7 @@ def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) 
 
 def test_server_that_was_given_up_deletes_no_log_of_its_successors(yard: Yard) -> None:
     """It wakes with an order of before the others became owners, and died."""
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     yard.successor(saved, 2, FIRST)
     log_of(yard, SECOND).take_over(Generation(NEXT + 1))
     with contextlib.suppress(ShardyardError):
@@ -168,9 +166,7 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
     push(former, 0)
     former.close()
     log_of(yard).take_over(NEXT)
-    first, saved = yard.begun()
-    push(first, 0)
-    push(first, 1)
+    first, saved = yard.begun(2)
     assert state(yard.successor(saved, 2, FIRST)) == state(first)
     (aside,) = (each for each in log_of(yard).folder.parent.iterdir() if "of-another-yard" in each.name)
     assert {FENCED, END, SYNCED} < {each.name for each in aside.iterdir()}
@@ -344,8 +340,7 @@ def test_a_run_that_begins_with_a_high_checkpoint_of_another_begins_segments_of_
 
 @pytest.mark.parametrize("place", ["wal.before_rotate", "wal.after_rotate"])
 def test_a_segment_that_cannot_be_begun_stops_the_server_and_loses_nothing(yard: Yard, place: str) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     before = state(first)
 
     with failpoints.armed(place, disk_full), pytest.raises(NotReady):

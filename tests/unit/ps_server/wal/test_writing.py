@@ -61,22 +61,27 @@ def test_compensation_is_refused_where_it_could_not_be_replayed(tmp_path: Path) 
     assert "set job.consistency.delay_compensation to 0" in str(refused.value)
 
 
+def stalled_sync(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event, list[int]]:
+    """The first sync of a log sets the first event and waits for the second. The list has each sync's descriptor."""
+    held, go, syncs = threading.Event(), threading.Event(), list[int]()
+    fdatasync = os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        syncs.append(descriptor)
+        if len(syncs) == 1:
+            held.set()
+            assert go.wait(30)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
+    return held, go, syncs
+
+
 def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     first = yard.first()
     sources = [DataShardSource(0, 0, index) for index in range(6)]
     pushes.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
-    syncs = []
-    held, go = threading.Event(), threading.Event()
-    fdatasync = os.fdatasync
-
-    def slow(fd: int) -> None:
-        syncs.append(fd)
-        if len(syncs) == 1:
-            held.set()
-            assert go.wait(30)
-        fdatasync(fd)
-
-    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
+    held, go, syncs = stalled_sync(monkeypatch)
     threads = [threading.Thread(target=push, args=(first, 0), kwargs={"source": source}) for source in sources]
     threads[0].start()
     assert held.wait(30)
@@ -98,13 +103,7 @@ def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.Monkey
 
 def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     first = yard.first()
-    held, go = threading.Event(), threading.Event()
-
-    def slow(_: int) -> None:
-        held.set()
-        assert go.wait(30)
-
-    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
+    held, go, _ = stalled_sync(monkeypatch)
     thread = threading.Thread(target=push, args=(first, 0))
     thread.start()
     assert held.wait(30)
@@ -122,15 +121,7 @@ def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.Mo
 def test_what_is_under_way_is_in_the_segment_before_a_checkpoint(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that begins while a push is being synced waits for it."""
     first = yard.first()
-    held, go = threading.Event(), threading.Event()
-    fdatasync = os.fdatasync
-
-    def slow(fd: int) -> None:
-        held.set()
-        assert go.wait(30)
-        fdatasync(fd)
-
-    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
+    held, go, _ = stalled_sync(monkeypatch)
     saved: list[Saved] = []
     threads = [
         threading.Thread(target=push, args=(first, 0)),
@@ -189,8 +180,7 @@ def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
 
 
 def test_a_server_whose_log_was_taken_over_makes_nothing_visible(yard: Yard) -> None:
-    first, saved = yard.begun()
-    push(first, 0)
+    first, saved = yard.begun(1)
     before = state(first)
     second = yard.successor(saved, 2, FIRST)
     with pytest.raises(NotReady, match="taken over"):

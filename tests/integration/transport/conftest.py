@@ -1,0 +1,62 @@
+"""A peer of each kind of network, and a gRPC listener."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardyard.domain import errors
+from shardyard.transport import grpc_client as channel
+from shardyard.transport import grpc_server as listener_module
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.in_process import InProcessNetwork
+from shardyard.transport.interfaces import Network
+from tests.support.echoes import (
+    Echo,
+    Stage,
+    wait_until,
+)
+
+
+@pytest.fixture(params=["grpc", "grpc, public interface", "in process"])
+def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    before = set(threading.enumerate())
+    if request.param == "grpc, public interface":
+        monkeypatch.setattr(channel, "TRIED", False)
+        monkeypatch.setattr(listener_module, "TRIED", False)
+    if request.param.startswith("grpc"):
+        network: Network = GrpcNetwork()
+        echo = Echo(network)
+        listener = GrpcServer("127.0.0.1:0", echo.services(), threads=8)
+        listener.start()
+        echo.address, leave = listener.address, listener.stop
+    else:
+        network = in_process = InProcessNetwork()
+        echo = Echo(network)
+        echo.address = "somewhere:1"
+        in_process.listen(echo.address, echo.services())
+
+        def leave() -> None:
+            in_process.leave(echo.address)
+
+    peer = network.connect(echo.address, name="echo", unavailable=errors.CoordinatorUnavailable)
+    yield Stage(echo, peer, leave)
+    echo.hang.set()
+    peer.close()
+    leave()
+    wait_until(lambda: not [each for each in threading.enumerate() if each not in before], "all threads to end")
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo(GrpcNetwork())
+
+
+@pytest.fixture
+def listener(echo: Echo) -> Iterator[GrpcServer]:
+    found = GrpcServer("127.0.0.1:0", echo.services(), threads=4)
+    yield found
+    found.stop()
