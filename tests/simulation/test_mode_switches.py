@@ -4,7 +4,7 @@ whatever dies on the way, it is in one mode, and each sample counts once an epoc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from shardyard_worker.session.step_barrier import StepBarrier
 from tests.simulator.mutations import first_red
 from tests.simulator.parallel import run_seeds
 from tests.simulator.plan import make_plan
-from tests.simulator.yard import simulation
 
 SEEDS = 100
 SEEDS_FOR_A_MUTATION = 60
@@ -56,12 +55,6 @@ def test_job_with_logs_stays_as_it_is() -> None:
         for found in run_seeds(range(2), kind=kind, jobs=1):
             assert not found["violations"], f"seed {found['seed']}: {found['violations']}"
             assert not {"went over", "went over to steps"} & set(found["happened"])
-
-
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[None]:
-    with simulation():
-        yield
 
 
 def goes_on_behind_the_halt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ the bits of an undisturbed run there (rule B9)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +13,6 @@ from shardyard_worker.session.step_barrier import StepBarrier
 from tests.simulator.mutations import first_red
 from tests.simulator.parallel import run_seeds
 from tests.simulator.plan import make_plan
-from tests.simulator.yard import simulation
 
 SEEDS = 100
 SEEDS_FOR_A_MUTATION = 200
@@ -29,12 +28,6 @@ def test_promise_6_yard_that_is_told_to_stop_ends_where_it_was_settled_under_eve
         stopped["stop" in found["happened"]] += 1
     if SEEDS >= 100:
         assert min(stopped[True], stopped[False]) >= 5, stopped
-
-
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[None]:
-    with simulation():
-        yield
 
 
 def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:

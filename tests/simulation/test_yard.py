@@ -4,7 +4,6 @@ needed: with one switched off, some seed goes red."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests.simulator import yard
 from tests.simulator.mutations import MUTATIONS, Mutation, first_red
 from tests.simulator.parallel import KINDS_OF_TEN, PID_MAX, folder_name, mixed, run_seeds
 from tests.simulator.plan import make_plan
-from tests.simulator.yard import run_plan, simulation
+from tests.simulator.yard import run_plan
 
 FIRST_SEEDS = range(150)
 MORE_SEEDS = range(150, 1_000)
@@ -85,12 +84,6 @@ def test_a_soak_has_each_seed_once_and_jobs_with_a_table_of_each_mode() -> None:
         ("sync", False),
         ("sync", True),
     }
-
-
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[None]:
-    with simulation():
-        yield
 
 
 @pytest.mark.usefixtures("simulated")

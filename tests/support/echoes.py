@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,14 +19,6 @@ TIMEOUT_MS = 10_000
 END, HANG, SILENT, MORE = 99, 77, 55, 1_000
 # offsets that a handler which offers to answer at once answers so, and at which that fails
 QUICK, BAD = 500, 501
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause = threading.Event()
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
-        pause.wait(0.005)
 
 
 @dataclass

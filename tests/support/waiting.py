@@ -10,10 +10,10 @@ from typing import Final
 DEADLINE_S: Final = 10.0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str = "a condition", *, deadline_s: float = DEADLINE_S) -> None:
     """Raises AssertionError if the condition, which `what` describes, does not hold within the deadline."""
     pause = threading.Event()
-    give_up = time.monotonic() + DEADLINE_S
+    give_up = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < give_up, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < give_up, f"waited {deadline_s} s for {what}"
         pause.wait(0.002)

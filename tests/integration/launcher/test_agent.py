@@ -10,8 +10,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,10 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard_worker.agent import process as agent_process
 from shardyard_worker.agent.service import AgentPlan, AgentService
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
-
-
-def await_true(condition: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.01)
+await_true = partial(wait_until, deadline_s=DEADLINE_S)
 
 
 def gone(pid: int) -> bool:

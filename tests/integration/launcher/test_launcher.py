@@ -12,7 +12,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,14 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import read_state
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
+await_true = partial(wait_until, deadline_s=DEADLINE_S)
 STOP_WITHIN_S = 10.0
 """What the README promises for a yard that breaks under a script."""
 
 SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
-
-
-def await_true(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    give_up = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.02)
 
 
 class Shell:

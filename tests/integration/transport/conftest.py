@@ -17,8 +17,8 @@ from shardyard.transport.interfaces import Network
 from tests.support.echoes import (
     Echo,
     Stage,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(params=["grpc", "grpc, public interface", "in process"])

@@ -36,8 +36,8 @@ from tests.support.echoes import (
     ask,
     frames_of,
     said,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 
 def test_two_listeners_do_not_share_a_port(listener: GrpcServer) -> None:

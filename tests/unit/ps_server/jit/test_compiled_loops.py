@@ -8,8 +8,8 @@ import logging
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,21 +25,16 @@ from shardyard_ps_server.jit import cache, job_loops, optimizer_warmup
 from shardyard_ps_server.jit.cache import compiler_lock, is_marked, mark
 from shardyard_ps_server.jit.job_loops import JobLoops
 from shardyard_ps_server.jit.optimizer_warmup import KIND, DenseLoop, every_loop, missing, needed
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30
+until = partial(wait_until, deadline_s=DEADLINE_S)
 JOB = JobId(7)
 ASYNC = UpdateMode.ASYNC
 
 
 def layout(kind: str = "adam", dtype: DType = DType.FLOAT32, **settings: float) -> JobLayout:
     return JobLayout((VariableSpec("w", dtype, (4,)),), OptimizerSpec(kind, (make_group(kind, settings),)), ())
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.01)
 
 
 def names(loops: Iterable[DenseLoop]) -> list[str]:

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,10 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard_ps_server.jit import table_warmup
 from shardyard_ps_server.jit.cache import is_marked, mark
 from shardyard_ps_server.jit.table_warmup import KIND, TableLoops, folder_of_loops
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30
+until = partial(wait_until, deadline_s=DEADLINE_S)
 
 
 class World:
@@ -61,13 +62,6 @@ while not (folder / "go").exists():
     time.sleep(0.01)
 """
 )
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.01)
 
 
 def test_another_process_compiles_and_this_one_reads(tmp_path: Path) -> None:

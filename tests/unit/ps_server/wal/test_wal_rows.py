@@ -69,6 +69,7 @@ from tests.support.servers_with_logs import (
     state,
     yard_of,
 )
+from tests.support.waiting import wait_until
 
 NORMAL = InitialValues(InitialKind.NORMAL, 0.5)
 TABLES = (
@@ -391,6 +392,19 @@ def hold(first: Store, name: str, work: Callable[[], object], meanwhile: Callabl
     assert not errors, errors
 
 
+def appending(first: Store, thread: threading.Thread) -> Callable[[], None]:
+    """Starts the thread, and waits until it has appended a record to the log."""
+    wal = first.hosted()[0].wal
+    assert wal is not None
+
+    def meanwhile() -> None:
+        appended = wal._appended
+        thread.start()
+        wait_until(lambda: wal._appended > appended, "a record", deadline_s=30.0)
+
+    return meanwhile
+
+
 def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expire(yard: Yard) -> None:
     """It was decided that others expire while this one was on its way to the disk."""
     first, saved = yard.begun()
@@ -408,17 +422,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
     thread = threading.Thread(
         target=lambda: outcomes.append(push_rows(first, 0, [(AGING, OWNED[0], fresh[3:])], source=other))
     )
-
-    def meanwhile() -> None:
-        appended = wal._appended
-        thread.start()
-        for _ in range(3_000):
-            if wal._appended > appended:
-                break
-            threading.Event().wait(0.01)
-        assert wal._appended > appended
-
-    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], old[:1])]), meanwhile)
+    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], old[:1])]), appending(first, thread))
     thread.join()
     assert outcomes == [{Outcome.APPLIED}]
     found = contents(table_of(first, AGING))
@@ -437,19 +441,7 @@ def test_what_expires_with_a_push_that_is_there_twice_expires_once(yard: Yard) -
         push_rows(first, sequence, [(AGING, OWNED[0], ids[1:])])
     outcomes: list[object] = []
     again = threading.Thread(target=lambda: outcomes.append(push_rows(first, 3, [(AGING, OWNED[0], ids[1:])])))
-    wal = first.hosted()[0].wal
-    assert wal is not None
-
-    def meanwhile() -> None:
-        appended = wal._appended
-        again.start()
-        for _ in range(3_000):
-            if wal._appended > appended:
-                break
-            threading.Event().wait(0.01)
-        assert wal._appended > appended
-
-    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], ids[1:])]), meanwhile)
+    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], ids[1:])]), appending(first, again))
     again.join()
     assert outcomes == [{Outcome.DUPLICATE}]
     then = everything(first)

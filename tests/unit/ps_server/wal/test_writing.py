@@ -50,6 +50,7 @@ from tests.support.servers_with_logs import (
     state,
     yard_of,
 )
+from tests.support.waiting import wait_until
 
 
 def test_compensation_is_refused_where_it_could_not_be_replayed(tmp_path: Path) -> None:
@@ -89,11 +90,7 @@ def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.Monkey
         thread.start()
     wal = first.hosted()[0].wal
     assert wal is not None
-    deadline = threading.Event()
-    for _ in range(3_000):
-        if wal._appended - wal._durable == len(sources):
-            break
-        deadline.wait(0.01)
+    wait_until(lambda: wal._appended - wal._durable == len(sources), "all records", deadline_s=30.0)
     go.set()
     for thread in threads:
         thread.join()
