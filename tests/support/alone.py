@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
+from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import connect as worker
 
 SYNC = {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 1}
 SYNC_2 = SYNC | {"job.consistency.logical_ranks": 2}
 Connect = Callable[..., sy.Job]
+
+
+@contextmanager
+def local_yard(given: Mapping[str, object]) -> Iterator[tuple[LocalYard, Callable[[], sy.Job]]]:
+    """A yard of its own with these settings, and a function that connects a worker to it. Close the jobs within."""
+    settings = configuration.load(None, {}, {"log.level": "error", **given}).settings
+    yard = LocalYard(settings)
+    inside = settings.model_copy(update={"coordinator": COORDINATOR})
+    try:
+        yield yard, lambda: worker.connect(inside, network=yard.network)
+    finally:
+        yard.close()
 
 
 def status(yard: LocalYard) -> wire.JobStatus:

@@ -15,12 +15,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
+from shardyard_launcher.yard.in_process import COORDINATOR
+from tests.support.alone import local_yard
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -66,13 +65,8 @@ class Traced:
 @contextmanager
 def yard(**given: object) -> Iterator[Callable[..., sy.Job]]:
     """Gives jobs, all of the same name; they must be closed within."""
-    settings = configuration.load(None, {}, BOUNDED | given).settings
-    made = LocalYard(settings)
-    try:
-        inside = settings.model_copy(update={"coordinator": COORDINATOR})
-        yield lambda: worker.connect(inside, network=made.network)
-    finally:
-        made.close()
+    with local_yard(BOUNDED | given) as (_, connect):
+        yield connect
 
 
 def train(

@@ -14,16 +14,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.epochs import EpochPlan, order
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.status.report import mode_of
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.data.seeding import seed_everything
-from shardyard_worker.job import connect as worker
-from tests.support.alone import Connect, Counted, status
+from tests.support.alone import Connect, Counted, local_yard, status
 from tests.support.yards import Probes, RoleYard, finish
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -237,11 +234,8 @@ def test_drop_last_leaves_whole_steps_not_whole_rounds(connect: Connect) -> None
 
 def test_samples_are_reported_and_status_names_the_mode(alone: None) -> None:
     given = {"job.partitions": 2, "log.level": "error", **LOCAL, **ranks(2)}
-    settings = configuration.load(None, {}, given).settings
-    yard = LocalYard(settings)
-    try:
-        own = settings.model_copy(update={"coordinator": COORDINATOR})
-        with worker.connect(own, network=yard.network) as job:
+    with local_yard(given) as (yard, connect):
+        with connect() as job:
             train(job, OPTIMIZERS["sgd"], epochs=1)
             found = status(yard)
             assert (found.local_steps, found.logical_ranks) == (5, 2)
@@ -249,8 +243,6 @@ def test_samples_are_reported_and_status_names_the_mode(alone: None) -> None:
             assert job.step == 7
         found = status(yard)
         assert (found.state, found.step, found.samples) == (wire.JOB_STATE_FINISHED, 2, SAMPLES)
-    finally:
-        yard.close()
 
 
 def test_a_batch_without_a_step_takes_none_and_the_round_counts(connect: Connect) -> None:

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.as_json import to_json
 from shardyard_launcher.status.report import ask
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
+from shardyard_launcher.yard.in_process import LocalYard
+from tests.support.alone import local_yard
 from tests.support.yards import running_yard
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -159,11 +158,8 @@ def kept(yard: LocalYard) -> set[int]:
 @pytest.mark.parametrize("how", ["leaves", "dies"])
 def test_nothing_is_kept_for_a_worker_that_is_gone(how: str) -> None:
     impatient = {"membership.heartbeat_ms": 50, "membership.lease_ms": 1_500}
-    settings = configuration.load(None, {}, STALE | impatient).settings
-    yard = LocalYard(settings)
-    try:
-        inside = settings.model_copy(update={"coordinator": COORDINATOR})
-        jobs = [worker.connect(inside, network=yard.network) for _ in range(3)]
+    with local_yard(STALE | impatient) as (yard, connect):
+        jobs = [connect() for _ in range(3)]
         for place, job in enumerate(jobs):
             stepper = Stepper(job, 1.0 + place)
             stepper.compute()
@@ -183,5 +179,3 @@ def test_nothing_is_kept_for_a_worker_that_is_gone(how: str) -> None:
         for job in reversed(jobs):
             with contextlib.suppress(sy.errors.ShardyardError):
                 job.close()
-    finally:
-        yard.close()

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.domain.errors import FeedConflict
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
-from tests.support.alone import Counted
+from tests.support.alone import Counted, local_yard
 from tests.support.yards import Script
 
 ROOT = Path(__file__).parents[3]
@@ -30,27 +27,20 @@ def made(folder: Path, *, lines: int = 9) -> sy.TextLines:
 
 
 def test_promise_2_each_record_of_each_file_counts_once_and_other_files_are_refused(tmp_path: Path) -> None:
-    settings = configuration.load(
-        None, {}, {"log.level": "error", "job.workers_expected": 2, "job.data.batches_per_data_shard": 2}
-    ).settings
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    try:
-        with (
-            worker.connect(inside, network=yard.network) as first,
-            worker.connect(inside, network=yard.network) as second,
-        ):
-            counted, other = Counted(first, 27), Counted(second, 27)
-            for index in first.batches(made(tmp_path / "a"), batch_size=4, epochs=2):
-                counted.step(index)
-            assert counted.counts == [2.0] * 27
-            longer = made(tmp_path / "b", lines=10)
-            with pytest.raises(FeedConflict, match="was opened before in another way"):
-                other.job.batches(longer, batch_size=4, epochs=2)
-            # the same files in another folder are the same data
-            assert list(other.job.batches(made(tmp_path / "c"), batch_size=4, epochs=2)) == []
-    finally:
-        yard.close()
+    with (
+        local_yard({"job.workers_expected": 2, "job.data.batches_per_data_shard": 2}) as (_, connect),
+        connect() as first,
+        connect() as second,
+    ):
+        counted, other = Counted(first, 27), Counted(second, 27)
+        for index in first.batches(made(tmp_path / "a"), batch_size=4, epochs=2):
+            counted.step(index)
+        assert counted.counts == [2.0] * 27
+        longer = made(tmp_path / "b", lines=10)
+        with pytest.raises(FeedConflict, match="was opened before in another way"):
+            other.job.batches(longer, batch_size=4, epochs=2)
+        # the same files in another folder are the same data
+        assert list(other.job.batches(made(tmp_path / "c"), batch_size=4, epochs=2)) == []
 
 
 def test_example_finds_the_line(tmp_path: Path) -> None:

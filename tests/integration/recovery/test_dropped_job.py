@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import orders
-from shardyard_worker.job import connect as worker
+from tests.support.alone import local_yard
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +20,8 @@ def test_promise_7_worker_whose_servers_dropped_the_job_says_why_though_a_heartb
 ) -> None:
     # no heartbeat of its own accord comes in between
     settings = {"membership.heartbeat_ms": 60_000, "membership.lease_ms": 400_000, "log.level": "error"}
-    found = configuration.load(None, {}, settings).settings
-    yard = LocalYard(found)
-    try:
-        inside = found.model_copy(update={"coordinator": COORDINATOR})
-        job = worker.connect(inside, network=yard.network)
+    with local_yard(settings) as (yard, connect):
+        job = connect()
         value = torch.nn.Parameter(torch.zeros(3))
         _, optimizer = job.prepare(torch.nn.ParameterList([value]), torch.optim.SGD([value], lr=1.0))
         asked: list[None] = []
@@ -45,31 +40,21 @@ def test_promise_7_worker_whose_servers_dropped_the_job_says_why_though_a_heartb
             optimizer.step()
         assert len(asked) == 3
         job.close("it has failed")
-    finally:
-        yard.close()
 
 
 def test_version_that_has_passed_waits_for_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = configuration.load(None, {}, {"log.level": "error"}).settings
-    yard = LocalYard(found)
-    try:
-        inside = found.model_copy(update={"coordinator": COORDINATOR})
-        with worker.connect(inside, network=yard.network) as job:
-            value = torch.nn.Parameter(torch.zeros(3))
-            job.prepare(torch.nn.ParameterList([value]), torch.optim.SGD([value], lr=1.0))
-            asked: list[None] = []
+    with local_yard({}) as (_, connect), connect() as job:
+        value = torch.nn.Parameter(torch.zeros(3))
+        job.prepare(torch.nn.ParameterList([value]), torch.optim.SGD([value], lr=1.0))
+        asked: list[None] = []
 
-            def beat() -> None:
-                asked.append(None)
-                if len(asked) > 1:
-                    raise AssertionError("asked again")
-                raise errors.CoordinatorUnavailable("the coordinator does not answer")
+        def beat() -> None:
+            asked.append(None)
+            if len(asked) > 1:
+                raise AssertionError("asked again")
+            raise errors.CoordinatorUnavailable("the coordinator does not answer")
 
-            with monkeypatch.context() as patch:
-                patch.setattr(job._session._membership, "beat", beat)
-                assert job._loop.trainer is not None
-                job._loop.trainer.router._fan_out._refresh_and_check(
-                    errors.NotFound("version 3", facts={"newest": "5"})
-                )
-    finally:
-        yard.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(job._session._membership, "beat", beat)
+            assert job._loop.trainer is not None
+            job._loop.trainer.router._fan_out._refresh_and_check(errors.NotFound("version 3", facts={"newest": "5"}))

@@ -5,26 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
+from tests.support.alone import local_yard
 
 
 def test_promise_1_the_name_of_a_push_that_failed_half_way_is_not_used_again(alone: None) -> None:
-    settings = configuration.load(
-        None, {}, {"log.level": "error", "job.partitions": 2, "worker.retry_budget_ms": 100}
-    ).settings
-    yard = LocalYard(settings)
-    try:
-        inside = settings.model_copy(update={"coordinator": COORDINATOR})
-        with worker.connect(inside, network=yard.network) as job:
-            job.register({"a": torch.zeros(64), "b": torch.zeros(64)}, lr=1.0)
+    with local_yard({"job.partitions": 2, "worker.retry_budget_ms": 100}) as (yard, connect), connect() as job:
+        job.register({"a": torch.zeros(64), "b": torch.zeros(64)}, lr=1.0)
+        job.push({"a": torch.ones(64), "b": torch.ones(64)})
+        yard.network.leave("in-process:server-1")
+        with pytest.raises(errors.ServerUnavailable):
             job.push({"a": torch.ones(64), "b": torch.ones(64)})
-            yard.network.leave("in-process:server-1")
-            with pytest.raises(errors.ServerUnavailable):
-                job.push({"a": torch.ones(64), "b": torch.ones(64)})
-            with pytest.raises(errors.InvalidRequest, match="may have reached only some of the servers"):
-                job.push({"a": torch.ones(64), "b": torch.ones(64)})
-    finally:
-        yard.close()
+        with pytest.raises(errors.InvalidRequest, match="may have reached only some of the servers"):
+            job.push({"a": torch.ones(64), "b": torch.ones(64)})

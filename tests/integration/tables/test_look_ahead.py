@@ -20,18 +20,15 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import armed
 from shardyard.transport import shared_memory
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.service import stream_memory
 from shardyard_worker.exchange.buffers import shm_rows
 from shardyard_worker.exchange.buffers.shm_rows import ShmRows
 from shardyard_worker.exchange.row_reads import RowReads
-from shardyard_worker.job import connect as worker
 from shardyard_worker.rows import row_prefetch
-from tests.support.alone import SYNC, Connect
+from tests.support.alone import SYNC, Connect, local_yard
 from tests.support.yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -456,13 +453,8 @@ def test_a_synchronous_script_goes_on_without_look_ahead(connect: Connect) -> No
 @contextmanager
 def yard(**given: object) -> Iterator[Callable[[], sy.Job]]:
     """Gives jobs, all of the same name; they must be closed within."""
-    settings = configuration.load(None, {}, {"yard.servers": 2, "job.partitions": 4, "log.level": "error"} | given)
-    made = LocalYard(settings.settings)
-    try:
-        inside = settings.settings.model_copy(update={"coordinator": COORDINATOR})
-        yield lambda: worker.connect(inside, network=made.network)
-    finally:
-        made.close()
+    with local_yard({"yard.servers": 2, "job.partitions": 4} | given) as (_, connect):
+        yield connect
 
 
 @pytest.mark.parametrize(("staleness", "window"), [(0, 0), (1, 1), (2, 0)])

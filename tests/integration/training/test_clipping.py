@@ -15,17 +15,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.domain.ids import Rank
 from shardyard.domain.pushes import StepVerdict
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_ps_server.hosting import pulls
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.request_builder import ServerRequest
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.job import connect as worker
 from shardyard_worker.training.variables import StepInput
 from tests.integration.training.test_in_process import (
     OPTIMIZERS,
@@ -37,7 +34,7 @@ from tests.integration.training.test_in_process import (
     default_dtype,
     mlp,
 )
-from tests.support.alone import SYNC, SYNC_2, Connect
+from tests.support.alone import SYNC, SYNC_2, Connect, local_yard
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -165,13 +162,8 @@ def test_promise_6_clipped_bits_are_the_same_on_any_number_of_servers_and_worker
     for servers, workers in ((1, 1), (2, 2), (3, 1), (4, 2)):
         given = {"yard.servers": servers, "job.partitions": 5, "job.block_bytes": 64, "log.level": "error"}
         given |= {"job.workers_expected": workers} | SYNC_2 | CLIP | more
-        settings = configuration.load(None, {}, given).settings
-        yard = LocalYard(settings)
-        try:
-            inside = settings.model_copy(update={"coordinator": COORDINATOR})
-            values, norms = train(lambda: worker.connect(inside, network=yard.network), workers)  # noqa: B023
-        finally:
-            yard.close()
+        with local_yard(given) as (_, connect):
+            values, norms = train(connect, workers)
         assert all(norm is not None and norm > 0 for norm in norms[1:])
         found.add(tuple(sorted(values.items())))
     assert len(found) == 1
@@ -181,11 +173,8 @@ def test_promise_6_clipped_bits_are_the_same_on_any_number_of_servers_and_worker
 def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) -> None:
     """The last contribution is made, and so many servers have the verdict, when the worker that has the rank goes."""
     given = {"yard.servers": 2, "job.partitions": 4, "job.block_bytes": 64, "log.level": "error"}
-    settings = configuration.load(None, {}, given | {"job.workers_expected": 2} | SYNC | BY_NORM).settings
-    yard = LocalYard(settings)
-    try:
-        inside = settings.model_copy(update={"coordinator": COORDINATOR})
-        first, second = (worker.connect(inside, network=yard.network) for _ in range(2))
+    with local_yard(given | {"job.workers_expected": 2} | SYNC | BY_NORM) as (_, connect):
+        first, second = (connect() for _ in range(2))
         for job in (first, second):
             job.register({f"v{index}": torch.zeros(8) for index in range(4)}, lr=1.0)
         training, strategy = first._loop.trainer, first._loop.strategy
@@ -212,8 +201,6 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         second.push({f"v{index}": torch.ones(8) for index in range(4)})
         assert (second.step, second.gradient_norm) == (2, math.sqrt(32.0))
         second.close()
-    finally:
-        yard.close()
 
 
 def test_gradients_of_the_script_are_left_as_they_are(connect: Connect) -> None:

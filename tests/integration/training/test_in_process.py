@@ -25,7 +25,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.job import connect as worker
 from shardyard_worker.training import grad_hooks as gradients
-from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
+from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard, status
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -517,13 +517,10 @@ def test_what_is_no_metric_is_refused_at_once(connect: Connect, metrics: dict[st
 
 
 def test_a_script_that_raises_leaves_the_job_failed() -> None:
-    settings = configuration.load(None, {}, {"log.level": "error"}).settings
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    try:
+    with local_yard({}) as (yard, connect):
 
         def script() -> None:
-            with worker.connect(inside, network=yard.network) as job:
+            with connect() as job:
                 job.register({"a": torch.ones(1)})
                 assert status(yard).state == wire.JOB_STATE_RUNNING
                 raise ZeroDivisionError("by zero")
@@ -533,20 +530,14 @@ def test_a_script_that_raises_leaves_the_job_failed() -> None:
         found = status(yard)
         assert found.state == wire.JOB_STATE_FAILED
         assert "ZeroDivisionError: by zero" in found.failure.what
-    finally:
-        yard.close()
 
 
 def test_a_script_that_ends_leaves_the_job_finished() -> None:
-    settings = configuration.load(None, {}, {"log.level": "error"}).settings
-    yard = LocalYard(settings)
-    try:
-        with worker.connect(settings.model_copy(update={"coordinator": COORDINATOR}), network=yard.network) as job:
+    with local_yard({}) as (yard, connect):
+        with connect() as job:
             job.register({"a": torch.ones(1)})
         assert status(yard).state == wire.JOB_STATE_FINISHED
         job.close()
-    finally:
-        yard.close()
 
 
 @pytest.mark.parametrize("settings", [{}, SYNC])

@@ -12,11 +12,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
-from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
+from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard, status
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -242,24 +239,17 @@ def test_a_batch_sees_the_same_random_numbers_in_every_run(connect: Connect, set
 
 
 def test_what_is_left_of_a_data_shard_whose_loop_was_left_is_given_back() -> None:
-    settings = configuration.load(
-        None, {}, {"log.level": "error", "job.workers_expected": 2, "job.data.batches_per_data_shard": 4}
-    ).settings
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    try:
-        with (
-            worker.connect(inside, network=yard.network) as first,
-            worker.connect(inside, network=yard.network) as second,
-        ):
-            leaving, staying = Counted(first, 24), Counted(second, 24)
-            for taken, (index,) in enumerate(first.batches(leaving.data, batch_size=2)):
-                if taken == 1:
-                    break
-                leaving.step(index)
-            assert [(feed.leased, feed.done) for feed in status(yard).feeds] == [(0, 0)]
-            for (index,) in second.batches(staying.data, batch_size=2):
-                staying.step(index)
-            assert staying.counts == [1.0] * 24
-    finally:
-        yard.close()
+    with (
+        local_yard({"job.workers_expected": 2, "job.data.batches_per_data_shard": 4}) as (yard, connect),
+        connect() as first,
+        connect() as second,
+    ):
+        leaving, staying = Counted(first, 24), Counted(second, 24)
+        for taken, (index,) in enumerate(first.batches(leaving.data, batch_size=2)):
+            if taken == 1:
+                break
+            leaving.step(index)
+        assert [(feed.leased, feed.done) for feed in status(yard).feeds] == [(0, 0)]
+        for (index,) in second.batches(staying.data, batch_size=2):
+            staying.step(index)
+        assert staying.counts == [1.0] * 24

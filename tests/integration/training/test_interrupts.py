@@ -16,17 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import armed
 from shardyard.wire import methods
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.job import connect as worker
 from shardyard_worker.session.interrupts import Interrupts
-from tests.support.alone import SYNC, SYNC_2, Connect, Counted
+from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard
 from tests.support.yards import Probes, Script, finish, running_yard
 
 SOON_S = 5.0
@@ -175,55 +172,43 @@ def test_promise_2_interrupted_loop_has_counted_whole_batches(connect: Connect, 
 
 
 def test_interrupt_between_two_batches_gives_back_the_data_shard() -> None:
-    settings = configuration.load(None, {}, {"log.level": "error", "job.workers_expected": 2}).settings
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    try:
+    with local_yard({"job.workers_expected": 2}) as (_, connect):
 
         def script() -> None:
-            with worker.connect(inside, network=yard.network) as first:
+            with connect() as first:
                 leaving = Counted(first, 24)
                 for number, (index,) in enumerate(first.batches(leaving.data, batch_size=2)):
                     if number == 2:
                         interrupt()
                     leaving.step(index)
 
-        with worker.connect(inside, network=yard.network) as second:
+        with connect() as second:
             with pytest.raises(KeyboardInterrupt):
                 script()
             staying = Counted(second, 24)
             for (index,) in second.batches(staying.data, batch_size=2):
                 staying.step(index)
             assert staying.counts == [1.0] * 24
-    finally:
-        yard.close()
 
 
 def test_wait_for_another_worker_is_given_up() -> None:
-    settings = configuration.load(
-        None, {}, {"log.level": "error", "job.workers_expected": 2, **SYNC_2, "membership.heartbeat_ms": 50}
-    ).settings
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    try:
+    with local_yard({"job.workers_expected": 2, **SYNC_2, "membership.heartbeat_ms": 50}) as (_, connect):
         button = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
 
         def script() -> None:
-            with worker.connect(inside, network=yard.network) as waiting:
+            with connect() as waiting:
                 waiting.register({"w": torch.zeros(2)}, lr=1.0)
                 idle.register({"w": torch.zeros(2)}, lr=1.0)
                 button.start()
                 for _ in range(2):
                     waiting.push({"w": torch.ones(2)})
 
-        with worker.connect(inside, network=yard.network) as idle:
+        with connect() as idle:
             begun = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 script()
             assert time.monotonic() - begun < SOON_S
             button.join()
-    finally:
-        yard.close()
 
 
 def test_answers_that_nobody_waited_for_are_not_those_to_the_next_question(

@@ -12,20 +12,18 @@ import torch
 
 import shardyard as sy
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.config import configuration
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import Caller, Generation, Incarnation, Version
 from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_launcher.yard.in_process import LocalYard
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_worker.data.sync_feed import SyncFeed
-from shardyard_worker.job import connect as worker
 from shardyard_worker.training import grad_hooks
-from tests.support.alone import SYNC_2, Connect, Counted
+from tests.support.alone import SYNC_2, Connect, Counted, local_yard
 
 SAMPLES, BATCH = 96, 4
 WAYS: dict[str, dict[str, object]] = {
@@ -98,14 +96,8 @@ class Yard:
 @contextmanager
 def yard_of(folder: Path, settings: dict[str, object]) -> Iterator[tuple[Yard, sy.Job]]:
     given = {"yard.servers": 2, "job.partitions": 4, "job.block_bytes": 64, "log.level": "error"} | settings
-    found = configuration.load(None, {}, given).settings
-    yard = LocalYard(found)
-    try:
-        inside = found.model_copy(update={"coordinator": COORDINATOR})
-        with worker.connect(inside, network=yard.network) as job:
-            yield Yard(yard, folder), job
-    finally:
-        yard.close()
+    with local_yard(given) as (yard, connect), connect() as job:
+        yield Yard(yard, folder), job
 
 
 @pytest.fixture(autouse=True)
