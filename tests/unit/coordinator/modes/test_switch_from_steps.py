@@ -35,10 +35,8 @@ JOB = JobSettings(
 
 
 class Yard(SwitchingYard):
-    def __init__(
-        self, settings: JobSettings = JOB, checkpoints: str | None = "/c", feed: FeedSpec | None = FEED
-    ) -> None:
-        super().__init__(settings, checkpoints, feed)
+    def __init__(self, settings: JobSettings = JOB) -> None:
+        super().__init__(settings, "/c", FEED)
 
     def switch(self, mode: ConsistencyMode | None = ASYNC, staleness: int | None = None) -> SwitchTaken:
         return super().switch(mode, staleness)

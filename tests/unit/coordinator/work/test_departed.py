@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardyard.domain.ids import Incarnation, MemberRole, PartitionId
+from shardyard.domain.ids import Generation, Incarnation, MemberRole, PartitionId
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body, DamagedRecord
@@ -96,13 +96,18 @@ def lost_pushes(yard: Yard) -> int:
     return job.lost_pushes
 
 
-def test_lost_pushes_of_a_worker_that_left_are_counted_and_no_checkpoint_is_begun_before() -> None:
+def after_a_loss() -> tuple[Yard, Incarnation, Generation]:
+    """A worker has left after seven pushes, and a server is lost since. Returns the map's generation, too."""
     yard = Yard("async")
     yard.checkpoint()
     other = yard.register(MemberRole.WORKER)
     yard.handle(events.JobJoined(other, "default", yard.settings))
     yard.handle(events.MemberLeft(other, "", pushed=7))
-    generation = yard.lose_server()
+    return yard, other, yard.lose_server()
+
+
+def test_lost_pushes_of_a_worker_that_left_are_counted_and_no_checkpoint_is_begun_before() -> None:
+    yard, other, generation = after_a_loss()
     yard.handle(events.CheckpointRequested(yard.caller, None, 0))
     reading = yard.until(effects.ReadDeparted)
     assert reading.workers == (other,)
@@ -129,12 +134,7 @@ def test_lost_pushes_of_a_worker_that_left_are_counted_and_no_checkpoint_is_begu
 
 
 def test_answer_from_before_another_recovery_does_not_count() -> None:
-    yard = Yard("async")
-    yard.checkpoint()
-    other = yard.register(MemberRole.WORKER)
-    yard.handle(events.JobJoined(other, "default", yard.settings))
-    yard.handle(events.MemberLeft(other, "", pushed=7))
-    generation = yard.lose_server()
+    yard, other, generation = after_a_loss()
     reading = yard.until(effects.ReadDeparted)
     yard.lose_server()
     found = ((other, tuple((owner.partition, 0) for owner in reading.map.owners)),)

@@ -456,30 +456,28 @@ def is_named(folder: CheckpointLibrary, file: Path, tmp_path: Path) -> bool:
     return {finding.path for finding in findings} == {path} and all(file.name in f.what for f in findings)
 
 
-def test_every_bit_that_flips_is_found_and_named(folder: CheckpointLibrary, tmp_path: Path) -> None:
-    files = damaged_copy(folder, tmp_path)
-    rng = random.Random(SEED)
-    for _ in range(FLIPS):
-        file = rng.choice(files)
-        whole = file.read_bytes()
-        bit = rng.randrange(8 * len(whole))
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        assert is_named(folder, file, tmp_path), (file, bit)
-        file.write_bytes(whole)
-    assert folder.verify(JOB) == ()
+def flip_a_bit(rng: random.Random, whole: bytes) -> bytes:
+    bit = rng.randrange(8 * len(whole))
+    flipped = bytearray(whole)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
 
 
-def test_every_truncation_is_found_and_named(folder: CheckpointLibrary, tmp_path: Path) -> None:
+def truncate(rng: random.Random, whole: bytes) -> bytes:
+    return whole[: rng.randrange(len(whole))]
+
+
+@pytest.mark.parametrize(("times", "damage"), [(FLIPS, flip_a_bit), (TRUNCATIONS, truncate)])
+def test_every_damage_is_found_and_named(
+    times: int, damage: Callable[[random.Random, bytes], bytes], folder: CheckpointLibrary, tmp_path: Path
+) -> None:
     files = damaged_copy(folder, tmp_path)
     rng = random.Random(SEED)
-    for _ in range(TRUNCATIONS):
+    for number in range(times):
         file = rng.choice(files)
         whole = file.read_bytes()
-        length = rng.randrange(len(whole))
-        file.write_bytes(whole[:length])
-        assert is_named(folder, file, tmp_path), (file, length)
+        file.write_bytes(damage(rng, whole))
+        assert is_named(folder, file, tmp_path), (file, number)
         file.write_bytes(whole)
     assert folder.verify(JOB) == ()
 
