@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -56,26 +55,6 @@ def test_stream_out_comes_in_order(stage: Stage) -> None:
     assert list(stage.peer.receive(methods.PULL, server.PullRequest(), timeout_ms=TIMEOUT_MS)) == []
 
 
-def test_streams_both_ways(stage: Stage) -> None:
-    found = stage.peer.exchange(methods.PUSH_PULL, frames_of(1, 2, 3), timeout_ms=TIMEOUT_MS)
-    assert [(frame.offset, bytes(frame.data)) for frame in found] == [(2, b"ba"), (3, b"ba"), (4, b"ba")]
-
-
-def test_answer_comes_before_the_stream_in_has_ended(stage: Stage) -> None:
-    answers: list[int] = []
-    got = threading.Event()
-
-    def sent() -> Iterator[Frame]:
-        yield Frame(b"", 0, b"ab")
-        assert got.wait(DEADLINE_S)
-        yield Frame(b"", 7, b"cd")
-
-    for frame in stage.peer.exchange(methods.PUSH_PULL, sent(), timeout_ms=TIMEOUT_MS):
-        answers.append(frame.offset)
-        got.set()
-    assert answers == [1, 8]
-
-
 def test_error_of_a_unary_call_arrives_as_it_was(stage: Stage) -> None:
     stage.echo.failure = errors.VariableConflict("two", why="w", todo="t", facts={"variable": "x"})
     with pytest.raises(errors.VariableConflict) as raised:
@@ -95,13 +74,6 @@ def test_error_in_the_middle_of_a_stream_out_comes_after_the_answers(stage: Stag
     stream = stage.peer.receive(methods.PULL, server.PullRequest(wait_ms=3), timeout_ms=TIMEOUT_MS)
     assert [next(stream).offset for _ in range(3)] == [0, 1, 2]
     with pytest.raises(errors.NotFound, match="no more"):
-        next(stream)
-
-
-def test_error_in_the_middle_of_an_exchange_comes_after_the_answers(stage: Stage) -> None:
-    stream = stage.peer.exchange(methods.PUSH_PULL, frames_of(0, 13, 14), timeout_ms=TIMEOUT_MS)
-    assert next(stream).offset == 1
-    with pytest.raises(errors.StaleToken, match="at 13"):
         next(stream)
 
 
@@ -202,6 +174,13 @@ def test_error_of_the_peer_comes_after_the_answers_before_it_and_as_it_was(stage
     another.cancel()
 
 
+def test_error_among_requests_of_one_exchange_comes_after_the_answers_before_it(stream: Stream) -> None:
+    stream.send(frames_of(0, 13, 14))
+    assert said(stream) == (1, b"ba")
+    with pytest.raises(errors.StaleToken, match="at 13"):
+        stream.receive(timeout_ms=TIMEOUT_MS)
+
+
 def test_peer_that_ends_the_stream_in_good_order_is_no_error(stage: Stage, stream: Stream) -> None:
     stream.send(frames_of(1))
     assert said(stream) == (2, b"ba")
@@ -286,8 +265,6 @@ def test_nobody_there_is_the_class_that_was_asked_for(stage: Stage) -> None:
         stage.peer.send(methods.PUSH, frames_of(0), timeout_ms=TIMEOUT_MS)
     with pytest.raises(errors.CoordinatorUnavailable):
         next(stage.peer.receive(methods.PULL, server.PullRequest(), timeout_ms=TIMEOUT_MS))
-    with pytest.raises(errors.CoordinatorUnavailable):
-        next(stage.peer.exchange(methods.PUSH_PULL, frames_of(0), timeout_ms=TIMEOUT_MS))
 
 
 @pytest.mark.parametrize("used", [False, True])
