@@ -163,11 +163,11 @@ class MembershipClient:
         self._stop.set()
         try:
             said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
-            return self._say_goodbye(said, patience_ms).residual_lost
+            return self._send_leave(said, patience_ms).residual_lost
         finally:
             self.stop()
 
-    def _say_goodbye(self, request: wire.LeaveRequest, patience_ms: int) -> wire.LeaveReply:
+    def _send_leave(self, request: wire.LeaveRequest, patience_ms: int) -> wire.LeaveReply:
         request.caller.CopyFrom(common_messages.caller_to_wire(self.caller))
         give_up = time.monotonic() + patience_ms / 1000
         with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
