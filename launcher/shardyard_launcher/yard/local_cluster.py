@@ -2,7 +2,7 @@
 
 Owns: the order of start and stop, the wait until all are registered, the watching of the processes and the restart of
 those that die. Invariants: if the start fails, everything that was started is stopped. A process is restarted on the
-same port, with the same state folder, as often as its budget allows (shardyard_launcher.yard.restart_policy), so that
+same port, with the same state folder, as often as its budget allows (shardyard.runtime.restart_policy), so that
 it replaces the dead one. `stop` is bounded in time and leaves no process. Only processes are ever ended that were
 started here, or recorded by the process that started them. Must not know: scripts, displays, command lines, other
 watchers.
@@ -24,10 +24,10 @@ from typing import Final
 from shardyard.config.configuration import PREFIX
 from shardyard.config.settings import AUTO, COLD_FOLDER, WAL_FOLDER, Settings
 from shardyard.domain import errors
+from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
-from shardyard_launcher.yard.restart_policy import GivenUp, RestartPolicy
 from shardyard_launcher.yard.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
 from shardyard_launcher.yard.state_file import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
@@ -122,7 +122,9 @@ class LocalCluster:
         self._on_change = on_change
         self._slots: list[RoleSlot] = []
         self._restarts = RestartPolicy(
-            restarts_max=settings.yard.role_restarts_max, window_ms=settings.yard.role_restarts_window_ms
+            restarts_max=settings.yard.role_restarts_max,
+            window_ms=settings.yard.role_restarts_window_ms,
+            setting="yard.role_restarts_max",
         )
         self._restarted: list[RoleRestart] = []
         self._settings_file = self._folder / SETTINGS_FILE

@@ -1,9 +1,9 @@
-"""Whether a dead process of a yard is started again, and when.
+"""Whether a dead process is started again, and when: a role of a yard, a training process, an evaluator.
 
 Owns: the budget (so many restarts of one process within a window of time) and the back-off between them. Invariants: a
 process is restarted at most `restarts_max` times within any `window_ms`. The pause before a restart doubles with each
 restart still in the window, up to BACKOFF_MS_MAX. A process that was given up stays given up. Must not know: processes,
-clocks, what a role does.
+clocks, what a process does.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class GivenUp:
 
 
 class RestartPolicy:
-    """The budget of each of a yard's processes, by name. For one thread."""
+    """The budget of each of several processes, by name. For one thread. `setting`: the setting that gives
+    `restarts_max`, for the words."""
 
-    def __init__(self, *, restarts_max: int, window_ms: int) -> None:
+    def __init__(self, *, restarts_max: int, window_ms: int, setting: str) -> None:
+        self._setting = setting
         self._restarts_max = restarts_max
         self._window_ms = window_ms
         self._restarted_ms: dict[str, list[int]] = {}
@@ -56,6 +58,6 @@ class RestartPolicy:
 
     def _reason(self, recent: int) -> str:
         if not recent:
-            return "restarts are off (yard.role_restarts_max is 0)"
+            return f"restarts are off ({self._setting} is 0)"
         times = "once" if recent == 1 else f"{recent} times"
-        return f"it was restarted {times} within {self._window_ms / 1000:g} s (yard.role_restarts_max)"
+        return f"it was restarted {times} within {self._window_ms / 1000:g} s ({self._setting})"
