@@ -474,12 +474,12 @@ class CoordinatorWorld:
                 encoded(wire.TakeCheckpointRequest(caller=caller)),
                 encoded(wire.TakeCheckpointRequest(job_name="default")),
             ],
-            "ReportFeedback": [
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=2)),
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, length=9, sha256=bytes(32))),
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, failure="no room")),
+            "ReportResidual": [
+                encoded(wire.ReportResidualRequest(caller=caller, number=1, stage=2)),
+                encoded(wire.ReportResidualRequest(caller=caller, number=1, stage=3, length=9, sha256=bytes(32))),
+                encoded(wire.ReportResidualRequest(caller=caller, number=1, stage=3, failure="no room")),
             ],
-            "TakeUpFeedback": [encoded(wire.TakeUpFeedbackRequest(caller=caller, generation=1, worker="10000002a"))],
+            "TakeUpResidual": [encoded(wire.TakeUpResidualRequest(caller=caller, generation=1, worker="10000002a"))],
             "RestoreCheckpoint": [
                 encoded(wire.RestoreCheckpointRequest(job_name="default", number=1)),
                 encoded(wire.RestoreCheckpointRequest(job_name="other")),

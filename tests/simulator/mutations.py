@@ -473,7 +473,7 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """a worker gets values however far behind the slowest worker is"""
-    patch.setattr(WorkerClocks, "_too_far_behind", lambda self, worker, report, bound: None)
+    patch.setattr(WorkerClocks, "_slowest_to_await", lambda self, worker, report, bound: None)
 
 
 @mutation("C3", "bounded-checkpoint-lag", 4, 6)

@@ -52,7 +52,7 @@ class SwitchingYard(MachineYard):
         """A worker reports that it has halted. Returns the switch point in the answer."""
         return self.beat(caller.incarnation, Report(step=step, switch_reached=(halt, reached))).switch_point
 
-    def told_to_halt(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
+    def switch_point_told(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
         return self.beat(caller.incarnation, Report(step=step)).switch_point
 
     def settle(self, version: int = 0, *, reached: int = 0, halt: int = 1) -> None:

@@ -175,7 +175,7 @@ class HostedJob:
         if self.wal is None:
             yield
             return
-        with self.wal.admission:
+        with self.wal.order:
             self.wal.drain()
             yield
 

@@ -160,7 +160,7 @@ def save(
         how = "without" if request.step is None else "at"
         raise InvalidRequest(f"a checkpoint of job {hosted.job}, which is {hosted.mode.value}, {how} a step")
     if hosted.wal is not None:
-        with hosted.wal.admission:
+        with hosted.wal.order:
             hosted.wal.rotate(request.number)
         hosted.wal.prune(request.oldest)
         assert store.logs is not None

@@ -98,7 +98,7 @@ def _record_and_apply(
     """Like `_apply`, but first makes the push durable. Appending decides whether it counts, and which rows expire with
     it."""
     with ExitStack() as over:
-        with wal.admission:
+        with wal.order:
             check_still_admitted(store, hosted, header)
             if header.rows and any(target.rows.is_close(each.rows) for target, each in work):
                 wal.drain()

@@ -117,7 +117,8 @@ class Store:
     # ---- counters
 
     def count_push(self, results: Sequence[PartResult], received: int) -> None:
-        duplicate = bool(results) and all(result.outcome is Outcome.DUPLICATE for result in results)
+        without_effect = Outcome.DUPLICATE, Outcome.DROPPED
+        duplicate = bool(results) and all(result.outcome in without_effect for result in results)
         with self.lock:
             self.counters.bytes_received += received
             if duplicate:

@@ -2,7 +2,8 @@
 
 Stale synchronous parallel (Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
 NIPS 2013): the values on which a worker computes step c contain all pushes of the others up to step c - bound. A
-worker's clock is the number of its steps whose pushes this server has. A worker joins at the clock of the slowest. No
+worker's clock is the clock at which it joined, that of the slowest, plus the number of its steps since then whose
+pushes this server has. No
 worker waits for one that rests, has left, or was declared dead (docs/internals/ledger.md, rule C3). The bound of a job
 can be set and removed while it runs.
 
@@ -128,7 +129,7 @@ class WorkerClocks:
                         why="all workers would wait for each other",
                         todo="set worker.exchange to overlapped, or raise job.consistency.staleness",
                     )
-                slowest = self._too_far_behind(worker, report, bound)
+                slowest = self._slowest_to_await(worker, report, bound)
                 if slowest is None:
                     break
                 left = until - time.monotonic()
@@ -136,7 +137,7 @@ class WorkerClocks:
                     return _explain(report, bound, *slowest)
             return ""
 
-    def _too_far_behind(self, worker: Incarnation, report: SspReport, bound: int) -> tuple[Incarnation, int] | None:
+    def _slowest_to_await(self, worker: Incarnation, report: SspReport, bound: int) -> tuple[Incarnation, int] | None:
         """Returns the slowest of the other workers and its clock, if the values must wait for it."""
         slowest = min(((clock, other) for other, clock in self._clocks.items() if other != worker), default=None)
         if slowest is None:
@@ -154,4 +155,4 @@ def _explain(report: SspReport, bound: int, slowest: Incarnation, clock: int) ->
     if clock == UNREPORTED:
         return f"worker {slowest}, which has work and has not reported its steps to this server"
     needed = report.clock + report.ahead - bound
-    return f"worker {slowest}, which has taken {clock} steps, to have taken {needed} (staleness {bound})"
+    return f"worker {slowest}, which is at clock {clock}, to reach clock {needed} (staleness {bound})"

@@ -1,7 +1,8 @@
 """Gradients that were computed on an older version of a partition: how old they are, and how they are corrected.
 
 The staleness of a gradient is the number of updates that the partition has applied since the version that the gradient
-was computed on. A job may ask for two corrections (docs/guides/consistency.md):
+was computed on. (The bound of a `bounded` job is in steps: hosting/worker_clocks.py.) A job may ask for two corrections
+(docs/guides/consistency.md):
 
 - The rate of an update is divided by its staleness if that is more than 1 (Zhang et al., Staleness-aware Async-SGD for
   Distributed Deep Learning, IJCAI 2016).

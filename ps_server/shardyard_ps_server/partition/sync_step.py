@@ -2,7 +2,8 @@
 
     contribute      records a rank's push; the last one that counts completes the step
     verdict         says which ranks count, with which shares. It is implied by the samples. If gradients are clipped by
-                    their global norm, or with backup workers, it comes from the coordinator: `take_verdict`
+                    their global norm, it is the sum that workers bring; with backup workers, it is the coordinator's
+                    decision, which workers bring: `take_verdict`
     apply           applies the members' mean, and publishes the next version
 
 If gradients are clipped by norm, the contributions of a complete step become one mean. Its square norm is reported
@@ -141,7 +142,7 @@ def _apply(
     steps.free_buffers()
 
 
-# ---- verdicts of the coordinator
+# ---- verdicts that workers bring
 
 
 def awaits_verdict(partition: Partition, verdict: StepVerdict) -> bool:

@@ -1,6 +1,6 @@
 """A server's log of one job: durable, then visible, then acknowledged (docs/internals/ledger.md, rules C1 and C2).
 
-A thread appends its record under `admission`, so the order of the log is the order of the job. Then it waits until the
+A thread appends its record under `order`, so the order of the log is the order of the job. Then it waits until the
 record is durable, then for its turn. The first thread that waits writes and syncs for all that have appended, so one
 sync serves all records that arrive while the previous one lasts.
 
@@ -57,7 +57,7 @@ class Wal:
         self._files = files
         self._wait_registry = wait_registry
         self._on_failure = on_failure
-        self.admission = threading.Lock()
+        self.order = threading.Lock()
         """Held while a record is decided on and appended."""
         self._changed = threading.Condition()
         self._failure: ShardyardError | None = None
@@ -94,7 +94,7 @@ class Wal:
     # ---- recording
 
     def append(self, kind: RecordKind, head: bytes, *pieces: Bytes) -> int:
-        """Appends a record, under `admission`. Returns its ticket. `pieces`: of the payload; they must not change until
+        """Appends a record, under `order`. Returns its ticket. `pieces`: of the payload; they must not change until
         the ticket's turn. Raises NotReady if the log has failed."""
         checksum = nbytes = 0
         for piece in pieces:
@@ -140,9 +140,9 @@ class Wal:
 
     @contextmanager
     def recorded(self, kind: RecordKind, head: bytes, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Records a change without payload, and enters its turn. `check` is called under `admission`; if it raises,
+        """Records a change without payload, and enters its turn. `check` is called under `order`; if it raises,
         nothing is recorded. Raises NotReady if the log has failed."""
-        with self.admission:
+        with self.order:
             check()
             ticket = self.append(kind, head)
         self.sync(ticket)
@@ -159,7 +159,7 @@ class Wal:
     # ---- segments
 
     def rotate(self, number: int) -> None:
-        """Begins segment `number` for later records, under `admission`. Returns when all earlier records have taken
+        """Begins segment `number` for later records, under `order`. Returns when all earlier records have taken
         effect. Does nothing if the number is not higher than the present one. Raises NotReady."""
         self.drain()
         with self._wait_registry.over(self._beginning), self._changed:

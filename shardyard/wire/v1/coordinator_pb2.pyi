@@ -204,7 +204,7 @@ class RankLease(_message.Message):
     announce_until: int
     def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ..., announce_until: _Optional[int] = ...) -> None: ...
 
-class SaveFeedback(_message.Message):
+class SaveResidual(_message.Message):
     __slots__ = ("number", "url")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
@@ -231,7 +231,7 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -242,7 +242,7 @@ class HeartbeatReply(_message.Message):
     FENCED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
-    SAVE_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    SAVE_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     RESTORED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -259,14 +259,14 @@ class HeartbeatReply(_message.Message):
     fenced: _containers.RepeatedScalarFieldContainer[int]
     initializer: bool
     recovering: bool
-    save_feedback: SaveFeedback
+    save_residual: SaveResidual
     feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
     restored_generation: int
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost")
@@ -678,7 +678,7 @@ class StopJobReply(_message.Message):
     first: bool
     def __init__(self, job_name: _Optional[str] = ..., job: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., first: bool = ...) -> None: ...
 
-class ReportFeedbackRequest(_message.Message):
+class ReportResidualRequest(_message.Message):
     __slots__ = ("caller", "number", "stage", "length", "sha256", "failure")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -694,13 +694,13 @@ class ReportFeedbackRequest(_message.Message):
     failure: str
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., number: _Optional[int] = ..., stage: _Optional[_Union[FeedbackStage, str]] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., failure: _Optional[str] = ...) -> None: ...
 
-class ReportFeedbackReply(_message.Message):
+class ReportResidualReply(_message.Message):
     __slots__ = ("copy",)
     COPY_FIELD_NUMBER: _ClassVar[int]
     copy: bool
     def __init__(self, copy: bool = ...) -> None: ...
 
-class TakeUpFeedbackRequest(_message.Message):
+class TakeUpResidualRequest(_message.Message):
     __slots__ = ("caller", "generation", "worker", "failure")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -712,7 +712,7 @@ class TakeUpFeedbackRequest(_message.Message):
     failure: str
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., worker: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
-class TakeUpFeedbackReply(_message.Message):
+class TakeUpResidualReply(_message.Message):
     __slots__ = ("taken",)
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     taken: bool

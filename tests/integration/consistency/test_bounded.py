@@ -155,7 +155,7 @@ def test_promise_7_who_waits_says_for_whom_and_how_far_that_one_is(caplog: pytes
         step = threads.submit(traced[1].step)
         slowest = jobs[0]._session.caller.incarnation
         until = time.monotonic() + DEADLINE_S
-        expected = f"waits for worker {slowest}, which has taken 0 steps, to have taken 1 (staleness 1)"
+        expected = f"waits for worker {slowest}, which is at clock 0, to reach clock 1 (staleness 1)"
         while expected not in jobs[1]._session.wait_registry.waiting_for:
             assert time.monotonic() < until, jobs[1]._session.wait_registry.waiting_for
             time.sleep(0.05)

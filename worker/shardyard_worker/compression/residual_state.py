@@ -71,7 +71,7 @@ class ResidualCheckpointer:
     def on_heartbeat(self, reply: wire.HeartbeatReply) -> None:
         """Begins what the coordinator requests, in another thread. If it cannot begin yet, the coordinator repeats the
         request."""
-        self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
+        self._asked = reply.save_residual.number if reply.HasField("save_residual") else 0
         # the worker's own state, and residuals of a map that it does not follow yet, are restored by `follow`
         others = tuple(each for each in reply.feedback if not each.own and each.generation <= self._restores)
         follows = (
@@ -86,7 +86,7 @@ class ResidualCheckpointer:
             self._busy, self._adding = True, bool(others)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "feedback")
-            done = self._thread.submit(self._carry_out, others, number, reply.save_feedback.url)
+            done = self._thread.submit(self._carry_out, others, number, reply.save_residual.url)
             done.add_done_callback(_log_failure)
 
     def _carry_out(self, others: Iterable[wire.CheckpointResidual], number: int, url: str) -> None:
@@ -108,7 +108,7 @@ class ResidualCheckpointer:
 
     def _save(self, number: int, url: str) -> None:
         caller = common_messages.caller_to_wire(self._session.caller)
-        report = wire.ReportFeedbackRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
+        report = wire.ReportResidualRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
         try:
             with self._session.wait_registry.over(lambda: f"all workers to be ready for checkpoint {number}"):
                 while not self._leaving and not self._report(report).copy:
@@ -125,8 +125,8 @@ class ResidualCheckpointer:
         except NotFound as error:
             log.info("the residual is not in checkpoint %d: %s", number, error.what)
 
-    def _report(self, report: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
-        return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
+    def _report(self, report: wire.ReportResidualRequest) -> wire.ReportResidualReply:
+        return self._session.ask(methods.REPORT_RESIDUAL, report, check=self._check)
 
     def _copy(self, number: int) -> State | None:
         """A copy of the state between two pushes; None if the worker leaves."""
@@ -141,7 +141,7 @@ class ResidualCheckpointer:
         with self._session.wait_registry.over(lambda: "the push in flight, to save the residual"):
             return copied.result()
 
-    def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
+    def _write(self, number: int, url: str, state: State, report: wire.ReportResidualRequest) -> None:
         """Writes the state, and reports the outcome in `report`."""
         name = worker_name(self._session.caller.incarnation)
         try:
@@ -271,13 +271,13 @@ def claim(
 ) -> bool:
     """Tells the coordinator that this worker has read a residual, or why it could not (`failure`). Returns whether the
     residual now belongs to this worker."""
-    request = wire.TakeUpFeedbackRequest(
+    request = wire.TakeUpResidualRequest(
         caller=common_messages.caller_to_wire(session.caller),
         generation=handed.generation,
         worker=handed.worker,
         failure=failure[: limits.TEXT_CHARACTERS_MAX],
     )
-    return session.ask(methods.TAKE_UP_FEEDBACK, request, check=check).taken
+    return session.ask(methods.TAKE_UP_RESIDUAL, request, check=check).taken
 
 
 def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:

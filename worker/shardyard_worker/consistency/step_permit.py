@@ -15,7 +15,7 @@ def await_last_step(trainer: Trainer, step: int) -> bool:
     barrier, session = trainer.session.step_barrier, trainer.session
 
     def waiting_for() -> str:
-        if barrier.halts:
+        if barrier.switches:
             return f"partitions in the job's next mode, before step {step}"
         return (
             f"other workers to learn that the job {'stops' if barrier.stop else 'changes its mode'}, before step {step}"
@@ -27,7 +27,7 @@ def await_last_step(trainer: Trainer, step: int) -> bool:
                 session.refresh()
                 if trainer.is_behind:
                     raise MapChanged
-                trainer.router.pause(SLICE_MS if barrier.halts else STOP_SLICE_MS)
+                trainer.router.pause(SLICE_MS if barrier.switches else STOP_SLICE_MS)
     return barrier.permits(step) is True
 
 

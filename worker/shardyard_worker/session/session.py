@@ -282,9 +282,9 @@ class Session:
         stop_report = self.step_barrier.stop_report
         if stop_report is not None:
             request.stop_reached.reached = stop_report
-        halt_report = self.step_barrier.halt_report
-        if halt_report is not None:
-            request.switch_reached.number, request.switch_reached.reached = halt_report
+        switch_report = self.step_barrier.switch_report
+        if switch_report is not None:
+            request.switch_reached.number, request.switch_reached.reached = switch_report
         # a worker that does not compute yet reports the mode that it will begin with
         request.switches = self.consistency.number if self._acknowledged is None else self._acknowledged
         request.waiting_for = self.wait_registry.waiting_for
@@ -314,7 +314,7 @@ class Session:
         if reply.HasField("consistency") and reply.consistency.number > self.consistency.number:
             self.consistency = lease_messages.consistency_from_wire(reply.consistency)
         # after the number of the map, under which no worker is halted
-        self.step_barrier.take_halt(
+        self.step_barrier.take_switch_point(
             lease_messages.switch_point_from_wire(reply.switch_point) if reply.HasField("switch_point") else None
         )
         if reply.HasField("checkpoint"):

@@ -1,11 +1,11 @@
 """The step at which a job stops or changes its mode, as one worker knows it (docs/internals/ledger.md, rules B8 to
 B10).
 
-Owns: the stop and the halt that this worker knows of, how far it has come in a synchronous job, and how many own
-pushes it has begun in an asynchronous one. Invariants: from the moment at which this worker learns of a stop or halt
-until it is settled, the worker begins no step, so that what it has reported stays true. After a settled halt it begins
-no step while the halt lasts. While a halt drains, it begins no push of its own. Must not know: which process decides,
-how the decision comes here, what a step does.
+Owns: the stop and the switch point that this worker knows of, how far it has come in a synchronous job, and how many
+own pushes it has begun in an asynchronous one. Invariants: from the moment at which this worker learns of a stop or
+switch point until it is settled, it begins no step, so that what it has reported stays true. It begins no step after a
+settled switch point while that lasts. While the job drains, it begins no push of its own. Must not know: which process
+decides, how the decision comes here, what a step does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepBarrier:
         self._lock = threading.Lock()
         self._reached = 0
         self._own = 0
-        self._halt: SwitchPoint | None = None
+        self._switch_point: SwitchPoint | None = None
         self.stop: Stop | None = None
 
     @property
@@ -39,31 +39,31 @@ class StepBarrier:
         return self._reached if stop is not None and not stop.settled else None
 
     @property
-    def halt_report(self) -> tuple[int, int] | None:
-        """The same for a halt, after the halt's number. If the halt drains: how many own pushes this worker has
-        begun."""
+    def switch_report(self) -> tuple[int, int] | None:
+        """The same for a switch point, after its number. If the job drains: how many pushes of its own this
+        worker has begun."""
         with self._lock:
-            halt = self._halt
-            if halt is None or halt.settled:
+            point = self._switch_point
+            if point is None or point.settled:
                 return None
-            return halt.number, self._own if halt.drains else self._reached
+            return point.number, self._own if point.drains else self._reached
 
     @property
     def drains(self) -> bool:
         """Whether the job is draining before it changes to synchronous steps."""
-        halt = self._halt
-        return halt is not None and halt.drains
+        point = self._switch_point
+        return point is not None and point.drains
 
     @property
-    def halts(self) -> bool:
+    def switches(self) -> bool:
         """Whether the step is settled before which the job changes its mode. It then takes a checkpoint."""
-        halt = self._halt
-        return halt is not None and halt.settled
+        point = self._switch_point
+        return point is not None and point.settled
 
-    def take_halt(self, halt: SwitchPoint | None) -> None:
-        """Takes the coordinator's halt. None: there is no halt, or it is over."""
+    def take_switch_point(self, point: SwitchPoint | None) -> None:
+        """Takes the coordinator's switch point. None: there is none, or the switch is over."""
         with self._lock:
-            self._halt = halt
+            self._switch_point = point
 
     def take_stop(self, stop: Stop) -> None:
         """Takes the coordinator's stop. A settled stop does not change."""
@@ -81,14 +81,14 @@ class StepBarrier:
 
     def permits(self, step: int) -> bool | None:
         """Whether a step of a synchronous job is computed. None: not settled yet."""
-        stop, halt = self.stop, self._halt
-        if halt is not None and halt.drains:
-            halt = None  # over where there are steps
+        stop, point = self.stop, self._switch_point
+        if point is not None and point.drains:
+            point = None  # over where there are steps
         if stop is not None and not stop.settled:
             return None
         if stop is not None and step >= stop.step:
             return False
-        return True if halt is None or (halt.settled and step < halt.step) else None
+        return True if point is None or (point.settled and step < point.step) else None
 
     def may_begin(self, step: int) -> bool | None:
         """As `permits`, for a worker that contributes at once if the answer is True."""

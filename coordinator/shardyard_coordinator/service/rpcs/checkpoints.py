@@ -63,7 +63,7 @@ def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest
     )
 
 
-def residual_report(request: wire.ReportFeedbackRequest) -> tuple[Caller, ResidualReport]:
+def residual_report(request: wire.ReportResidualRequest) -> tuple[Caller, ResidualReport]:
     """What the request says of a file that is not written yet is ignored."""
     caller, stage = common_messages.caller_from_wire(request.caller), _STAGES.get(request.stage)
     if stage is None:
@@ -77,13 +77,13 @@ def residual_report(request: wire.ReportFeedbackRequest) -> tuple[Caller, Residu
     return caller, ResidualReport(stage, written, failure)
 
 
-def _report_feedback(backend: Backend, request: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
+def _report_residual(backend: Backend, request: wire.ReportResidualRequest) -> wire.ReportResidualReply:
     caller, report = residual_report(request)
     copy = backend.residuals.report(caller.job, caller.incarnation, request.number, report)
-    return wire.ReportFeedbackReply(copy=copy)
+    return wire.ReportResidualReply(copy=copy)
 
 
-def take_up_feedback_event(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:
+def take_up_residual_event(request: wire.TakeUpResidualRequest) -> events.FeedbackRead:
     return events.FeedbackRead(
         common_messages.caller_from_wire(request.caller),
         Generation(request.generation),
@@ -92,13 +92,13 @@ def take_up_feedback_event(request: wire.TakeUpFeedbackRequest) -> events.Feedba
     )
 
 
-def take_up_feedback_reply(verdict: FeedbackVerdict) -> wire.TakeUpFeedbackReply:
-    return wire.TakeUpFeedbackReply(taken=verdict.taken)
+def take_up_residual_reply(verdict: FeedbackVerdict) -> wire.TakeUpResidualReply:
+    return wire.TakeUpResidualReply(taken=verdict.taken)
 
 
 RPCS = (
     decided(methods.TAKE_CHECKPOINT, take_checkpoint_event, CheckpointProgress, take_checkpoint_reply),
     served(methods.RESTORE_CHECKPOINT, _restore_checkpoint),
-    served(methods.REPORT_FEEDBACK, _report_feedback),
-    decided(methods.TAKE_UP_FEEDBACK, take_up_feedback_event, FeedbackVerdict, take_up_feedback_reply),
+    served(methods.REPORT_RESIDUAL, _report_residual),
+    decided(methods.TAKE_UP_RESIDUAL, take_up_residual_event, FeedbackVerdict, take_up_residual_reply),
 )

@@ -91,7 +91,7 @@ def heartbeat_reply(
         fenced=answer.fenced,
         recovering=answer.recovering,
         initializer=answer.initializer,
-        save_feedback=None if residual is None else wire.SaveFeedback(number=residual.number, url=residual.url),
+        save_residual=None if residual is None else wire.SaveResidual(number=residual.number, url=residual.url),
         feedback=map(parts.residual, answer.feedback),
         restored_generation=answer.restored_generation,
         stop=parts.stop(answer.stop),

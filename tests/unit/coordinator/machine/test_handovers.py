@@ -323,29 +323,29 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
 
 def test_what_a_worker_says_is_checked() -> None:
     caller = {"job": 1, "incarnation": 2}
-    said = wire.ReportFeedbackRequest(caller=caller, number=3, stage=3, length=9, sha256=b"\xab" * 32)
+    said = wire.ReportResidualRequest(caller=caller, number=3, stage=3, length=9, sha256=b"\xab" * 32)
     assert checkpoints.residual_report(said)[1] == ResidualReport(Stage.ENDED, written=Written(9, "ab" * 32))
-    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=1, length=9))[1] == ResidualReport(Stage.READY)
-    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=2, length=9))[1] == ResidualReport(Stage.COPIED)
-    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, failure="full"))[1].failure == "full"
-    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3))[1] == ResidualReport(Stage.ENDED)
+    assert checkpoints.residual_report(wire.ReportResidualRequest(stage=1, length=9))[1] == ResidualReport(Stage.READY)
+    assert checkpoints.residual_report(wire.ReportResidualRequest(stage=2, length=9))[1] == ResidualReport(Stage.COPIED)
+    assert checkpoints.residual_report(wire.ReportResidualRequest(stage=3, failure="full"))[1].failure == "full"
+    assert checkpoints.residual_report(wire.ReportResidualRequest(stage=3))[1] == ResidualReport(Stage.ENDED)
     for stage in (0, 4):
         with pytest.raises(MalformedPayload, match=f"at stage {stage}"):
-            checkpoints.residual_report(wire.ReportFeedbackRequest(stage=stage))
+            checkpoints.residual_report(wire.ReportResidualRequest(stage=stage))
     with pytest.raises(MalformedPayload, match="digest of 3 bytes"):
-        checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, length=9, sha256=b"abc"))
+        checkpoints.residual_report(wire.ReportResidualRequest(stage=3, length=9, sha256=b"abc"))
     with pytest.raises(TooLarge):
-        checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
-    for request in (wire.TakeUpFeedbackRequest(worker="7" * 600), wire.TakeUpFeedbackRequest(failure="x" * 10**6)):
+        checkpoints.residual_report(wire.ReportResidualRequest(stage=3, length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
+    for request in (wire.TakeUpResidualRequest(worker="7" * 600), wire.TakeUpResidualRequest(failure="x" * 10**6)):
         with pytest.raises(TooLarge):
-            checkpoints.take_up_feedback_event(request)
+            checkpoints.take_up_residual_event(request)
 
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
     handed = CheckpointResidual(Generation(4), True, "here", file_of("7"))
     standing = effects.HeartbeatReply(feedback=(handed,), restored_generation=Generation(4))
     reply = members.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
-    assert (reply.save_feedback.number, reply.save_feedback.url, reply.restored_generation) == (12, "there", 4)
+    assert (reply.save_residual.number, reply.save_residual.url, reply.restored_generation) == (12, "there", 4)
     (found,) = reply.feedback
     assert (found.generation, found.worker, found.own, found.url) == (4, "7", True, "here")
     assert (found.path, found.length, found.sha256) == (feedback_path(1, "7"), 1_000, b"\xab" * 32)

@@ -166,13 +166,13 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
         yard.tick()
         if moment == "restored":
             yard.restored(yard.restoring)
-    halt, mode = yard.told_to_halt(yard.workers[0]), yard.mode
+    halt, mode = yard.switch_point_told(yard.workers[0]), yard.mode
     yard.restart(from_snapshot=short)
-    assert (yard.told_to_halt(yard.workers[0]), yard.mode) == (halt, mode)
+    assert (yard.switch_point_told(yard.workers[0]), yard.mode) == (halt, mode)
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "given up":
         assert yard.switch().first
-        assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(2, drains=True)
+        assert yard.switch_point_told(yard.workers[0]) == SwitchPoint(2, drains=True)
         return
     if moment == "asked":
         yard.settle(9)

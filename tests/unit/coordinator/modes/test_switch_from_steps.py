@@ -55,7 +55,7 @@ class Yard(SwitchingYard):
         self.switch()
         self.settle(reached=step)
         for caller in self.workers:
-            self.told_to_halt(caller, step)
+            self.switch_point_told(caller, step)
         assert self.write(step)
         self.tick()
         return self.restoring
@@ -106,26 +106,29 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     if moment in ("settled", "gone over", "restored"):
         yard.settle(reached=7)
     if moment in ("gone over", "restored"):
-        yard.told_to_halt(yard.workers[0], 7)
+        yard.switch_point_told(yard.workers[0], 7)
         yard.write(7)
         yard.tick()
         if moment == "restored":
             yard.restored(yard.restoring)
-    halt, mode = yard.told_to_halt(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates
+    halt, mode = yard.switch_point_told(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates
     yard.restart(from_snapshot=short)
-    assert (yard.told_to_halt(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates) == (halt, mode)
+    assert (yard.switch_point_told(yard.workers[0]), yard.machine.jobs[-1].settings.consistency.mode.updates) == (
+        halt,
+        mode,
+    )
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "asked":
         yard.settle(reached=7)
     if moment in ("asked", "settled"):
-        yard.told_to_halt(yard.workers[0], 7)
+        yard.switch_point_told(yard.workers[0], 7)
         assert yard.write(7)
     if moment in ("asked", "settled", "gone over"):
         yard.tick()
         yard.restored(yard.restoring)
     if moment == "given up":
         assert yard.switch().first
-        assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(2)
+        assert yard.switch_point_told(yard.workers[0]) == SwitchPoint(2)
         return
     lease = yard.lease(yard.workers[1])
     assert isinstance(lease, DataLease)

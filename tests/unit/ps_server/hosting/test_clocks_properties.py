@@ -17,7 +17,7 @@ PLACES = st.integers(1, 4)
 
 def too_far_behind(clocks: WorkerClocks, worker: Incarnation, report: SspReport) -> tuple[Incarnation, int] | None:
     """Whom the worker must wait for now."""
-    return None if clocks.bound is None else clocks._too_far_behind(worker, report, clocks.bound)
+    return None if clocks.bound is None else clocks._slowest_to_await(worker, report, clocks.bound)
 
 
 class Histories(RuleBasedStateMachine):

@@ -58,7 +58,7 @@ def test_another_bound_keeps_the_clocks() -> None:
     assert waits(clock, 9) == ""
     assert clock.staleness_max == 7
     clock.set_bound(3, 1)
-    assert "to have taken 6 (staleness 3)" in waits(clock, 9)
+    assert "to reach clock 6 (staleness 3)" in waits(clock, 9)
     assert clock.staleness_max == 0, "what was given under the bound before"
     clock.set_bound(7, 2)
     assert waits(clock, 9) == ""
@@ -82,7 +82,7 @@ def test_window_beyond_the_bound_is_refused_unless_the_job_was_switched_to_it() 
     clock = made(3, 5, 5)
     clock.set_bound(0, 1)
     assert waits(clock, 5, ahead=2) == "", "it has not heard of this bound yet"
-    assert "to have taken 6" in waits(clock, 6, ahead=2)
+    assert "to reach clock 6" in waits(clock, 6, ahead=2)
 
 
 def test_who_is_refused_is_waited_for_by_nobody_with_a_bound_or_without() -> None:
@@ -100,4 +100,4 @@ def test_what_comes_late_of_a_turn_that_ended_counts_nothing_under_the_next_boun
     clock.report(SLOW, pace(2))
     assert waits(clock, 9) == "", "it would be waited for, and has no word to say"
     clock.report(SLOW, SspReport(SspPhase.JOINS, 1, 5))
-    assert "to have taken 8" in waits(clock, 9)
+    assert "to reach clock 8" in waits(clock, 9)

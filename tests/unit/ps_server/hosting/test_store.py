@@ -24,12 +24,12 @@ from shardyard.domain.errors import (
     StaleTerm,
     TooLarge,
 )
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
-from shardyard.domain.pushes import ExchangeReply, PartResult, PushHeader, PushKind, PushPart
+from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
@@ -534,6 +534,17 @@ def test_pushes_and_bytes_are_counted() -> None:
     assert counters.bytes_sent == 0  # noted where they are sent
     here.count_sent(5)
     assert counters.bytes_sent == 5
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DUPLICATE, Outcome.DROPPED])
+def test_push_without_effect_in_all_its_partitions_does_not_count_as_applied(outcome: Outcome) -> None:
+    without_effect, applied = (
+        PartResult(PartitionId(0), each, 1, Version(0, 1)) for each in (outcome, Outcome.APPLIED)
+    )
+    here = Store()
+    here.count_push([without_effect, without_effect], 0)
+    here.count_push([without_effect, applied], 0)
+    assert (here.counters.pushes_applied, here.counters.pushes_duplicate) == (1, 1)
 
 
 def test_refused_push_is_not_counted() -> None:

@@ -129,7 +129,7 @@ def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
     wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
     first = yard._stores[0]
     order = order_of(first, 2)
-    with wal.admission:
+    with wal.order:
         wal.append(RecordKind.OPEN, open_head([(SourceKey(SHARD), Token(1))]), aligned_empty(0))
         ticket = wal.append(RecordKind.PUSH, push_head(order), payload_of(order))
     wal.sync(ticket)

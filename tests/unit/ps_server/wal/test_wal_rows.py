@@ -416,7 +416,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
         push_rows(first, sequence, [(AGING, OWNED[0], fresh[sequence : sequence + 1])])
     wal = first.hosted()[0].wal
     assert wal is not None
-    with wal.admission:  # the next one is about to say that both are old
+    with wal.order:  # the next one is about to say that both are old
         assert sorted(table_of(first, AGING).expiry.expiring(4, 512).ids) == old.tolist()
     outcomes: list[object] = []
     thread = threading.Thread(
@@ -694,7 +694,7 @@ def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
     wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
     good, rows = order_with(first, order_of(first, 0), some(first, 0))
     good = dataclasses.replace(good, rows=timed(good.rows))
-    with wal.admission:
+    with wal.order:
         wal.append(RecordKind.BEGIN, begin_head(GENERATION, OWNED), aligned_empty(0))
         wal.append(RecordKind.PUSH, push_head(good), payload_of(good), rows)
         order, spoilt_rows = make(first)

@@ -233,7 +233,7 @@ def test_verdict_that_does_not_follow_is_damage(yard: Yard, head: bytes) -> None
     step(first, 0)
     wal = first.hosted()[0].wal
     assert wal is not None
-    with wal.admission:
+    with wal.order:
         ticket = wal.append(RecordKind.VERDICT, head, NO_BYTES)
     wal.sync(ticket)
     with pytest.raises(LogDamaged, match=r"the record does not fit what came before it"):
@@ -245,7 +245,7 @@ def test_verdict_is_for_the_partitions_that_it_was_given_to(yard: Yard) -> None:
     step(first, 0)
     wal = first.hosted()[0].wal
     assert wal is not None
-    with wal.admission:
+    with wal.order:
         ticket = wal.append(RecordKind.VERDICT, verdict_head(verdict_of(first, 0), [PartitionId(1)]), NO_BYTES)
     wal.sync(ticket)
     second = yard.successor(saved, 2, FIRST)

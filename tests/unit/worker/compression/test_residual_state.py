@@ -54,9 +54,9 @@ class Coordinator:
         self.on_ask(request)
         if self.refusal is not None:
             raise self.refusal
-        if isinstance(request, wire.ReportFeedbackRequest):
-            return wire.ReportFeedbackReply(copy=self.copy)
-        return wire.TakeUpFeedbackReply(taken=self.taken)
+        if isinstance(request, wire.ReportResidualRequest):
+            return wire.ReportResidualReply(copy=self.copy)
+        return wire.TakeUpResidualReply(taken=self.taken)
 
     def check(self) -> None:
         """The job goes on."""
@@ -68,8 +68,8 @@ class Coordinator:
         return [each for each in list(self.asked) if isinstance(each, kind)]
 
     @property
-    def reports(self) -> list[wire.ReportFeedbackRequest]:
-        return self.of(wire.ReportFeedbackRequest)
+    def reports(self) -> list[wire.ReportResidualRequest]:
+        return self.of(wire.ReportResidualRequest)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Worker:
 
     def save(self, number: int, **more: Any) -> None:
         self.made.on_heartbeat(
-            wire.HeartbeatReply(save_feedback=wire.SaveFeedback(number=number, url=str(self.folder)), **more)
+            wire.HeartbeatReply(save_residual=wire.SaveResidual(number=number, url=str(self.folder)), **more)
         )
 
     def saved(self, number: int) -> dict[str, np.ndarray]:
@@ -262,7 +262,7 @@ def test_job_that_goes_back_gives_a_worker_its_own_in_the_place_of_what_it_has(w
     own = worker.handed(NAME, then, own=True)
     worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[own]))
     assert feedbacks.same(worker.feedback.state_dict(), then)
-    (claim,) = worker.session.of(wire.TakeUpFeedbackRequest)
+    (claim,) = worker.session.of(wire.TakeUpResidualRequest)
     assert (claim.generation, claim.worker, claim.failure) == (2, NAME, "")
     assert worker.session.progress.residual_norm == pytest.approx(worker.feedback.lost_norm)
     worker.push(8)
@@ -281,7 +281,7 @@ def test_worker_without_its_own_forgets_what_it_has(worker: Worker, why: str) ->
     worker.session.taken = why != "taken"
     worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[] if why == "none" else [own]))
     assert worker.feedback.residuals() == {}
-    claims = worker.session.of(wire.TakeUpFeedbackRequest)
+    claims = worker.session.of(wire.TakeUpResidualRequest)
     assert [bool(each.failure) for each in claims] == {
         "damaged": [True],
         "other settings": [True],
@@ -322,13 +322,13 @@ def test_what_cannot_be_taken_up_is_left_and_told(worker: Worker, why: str) -> N
     worker.session.taken = why != "taken"
     worker.made.follow(wire.RegisterVariablesReply(restored_generation=2, feedback=[handed]))
     assert worker.feedback.residuals() == {}
-    (claim,) = worker.session.of(wire.TakeUpFeedbackRequest)
+    (claim,) = worker.session.of(wire.TakeUpResidualRequest)
     assert ("SHA-256" in claim.failure) == (why == "damaged")
 
 
 def test_job_without_error_feedback_says_that_it_cannot_take_up_any(worker: Worker) -> None:
     refuse(worker.session, wire.RegisterVariablesReply(feedback=[worker.handed(GONE, remembered(range(1)))]))
-    (claim,) = worker.session.of(wire.TakeUpFeedbackRequest)
+    (claim,) = worker.session.of(wire.TakeUpResidualRequest)
     assert "without error feedback" in claim.failure
 
 
@@ -395,7 +395,7 @@ def test_what_a_worker_was_taking_up_when_it_left_is_lost_with_it(worker: Worker
     begun, on = threading.Event(), threading.Event()
 
     def wait(request: Any) -> None:
-        if isinstance(request, wire.TakeUpFeedbackRequest):
+        if isinstance(request, wire.TakeUpResidualRequest):
             begun.set()
             on.wait(DEADLINE_S)
 
@@ -414,6 +414,6 @@ def test_what_was_taken_up_is_not_taken_up_again_where_a_late_heartbeat_names_it
     for _ in range(2):
         worker.made.on_heartbeat(reply)
         wait_until(lambda: not worker.made._busy)
-    assert len(worker.session.of(wire.TakeUpFeedbackRequest)) == 1
+    assert len(worker.session.of(wire.TakeUpResidualRequest)) == 1
     for index, left in worker.feedback.residuals().items():
         assert np.array_equal(left, theirs[f"residual.{feedbacks.VARIABLES[index].name}"])

@@ -61,21 +61,21 @@ def test_worker_that_has_begun_nothing_says_so() -> None:
 
 def test_without_a_halt_the_steps_go_on_and_with_one_they_wait_where_it_is_settled() -> None:
     barrier = StepBarrier()
-    assert (barrier.halt_report, barrier.halts) == (None, False)
+    assert (barrier.switch_report, barrier.switches) == (None, False)
     barrier.may_begin(4)
-    barrier.take_halt(SwitchPoint(2))
-    assert (barrier.halt_report, barrier.halts) == ((2, 5), False)
+    barrier.take_switch_point(SwitchPoint(2))
+    assert (barrier.switch_report, barrier.switches) == ((2, 5), False)
     assert [barrier.permits(step) for step in (3, 4, 5)] == [None] * 3
-    barrier.take_halt(SwitchPoint(2, True, 6))
-    assert (barrier.halt_report, barrier.halts) == (None, True)
+    barrier.take_switch_point(SwitchPoint(2, True, 6))
+    assert (barrier.switch_report, barrier.switches) == (None, True)
     assert [barrier.may_begin(step) for step in (4, 5, 6, 7)] == [True, True, None, None]
-    barrier.take_halt(None)
+    barrier.take_switch_point(None)
     assert barrier.may_begin(6) is True
 
 
 def test_stop_ends_steps_that_a_halt_would_hold() -> None:
     barrier = StepBarrier()
-    barrier.take_halt(SwitchPoint(1, True, 6))
+    barrier.take_switch_point(SwitchPoint(1, True, 6))
     barrier.take_stop(ASKED)
     assert barrier.permits(6) is None
     barrier.take_stop(Stop("enough", Incarnation(3), True, 6))
@@ -85,19 +85,19 @@ def test_stop_ends_steps_that_a_halt_would_hold() -> None:
 def test_halt_that_drains_lets_no_push_of_the_workers_own_begin_and_steps_go_on() -> None:
     barrier = StepBarrier()
     assert barrier.begin_own()
-    barrier.take_halt(SwitchPoint(2, drains=True))
-    assert (barrier.halt_report, barrier.drains, barrier.begin_own()) == ((2, 1), True, False)
+    barrier.take_switch_point(SwitchPoint(2, drains=True))
+    assert (barrier.switch_report, barrier.drains, barrier.begin_own()) == ((2, 1), True, False)
     assert barrier.permits(5), "where there are steps it is over"
-    barrier.take_halt(SwitchPoint(2, True, 9, drains=True))
-    assert (barrier.halt_report, barrier.begin_own()) == (None, False)
-    barrier.take_halt(None)
+    barrier.take_switch_point(SwitchPoint(2, True, 9, drains=True))
+    assert (barrier.switch_report, barrier.begin_own()) == (None, False)
+    barrier.take_switch_point(None)
     assert barrier.begin_own()
 
 
 def test_steps_that_a_worker_has_taken_are_no_pushes_of_its_own() -> None:
     barrier = StepBarrier()
     barrier.may_begin(41)
-    barrier.take_halt(SwitchPoint(1, drains=True))
-    assert barrier.halt_report == (1, 0)
-    barrier.take_halt(SwitchPoint(2))
-    assert barrier.halt_report == (2, 42)
+    barrier.take_switch_point(SwitchPoint(1, drains=True))
+    assert barrier.switch_report == (1, 0)
+    barrier.take_switch_point(SwitchPoint(2))
+    assert barrier.switch_report == (2, 42)
