@@ -1,8 +1,8 @@
 """The parts of pages that are written from the code: settings, errors, the command line.
 
 A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`. The text between is committed, so that
-GitHub shows it. `python docs/generated.py` writes it anew, and a test fails where it is not fresh. `make docs` does not
-trust the committed text: it always takes what the code says.
+GitHub shows it. `.venv/bin/python docs/generated.py` writes it anew, and a test fails where it is not fresh. `make
+docs` does not trust the committed text: it always takes what the code says.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ FACTOR: Final = "factor"
 _NO_ZSTD: Final = {
     "none": "float32 gradients shrink by 6%, at 45 ms of CPU for 16 MiB (int8+zstd: by 85%, at 10 ms)",
     "fp16": "halves shrink by 6% (bf16: by 19%)",
-    "onebit": "signs do not shrink",
+    "onebit": "signs do not shrink, and the scales of small buckets by a tenth",
     "topk": "its indices are entropy-coded already, and its values shrink by a tenth",
     "randomk": "its values shrink by 6%",
     "powersgd": "its factors shrink by 6%",

@@ -1,8 +1,9 @@
 """The golden vectors of compression: elements, the code of each codec for them, and what a receiver makes of it.
 
-`python tests/golden/make_codecs.py` prints them as JSON; with `--write` it writes tests/golden/codecs.json. Do that
-only for a change of the form that is meant. Elements are little-endian float32 as hexadecimal. A receiver is held
-against `decoded`, a sender against `code` (but for zstd, whose bytes are its library's). DELTA is added to `elements`.
+`.venv/bin/python tests/golden/make_codecs.py` prints them as JSON; with `--write` it writes tests/golden/codecs.json.
+Do that only for a change of the form that is meant. Elements are little-endian float32 as hexadecimal. A receiver is
+held against `decoded`, a sender against `code` (but for zstd, whose bytes are its library's). DELTA is added to
+`elements`.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ class Preloaded:
         self._changed = threading.Condition()
         self._started: list[int] = []
         self._codes: dict[int, int] = {}
+        self._used = False
         self._reader = threading.Thread(target=self._read, name="preloaded")
         self._reader.start()
 
@@ -84,6 +85,7 @@ class Preloaded:
             "session": session,
         }
         with self._asking:
+            self._used = True
             socket.send_fds(self._socket, [json.dumps(asked).encode()], [output])
             with self._changed:
                 assert self._changed.wait_for(lambda: self._started, 120), "nothing was forked"
@@ -97,6 +99,8 @@ class Preloaded:
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
+        if not self._used:  # it may still be loading
+            self._process.kill()
         self._process.wait(30)
         self._reader.join()
         self._socket.close()
@@ -135,7 +139,10 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                self.wait(30)  # it has ended, and the news of that is on its way
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -49,6 +49,8 @@ def encode_feedback(codec: CodecSpec, gradient: Array, before: Array, after: Arr
                 code = topk.encode_feedback(gradient, before, after, count, key, codec.values)
             case "randomk":
                 code = randomk.encode_feedback(gradient, before, after, count, key)
+            case _:
+                raise AssertionError(codec)
     return sealed(codec, code, gradient, before, after)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardyard as sy
 from shardyard.domain import errors
+from shardyard.domain.compression import PUSH_KINDS, parse_codec
 from shardyard.domain.epochs import EpochPlan, order
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -327,7 +328,14 @@ def test_a_round_that_is_not_finite_does_not_count(
     assert len(listed) == len(bad)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "qsgd:4", "topk:0.3", "randomk:0.5", "onebit", "powersgd:1"])
+OUTER_CODECS = ("bf16", "fp16", "int8", "qsgd:4", "topk:0.3", "randomk:0.5", "onebit", "powersgd:1")
+
+
+def test_every_codec_is_in_the_list() -> None:
+    assert {parse_codec(text).kind for text in OUTER_CODECS} == {*PUSH_KINDS} - {"none"}
+
+
+@pytest.mark.parametrize("codec", OUTER_CODECS)
 def test_all_codecs_carry_outer_gradients(connect: Connect, codec: str) -> None:
     given = {"job.compression.push": codec, "job.compression.whole_elements_max": 0}
     job = connect(settings=LOCAL | MEAN | ranks(2) | given)

@@ -14,4 +14,4 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "<!-- generated: " in pa
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_generated_part_is_fresh(page: Path) -> None:
-    assert page.read_text() == fresh(page.read_text()), "run python docs/generated.py"
+    assert page.read_text() == fresh(page.read_text()), "run .venv/bin/python docs/generated.py"

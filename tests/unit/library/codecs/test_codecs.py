@@ -63,6 +63,10 @@ with_feedback = pytest.mark.parametrize("codec", [codec for codec in PUSHED if c
 dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
+def test_every_kind_that_is_pushed_is_in_the_list() -> None:
+    assert {codec.kind for codec in PUSHED} == set(PUSH_KINDS)
+
+
 def gradients(n: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     """Heavy-tailed, as gradients are."""
     rng = np.random.default_rng(seed)

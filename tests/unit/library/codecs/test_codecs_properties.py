@@ -100,8 +100,12 @@ def check_bound(codec: CodecSpec, x: np.ndarray, y: np.ndarray) -> None:
         case "randomk" if not codec.unbiased:
             assert ((off <= 2.0**-23 * size + 2.0**-140) | (y == 0)).all()
             assert np.count_nonzero(y) <= sent_count(x.size, codec.density)
+        case "randomk":
+            pass  # elements that are sent are scaled up: no bound holds for one block
         case "powersgd":
             assert np.linalg.norm((x - y).astype(float)) <= (1 + 1e-4) * np.linalg.norm(x.astype(float)) + 1e-35
+        case _:
+            raise AssertionError(f"no bound is known for {codec}")
 
 
 @settings(max_examples=300, deadline=None)
