@@ -7,7 +7,7 @@ order.
 - `machine`: the state machine, `handle(event, now_ms) -> effects`, and one `Job` for each job.
 - `flows`: what a job does in several steps: start, lease, checkpoint, recover, change its mode, end.
 - `core`: the events and effects of the machine, as plain values.
-- `modes`: consistency modes, and the stops and drains of a running job.
+- `modes`: consistency modes, and how a running job stops or changes its mode.
 - `storage`: which checkpoints exist and what is recovered from them.
 - `work`: which worker has which samples.
 - `members`: which processes live.

@@ -98,13 +98,13 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class SwitchPoint:
     """A synchronous job changes to another mode before step `step`, once that is `settled`: workers compute the steps
-    before it, and begin none from it on. `number` counts such switches of a job. `drains`: an asynchronous job changes
-    to steps, of which `step` is the first: data shards that were begun are done, and nothing else is pushed."""
+    before it, and begin none from it on. `number` counts such switches of a job. `to_steps`: an asynchronous job
+    changes to steps, of which `step` is the first: data shards that were begun are done, and nothing else is pushed."""
 
     number: int
     settled: bool = False
     step: int = 0
-    drains: bool = False
+    to_steps: bool = False
 
 
 class SspPhase(enum.Enum):

@@ -118,14 +118,14 @@ def stop_from_wire(message: coordinator.Stop) -> Stop:
 
 
 def switch_point_to_wire(point: SwitchPoint) -> coordinator.SwitchPoint:
-    return coordinator.SwitchPoint(number=point.number, settled=point.settled, step=point.step, drains=point.drains)
+    return coordinator.SwitchPoint(number=point.number, settled=point.settled, step=point.step, to_steps=point.to_steps)
 
 
 def switch_point_from_wire(message: coordinator.SwitchPoint) -> SwitchPoint:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
         raise TooLarge(f"a switch at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
-    return SwitchPoint(message.number, message.settled, message.step, message.drains)
+    return SwitchPoint(message.number, message.settled, message.step, message.to_steps)
 
 
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:

@@ -22,7 +22,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "JobState.reads_steps": "servers are asked again",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",
-    "Drain._reached": "as those of a stop",
+    "PendingSwitch._reached": "as those of a stop",
     "ModeSetting._told": "servers are told again; until they have answered workers are told what was before",
     "ModeSetting._asking": "servers are asked again",
     "ModeSetting._retry_at_ms": "at once",

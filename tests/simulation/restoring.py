@@ -80,7 +80,7 @@ def renew(machine: Machine, now_ms: int) -> None:
         job.roster._idle_since_ms = now_ms
         job.roster._over_at_ms = None if job.roster._over_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
-        job.drain._reached.clear()
+        job.pending_switch._reached.clear()
         job.reads_steps = False
         job.mode._told, job.mode._asking, job.mode._retry_at_ms = None, False, 0
         if isinstance(job.feeds, StepLedger):

@@ -584,7 +584,7 @@ class Crossing(Beginning):
                 self.handle(events.LedgerRead(returned, 2, job.deployment.generation or Generation(1)))
         elif chance < 0.46 + 0.1 * (not self.is_synchronous):
             number = self.halt.number if self.halt is not None else 0
-            reached = 0 if self.halt is not None and self.halt.drains else self.reached
+            reached = 0 if self.halt is not None and self.halt.to_steps else self.reached
             halted = (self.random.choice((number, number, 1)), reached) if number else None
             standing = self.handle(
                 events.HeartbeatReceived(self.worker, Report(self.stands, switch_reached=halted, switches=number))

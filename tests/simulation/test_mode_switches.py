@@ -14,7 +14,7 @@ from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.ids import JobId
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import mode_switch
-from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.modes.pending_switch import PendingSwitch
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.data_shards import DataShards
 from shardyard_ps_server.checkpoint.restore import Restore
@@ -68,8 +68,8 @@ def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def switch_updates(job: JobState, now_ms: int) -> Any:
         committed = job.book.committed
-        if job.drain.step is not None and committed is not None and job.ranks is not None:
-            job.book.committed = replace(committed, step=job.drain.step)
+        if job.pending_switch.step is not None and committed is not None and job.ranks is not None:
+            job.book.committed = replace(committed, step=job.pending_switch.step)
         return real(job, now_ms)
 
     monkeypatch.setattr(mode_switch, "_switch_updates", switch_updates)
@@ -96,13 +96,13 @@ def begins_data_shards_while_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_a_checkpoint_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was begun before all data shards were done."""
-    real: Callable[..., Any] = Drain.fix_step
-    monkeypatch.setattr(Drain, "fix_step", lambda self, step, ticket=0: real(self, step, ticket and 1))
+    real: Callable[..., Any] = PendingSwitch.fix_step
+    monkeypatch.setattr(PendingSwitch, "fix_step", lambda self, step, ticket=0: real(self, step, ticket and 1))
 
 
 def settles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever partitions go back to since."""
-    monkeypatch.setattr(Drain, "reopen", lambda _: None)
+    monkeypatch.setattr(PendingSwitch, "reopen", lambda _: None)
 
 
 def forgets_where_ranks_stand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from shardyard_coordinator.members.nonfinite import NotFinite
 from shardyard_coordinator.members.progress import Progress
 from shardyard_coordinator.members.readers import Readers
 from shardyard_coordinator.members.roster import Roster
-from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.modes.mode_setting import ModeSetting, settings_of
+from shardyard_coordinator.modes.pending_switch import PendingSwitch
 from shardyard_coordinator.modes.stopping import Stopping
 from shardyard_coordinator.placement.deployment import Deployment, Stage
 from shardyard_coordinator.records import Entry
@@ -79,7 +79,7 @@ class JobState:
     step_times: StepTimes = field(default_factory=StepTimes)
     lost_pushes: LostPushes = field(default_factory=LostPushes)
     lost_residuals: LostResiduals = field(default_factory=LostResiduals)
-    drain: Drain = field(default_factory=Drain)
+    pending_switch: PendingSwitch = field(default_factory=PendingSwitch)
     recovery: Recovery = field(default_factory=Recovery)
     restored: Restored | None = None
     origin: RestorePoint | None = None

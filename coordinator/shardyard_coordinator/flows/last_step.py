@@ -1,9 +1,9 @@
 """Fixes the step before which all workers of a job stop or change the mode.
 
 Workers report how far they are, and wait. Once all living workers have reported, the servers' ledgers are read, which
-have the contributions of departed workers. The step is fixed after all of these. The job's `stopping` and `drain`
-hold the decisions. Invariant: the step is fixed while no fence is under way and all partitions have servers, under the
-map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
+have the contributions of departed workers. The step is fixed after all of these. The decisions are in the job's
+`stopping` and `pending_switch`. Invariant: the step is fixed while no fence is under way and all partitions have
+servers, under the map whose ledgers were read. Must not know: what steps contain, how servers are called, the clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]
     job.require_unfinished()
     asked = job.stopping.ask(reason, worker)
     if mode_switch.may_cancel(job):
-        asked += job.drain.cancel()  # the job ends in its present mode
+        asked += job.pending_switch.cancel()  # the job ends in its present mode
     found = job.stopping.stop
     assert found is not None
     by = "a person" if worker is None else f"worker {worker}"
@@ -30,7 +30,7 @@ def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]
 
 
 def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effect]:
-    """A worker that was told of a stop or a drain reports with its heartbeat how far it is."""
+    """A worker that was told of a stop or a switch reports with its heartbeat how far it is."""
     effects: list[Effect] = []
     if job.phase.ended:
         return effects
@@ -49,7 +49,7 @@ def read_steps(job: JobState) -> list[Effect]:
     assert job.deployment.map is not None
     job.reads_steps = True
     sources = tuple(SourceKey(RankSource(Rank(rank))) for rank in range(job.settings.logical_rank_count))
-    return [ReadSteps(job.id, job.deployment.map, sources, versions=job.drain.drains)]
+    return [ReadSteps(job.id, job.deployment.map, sources, versions=job.pending_switch.to_steps)]
 
 
 def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
@@ -58,7 +58,7 @@ def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
     job.reads_steps = False
     if job.phase.ended or not _may_fix_step(job) or generation != job.deployment.generation:
         return []
-    if job.drain.is_due(job.workers):
+    if job.pending_switch.is_due(job.workers):
         return mode_switch.fix_step(job, step)
     fixed = job.stopping.fix_step(step)
     assert job.stopping.stop is not None
@@ -66,5 +66,5 @@ def fix_step(job: JobState, generation: Generation, step: int) -> list[Effect]:
 
 
 def _may_fix_step(job: JobState) -> bool:
-    switches = job.drain.is_due(job.workers) and mode_switch.may_fix_step(job)
+    switches = job.pending_switch.is_due(job.workers) and mode_switch.may_fix_step(job)
     return (switches or job.stopping.is_due(job.workers)) and not job.roster.fencing and job.is_whole

@@ -1,8 +1,9 @@
 """Switches a running job to another consistency mode, or to another bound on staleness.
 
-The job's `mode` and `drain` hold the decisions. A switch between asynchronous and synchronous updates takes three
-steps: workers pause, a checkpoint is taken that has all counted work and nothing else, and one record puts the job into
-the other mode (docs/internals/ledger.md, rules B8, B10). Any other switch is told to the servers, then to the workers.
+The job's `mode` and `pending_switch` hold the decisions. A switch between asynchronous and synchronous updates takes
+three steps: workers pause, a checkpoint is taken that has all counted work and nothing else, and one record puts the
+job into the other mode (docs/internals/ledger.md, rules B8, B10). Any other switch is told to the servers, then to the
+workers.
 Invariants: a switch that is refused has changed nothing. Until the record of the other mode is written, the switch may
 be cancelled. Must not know: how servers are called, the clock.
 """
@@ -53,28 +54,28 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
 
 def may_cancel(job: JobState) -> bool:
     """Whether a switch between synchronous and asynchronous updates is under way and may still be cancelled."""
-    return job.drain.wanted is not None and not _has_switched(job)
+    return job.pending_switch.wanted is not None and not _has_switched(job)
 
 
 def _has_switched(job: JobState) -> bool:
     """Whether the job is in the mode to which it switches. Its partitions may still be being restored."""
-    wanted = job.drain.wanted
+    wanted = job.pending_switch.wanted
     return wanted is not None and job.mode.latest.number >= wanted.number
 
 
 def on_reached(job: JobState, worker: Incarnation, number: int, reached: int) -> list[Effect]:
     """A worker waits for the switch of that number. `reached`: the first step to which it has not contributed; if the
-    job drains, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
-    point = job.drain.switch_point
-    if point is not None and point.drains and point.number == number and reached and may_cancel(job):
+    job switches to steps, how many pushes of its own it has begun. Returns effects only if this cancels the switch."""
+    point = job.pending_switch.switch_point
+    if point is not None and point.to_steps and point.number == number and reached and may_cancel(job):
         return _cancel(job, f"because worker {worker} takes steps outside of job.batches")
-    job.drain.on_reached(worker, number, reached)
+    job.pending_switch.on_reached(worker, number, reached)
     return []
 
 
 def may_fix_step(job: JobState) -> bool:
     """Whether the servers have all work that was begun, after all workers wait for the switch."""
-    if not job.drain.drains:
+    if not job.pending_switch.to_steps:
         return True
     lost = job.departed is not None and job.departed.is_due
     return isinstance(job.feeds, DataLedger) and job.feeds.is_drained and not lost
@@ -83,13 +84,13 @@ def may_fix_step(job: JobState) -> bool:
 def fix_step(job: JobState, step: int) -> list[Effect]:
     """All workers wait for the switch. `step`: the first to which no partition has any contribution; if the job has no
     steps yet, the highest version of any partition."""
-    if job.drain.drains:
-        records = job.drain.fix_step(max(step, job.progress.step), job.book.ask())
-        job.progress.reach(job.drain.step or 0)
-        message = f"{job.title} switches to {job.drain.wanted}: all data shards that were begun are done"
+    if job.pending_switch.to_steps:
+        records = job.pending_switch.fix_step(max(step, job.progress.step), job.book.ask())
+        job.progress.reach(job.pending_switch.step or 0)
+        message = f"{job.title} switches to {job.pending_switch.wanted}: all data shards that were begun are done"
         return [*job.records(records), LogMessage(message)]
-    records = job.drain.fix_step(step)
-    message = f"{job.title} switches to {job.drain.wanted} before step {job.drain.step or 0:,}"
+    records = job.pending_switch.fix_step(step)
+    message = f"{job.title} switches to {job.pending_switch.wanted} before step {job.pending_switch.step or 0:,}"
     return [*job.records(records), LogMessage(message)]
 
 
@@ -100,30 +101,30 @@ def tick(job: JobState, now_ms: int) -> list[Effect]:
 def note_map(job: JobState, *, restored: bool) -> None:
     """The partitions may have another map. `restored`: some of them have gone back to a checkpoint."""
     if _has_switched(job) and not job.mode.is_former_map(job.deployment.generation):
-        job.drain.end()
+        job.pending_switch.end()
     elif restored and not _has_switched(job):
-        job.drain.reopen()
+        job.pending_switch.reopen()
 
 
 def awaits_work(job: JobState) -> LeaseWait | None:
     """What a worker waits for if it asks for a data shard during the switch; None: no data shard is held back."""
     if job.ranks is not None and job.mode.has_switched_updates:
         return LeaseWait(f"partitions of {job.title} in mode {job.settings.consistency.mode.value}")
-    if not job.drain.drains:
+    if not job.pending_switch.to_steps:
         return None
-    return LeaseWait(f"{job.title} to switch to {job.drain.wanted}; until then no new data shard is leased")
+    return LeaseWait(f"{job.title} to switch to {job.pending_switch.wanted}; until then no new data shard is leased")
 
 
-def draining(job: JobState) -> str:
+def unfinished_shards(job: JobState) -> str:
     """For people: the data shards that must be done before the job changes to steps, with their workers."""
-    return job.feeds.holders if job.drain.drains and isinstance(job.feeds, DataLedger) else ""
+    return job.feeds.holders if job.pending_switch.to_steps and isinstance(job.feeds, DataLedger) else ""
 
 
 # ---- between synchronous and asynchronous updates
 
 
 def _cancel(job: JobState, why: str) -> list[Effect]:
-    cancelled = job.records(job.drain.cancel())
+    cancelled = job.records(job.pending_switch.cancel())
     return [*cancelled, LogMessage(f"{job.title} stays {job.settings.consistency.mode.value}, {why}")]
 
 
@@ -137,7 +138,7 @@ def _check_cancel(job: JobState, settings: JobSettings) -> None:
 
 def _switches_already(job: JobState) -> errors.NotReady:
     return errors.NotReady(
-        f"job {job.settings.name!r} is switching to {job.drain.wanted}",
+        f"job {job.settings.name!r} is switching to {job.pending_switch.wanted}",
         why="one switch at a time",
         todo=f"see `shardyard status`; or cancel it: shardyard set {SETTING}={job.mode.latest.mode.value}",
     )
@@ -146,14 +147,14 @@ def _switches_already(job: JobState) -> errors.NotReady:
 def _ask_switch(job: JobState, settings: JobSettings) -> list[Effect]:
     """Asks for a switch between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
     ConfigurationError, TooLarge."""
-    wanted, before = job.mode.next_switch(settings), job.drain.wanted
+    wanted, before = job.mode.next_switch(settings), job.pending_switch.wanted
     if before is not None:
         if (before.mode, before.bound) == (wanted.mode, wanted.bound):
             return [Reply(SwitchTaken(job.id, job.settings.name, before, first=False))]
         raise _switches_already(job)
     _check_switch(job, settings)
     message = LogMessage(f"{job.title} will switch to {wanted}, as requested, once its workers report how far they are")
-    asked = job.records(job.drain.ask(wanted))
+    asked = job.records(job.pending_switch.ask(wanted))
     return [*asked, message, Reply(SwitchTaken(job.id, job.settings.name, wanted, first=True))]
 
 
@@ -190,7 +191,7 @@ def _check_switch(job: JobState, settings: JobSettings) -> None:
 def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
     """Puts the job into the other mode once a checkpoint has everything that was counted before the fixed step. From
     this record on the switch holds, whichever process dies."""
-    step, wanted, committed = job.drain.step, job.drain.wanted, job.book.committed
+    step, wanted, committed = job.pending_switch.step, job.pending_switch.wanted, job.book.committed
     if step is None or wanted is None or _has_switched(job) or not _may_switch(job):
         return []
     if committed is None or not _has_all(job, committed, step):
@@ -220,8 +221,8 @@ def _has_all(job: JobState, committed: Committed, step: int) -> bool:
     """Whether a checkpoint has what was counted before that step, and nothing else."""
     if committed.url:
         return False
-    drains, ticket = job.drain.drains, job.drain.ticket
-    return committed.draft >= ticket if drains else committed.step == step
+    to_steps, ticket = job.pending_switch.to_steps, job.pending_switch.ticket
+    return committed.draft >= ticket if to_steps else committed.step == step
 
 
 def _may_switch(job: JobState) -> bool:

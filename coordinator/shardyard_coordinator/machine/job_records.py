@@ -28,7 +28,7 @@ def entries(job: JobState) -> list[Entry]:
         ("job_started", {"settings": job.settings.model_dump(mode="json")}),
         *job.roster.entries(),
         *job.mode.entries(),
-        *job.drain.entries(),
+        *job.pending_switch.entries(),
         *job.deployment.entries(),
         *([] if job.ranks is None else job.ranks.entries()),
         *job.feeds.entries(),
@@ -134,7 +134,7 @@ _KINDS: Final[tuple[tuple[str, Restore], ...]] = (
     ("stop_asked stop_settled", lambda job, kind, body, _: job.stopping.restore(kind, body)),
     (
         "switch_asked switch_settled switch_cancelled switches_before",
-        lambda job, kind, body, _: job.drain.restore(kind, body),
+        lambda job, kind, body, _: job.pending_switch.restore(kind, body),
     ),
     ("job_switched", lambda job, _, body, now_ms: mode_switch.restore(job, body, now_ms)),
     ("consistency_switched worker_switched", _mode),

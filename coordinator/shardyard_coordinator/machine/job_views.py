@@ -30,7 +30,7 @@ def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,
-        switch_point=job.drain.switch_point,
+        switch_point=job.pending_switch.switch_point,
     )
 
 
@@ -45,7 +45,7 @@ def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,
-        switch_point=job.drain.switch_point,
+        switch_point=job.pending_switch.switch_point,
     )
 
 

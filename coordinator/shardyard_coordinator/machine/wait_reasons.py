@@ -14,7 +14,7 @@ from shardyard.domain import limits
 from shardyard.domain.ids import JobId
 from shardyard_coordinator.core.effects import JobPhase, LogMessage
 from shardyard_coordinator.core.job_state import JobState
-from shardyard_coordinator.flows.mode_switch import draining
+from shardyard_coordinator.flows.mode_switch import unfinished_shards
 from shardyard_coordinator.placement.deployment import Deployment, Stage
 
 NAMED_MAX = 8
@@ -90,12 +90,15 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
     unheard = job.stopping.missing(job.workers)
     if unheard:
         yield "stop", f"worker {_named(unheard)} to learn that the job stops"
-    late = job.drain.missing(job.workers)
+    late = job.pending_switch.missing(job.workers)
     if late:
-        yield "switch", f"worker {_named(late)} to report how far it is, before the switch to {job.drain.wanted}"
-    undone = draining(job)
+        yield (
+            "switch",
+            f"worker {_named(late)} to report how far it is, before the switch to {job.pending_switch.wanted}",
+        )
+    undone = unfinished_shards(job)
     if undone:
-        yield "drain", f"{undone} to be done, before the switch to {job.drain.wanted}"
+        yield "unfinished", f"{undone} to be done, before the switch to {job.pending_switch.wanted}"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

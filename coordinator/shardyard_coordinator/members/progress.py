@@ -22,8 +22,8 @@ class Report:
     """What a worker reports with a heartbeat. `samples`: all that it has pushed. `residual_norm`: the 2-norm of what
     its compression has not sent yet, some pushes ago. `pushed`: its acknowledged pushes without leased data.
     `switches`: the number of the mode switch that it follows. `stop_reached`: the worker knows of a stop, and
-    contributes to no step from this one on until the stop's step is fixed. `switch_reached`: the same for a drain: the
-    drain's number, and such a step."""
+    contributes to no step from this one on until the stop's step is fixed. `switch_reached`: the same for a switch: its
+    number, and such a step."""
 
     step: int = 0
     samples: int = 0

@@ -146,13 +146,13 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
 
 def _switch(job: JobState) -> wire.SwitchStatus | None:
     """The job's last switch; None if there was none."""
-    mode, drain = job.mode, job.drain
-    if drain.wanted is not None and not job.phase.ended:
+    mode, pending = job.mode, job.pending_switch
+    if pending.wanted is not None and not job.phase.ended:
         return wire.SwitchStatus(
-            consistency=lease_messages.consistency_to_wire(drain.wanted),
-            behind=drain.missing(job.workers),
-            step=drain.step or 0,
-            draining=mode_switch.draining(job),
+            consistency=lease_messages.consistency_to_wire(pending.wanted),
+            behind=pending.missing(job.workers),
+            step=pending.step or 0,
+            unfinished=mode_switch.unfinished_shards(job),
         )
     if not mode.latest.number:
         return None

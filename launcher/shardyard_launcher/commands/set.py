@@ -76,7 +76,7 @@ def _await_all(client: CoordinatorClient, switched: wire.SwitchConsistencyReply)
     from shardyard.wire.v1 import coordinator_pb2 as wire
     from shardyard_launcher.status.words import describe_switch
 
-    name, number, drains, seen = switched.job_name, switched.consistency.number, False, wire.SwitchStatus()
+    name, number, to_steps, seen = switched.job_name, switched.consistency.number, False, wire.SwitchStatus()
     if number:
         for found in client.watch(switched.job, lambda: f"job {name} to change its mode {describe_switch(seen)}"):
             if found is None or found.state in (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED):
@@ -84,8 +84,8 @@ def _await_all(client: CoordinatorClient, switched: wire.SwitchConsistencyReply)
                 return 1
             switch = found.consistency
             ahead = switch.consistency.number - number
-            drains = drains or (ahead == 0 and switch.HasField("step"))
-            if ahead < 0 and drains:
+            to_steps = to_steps or (ahead == 0 and switch.HasField("step"))
+            if ahead < 0 and to_steps:
                 click.echo(f"job {name} keeps its mode: the change was cancelled", err=True)
                 return 1
             if ahead > 0 or (ahead == 0 and switch.servers and not switch.behind):

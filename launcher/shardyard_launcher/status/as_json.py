@@ -119,7 +119,7 @@ def _switch(switch: wire.SwitchStatus) -> dict[str, object]:
         "servers": switch.servers,
         "workers_behind": list(switch.behind),
         "before_step": switch.step or None,
-        "draining": switch.draining or None,
+        "unfinished": switch.unfinished or None,
     }
 
 

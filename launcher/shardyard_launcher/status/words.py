@@ -17,8 +17,8 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
     said = f"to {describe_consistency(switch.consistency)}"
     if switch.step:
         return f"{said} before step {switch.step:,}; its partitions have not changed yet"
-    if switch.draining:
-        return f"{said}; first must end: {switch.draining}"
+    if switch.unfinished:
+        return f"{said}; first must end: {switch.unfinished}"
     if switch.HasField("step"):
         return f"{said}; {len(switch.behind)} workers have not reported yet how far they are"
     if not switch.servers:

@@ -129,16 +129,16 @@ class StopReached(_message.Message):
     def __init__(self, reached: _Optional[int] = ...) -> None: ...
 
 class SwitchPoint(_message.Message):
-    __slots__ = ("number", "settled", "step", "drains")
+    __slots__ = ("number", "settled", "step", "to_steps")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    DRAINS_FIELD_NUMBER: _ClassVar[int]
+    TO_STEPS_FIELD_NUMBER: _ClassVar[int]
     number: int
     settled: bool
     step: int
-    drains: bool
-    def __init__(self, number: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ..., drains: bool = ...) -> None: ...
+    to_steps: bool
+    def __init__(self, number: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ..., to_steps: bool = ...) -> None: ...
 
 class SwitchReached(_message.Message):
     __slots__ = ("number", "reached")
@@ -971,18 +971,18 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_at_once: bool = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[BestModel, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
 
 class SwitchStatus(_message.Message):
-    __slots__ = ("consistency", "servers", "behind", "step", "draining")
+    __slots__ = ("consistency", "servers", "behind", "step", "unfinished")
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     consistency: Consistency
     servers: bool
     behind: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    draining: str
-    def __init__(self, consistency: _Optional[_Union[Consistency, _Mapping]] = ..., servers: bool = ..., behind: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., draining: _Optional[str] = ...) -> None: ...
+    unfinished: str
+    def __init__(self, consistency: _Optional[_Union[Consistency, _Mapping]] = ..., servers: bool = ..., behind: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., unfinished: _Optional[str] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "dim", "optimizer", "rows")

@@ -106,7 +106,7 @@ def test_step_of_the_script_itself_waits_for_the_halt_and_does_not_count_where_t
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
         assert here.switch(SYNC).first
-        until(lambda: job._session.step_barrier.drains)
+        until(lambda: job._session.step_barrier.to_steps)
         counting.step(torch.tensor([0]))
         assert job.mode is UpdateMode.SYNC
         for (chosen,) in job.batches(DATA, batch_size=1):
@@ -154,6 +154,6 @@ def test_worker_that_joins_meanwhile_waits_and_says_for_what(tmp_path: Path) -> 
         runs.append(threads.submit(second))
         text = "to switch to sync; until then no new data shard is leased"
         until(lambda: any(text in each.waiting_for for each in here.members()), errors_of(runs))
-        assert "0.0.0 (worker 1.3)" in here.job_status().consistency.draining
+        assert "0.0.0 (worker 1.3)" in here.job_status().consistency.unfinished
         goes_on.set()
         assert [run.result(DEADLINE_S) for run in runs] == [{2.0}] * 2

@@ -87,7 +87,7 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
             "servers": servers,
             "workers_behind": behind,
             "before_step": None,
-            "draining": None,
+            "unfinished": None,
         }
 
 
@@ -106,11 +106,11 @@ def test_status_says_before_which_step_a_synchronous_job_goes_over() -> None:
 def test_status_says_which_data_shards_are_to_be_done_before_a_job_goes_over_to_steps() -> None:
     found = report()
     sync = wire.Consistency(number=3, mode=wire.CONSISTENCY_MODE_SYNC)
-    switch = wire.SwitchStatus(consistency=sync, behind=[4], step=0, draining="data shard 0.1.2 (worker 1.4)")
+    switch = wire.SwitchStatus(consistency=sync, behind=[4], step=0, unfinished="data shard 0.1.2 (worker 1.4)")
     found.status.jobs[1].consistency.CopyFrom(switch)
     assert "switched to sync; first must end: data shard 0.1.2 (worker 1.4)\n" in shown_status(found)
     told = job_as_json(found)["switch"]
-    assert (told["draining"], told["before_step"]) == ("data shard 0.1.2 (worker 1.4)", None)
+    assert (told["unfinished"], told["before_step"]) == ("data shard 0.1.2 (worker 1.4)", None)
 
 
 def test_status_says_that_a_job_is_hybrid() -> None:

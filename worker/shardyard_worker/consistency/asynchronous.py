@@ -36,7 +36,7 @@ class AsyncStrategy(Strategy):
     """Modes `async` and `bounded`.
 
     With worker.exchange delayed, `contribute` returns while its push is in flight. The next gradient is computed on the
-    values that the push before brought back. A push's outcome is known at the next `contribute`, or at `drain`.
+    values that the push before brought back. A push's outcome is known at the next `contribute`, or at `finish_pushes`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -61,7 +61,7 @@ class AsyncStrategy(Strategy):
 
     def begin(self) -> None:
         with contextlib.suppress(LostWork):  # already reported; here only the end of the push matters
-            self.drain()
+            self.finish_pushes()
         self._take_newest()
 
     def resume(self) -> None:
@@ -81,18 +81,18 @@ class AsyncStrategy(Strategy):
     def _rest(self) -> None:
         if self.clock.must_say_rest:
             with contextlib.suppress(LostWork):
-                self.drain()
+                self.finish_pushes()
         self.clock.rest()
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self._rest()
         self._leaves = True
-        self.drain()
+        self.finish_pushes()
         residual = self._trainer.pushes.residual(groups)
         if residual is not None:
             log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
             self.contribute(None, residual.sending)
-            self.drain()
+            self.finish_pushes()
         self._session.progress.residual_norm = 0.0
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class AsyncStrategy(Strategy):
         latest = self._session.consistency
         if latest.number == self.clock.consistency.number or self.becomes_synchronous:
             return
-        self.drain()
+        self.finish_pushes()
         self.clock.change(latest)
         if self.clock.bound is not None and not self.clock.resting:
             self._trainer.values.complete()
@@ -180,7 +180,7 @@ class AsyncStrategy(Strategy):
             self.resume()  # the script pushes work of its own, which no lease has announced
         self._send(name, sending, upcoming)
         if self.clock.waits_at_once:
-            self.drain()
+            self.finish_pushes()
         if self._session.consistency.number != self.clock.consistency.number and not self._leaves:
             self._change_bound()
 
@@ -194,7 +194,7 @@ class AsyncStrategy(Strategy):
                 todo="let the error of that push end the script, and start it again",
             )
         if self.becomes_synchronous or not self._session.step_barrier.begin_own():
-            self.drain()
+            self.finish_pushes()
             self._await_mode_change()
         source = SourceKey(WorkerSource(self._session.caller.incarnation))
         return PushName(source, Token(0), self._pushes, self._pushes)
@@ -204,10 +204,10 @@ class AsyncStrategy(Strategy):
         self._open_again(name)
         sending = self._checked(name, sending)
         if self._trainer.pushes.feedback is not None:
-            self.drain()  # only one push can be undone, so there is one at a time
+            self.finish_pushes()  # only one push can be undone, so there is one at a time
         request = self._trainer.pushes.build(name, sending, upcoming)
         if self._pool is not None:
-            self.drain()
+            self.finish_pushes()
             self._open_again(name)  # the last push may have met another map
         pull = NEWEST if self._leaves else self.clock.next_pull()
         if self._pool is None:
@@ -231,12 +231,12 @@ class AsyncStrategy(Strategy):
             counts = sending is None or self._trainer.pushes.may_count(name, sending, self._step)
         except (errors.StaleToken, errors.StraddlingRange) as error:
             log.info("%s does not count: %s", name, error.what)
-            self.drain()
+            self.finish_pushes()
             self._take_newest()
             raise LostWork from error
         return sending if counts else None
 
-    def drain(self) -> None:
+    def finish_pushes(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
             self._land(flight.name, flight.sending, partial(self._delivery.finish, flight))

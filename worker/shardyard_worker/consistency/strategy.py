@@ -69,7 +69,7 @@ class Strategy(ABC):
     def rest(self) -> None:  # noqa: B027
         """This worker has no work, for now or for good."""
 
-    def drain(self) -> None:  # noqa: B027
+    def finish_pushes(self) -> None:  # noqa: B027
         """Waits for the push in flight. Raises LostWork if its work belongs to another worker."""
 
     def close(self) -> None:  # noqa: B027

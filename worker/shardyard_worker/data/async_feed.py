@@ -94,7 +94,7 @@ class AsyncFeed(Feed):
 
     def _close(self, lease: DataLease) -> None:
         try:
-            self._strategy.drain()
+            self._strategy.finish_pushes()
         except LostWork:
             return
         source = lease.source
@@ -167,7 +167,7 @@ class AsyncFeed(Feed):
     def _announce(self, shard: _Shard, lease: DataLease, sequence: int, *, highest: int) -> bool:
         """Announces a batch at which workers may have died (rule A13). Returns whether it counts. Raises LostWork,
         StaleToken."""
-        self._strategy.drain()  # if this worker dies now, it is because of this batch, not an earlier one
+        self._strategy.finish_pushes()  # if this worker dies now, it is because of this batch, not an earlier one
         counts, shard.announce_until = self._begins(lease.source, lease.token, sequence, highest=highest)
         return counts
 

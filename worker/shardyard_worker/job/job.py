@@ -297,7 +297,7 @@ class Job(JobMember):
         """
         self._loop.need_trainer()
         with self._session.interrupts:
-            self._loop.drain()
+            self._loop.finish_pushes()
             number = take_checkpoint(self._session)
         self._loop.between_steps()
         return number

@@ -236,10 +236,10 @@ class TrainingLoop:
 
     # ---- the end
 
-    def drain(self) -> None:
+    def finish_pushes(self) -> None:
         """Waits for the push in flight."""
         try:
-            self.present_strategy().drain()
+            self.present_strategy().finish_pushes()
         except LostWork:
             log.info("the last batch was computed by another worker as well; this one's does not count")
 

@@ -4,7 +4,7 @@ B10).
 Owns: the stop and the switch point that this worker knows of, how far it has come in a synchronous job, and how many
 own pushes it has begun in an asynchronous one. Invariants: from the moment at which this worker learns of a stop or
 switch point until it is settled, it begins no step, so that what it has reported stays true. It begins no step after a
-settled switch point while that lasts. While the job drains, it begins no push of its own. Must not know: which process
+settled switch point while that lasts. Before steps begin, it begins no push of its own. Must not know: which process
 decides, how the decision comes here, what a step does.
 """
 
@@ -40,19 +40,19 @@ class StepBarrier:
 
     @property
     def switch_report(self) -> tuple[int, int] | None:
-        """The same for a switch point, after its number. If the job drains: how many pushes of its own this
+        """The same for a switch point, after its number. If the job switches to steps: how many pushes of its own this
         worker has begun."""
         with self._lock:
             point = self._switch_point
             if point is None or point.settled:
                 return None
-            return point.number, self._own if point.drains else self._reached
+            return point.number, self._own if point.to_steps else self._reached
 
     @property
-    def drains(self) -> bool:
-        """Whether the job is draining before it changes to synchronous steps."""
+    def to_steps(self) -> bool:
+        """Whether the job is about to change to synchronous steps."""
         point = self._switch_point
-        return point is not None and point.drains
+        return point is not None and point.to_steps
 
     @property
     def switches(self) -> bool:
@@ -74,7 +74,7 @@ class StepBarrier:
     def begin_own(self) -> bool:
         """Begins a push of this worker's own, if that is allowed now. Returns whether it is."""
         with self._lock:
-            if self.drains:
+            if self.to_steps:
                 return False
             self._own += 1
             return True
@@ -82,7 +82,7 @@ class StepBarrier:
     def permits(self, step: int) -> bool | None:
         """Whether a step of a synchronous job is computed. None: not settled yet."""
         stop, point = self.stop, self._switch_point
-        if point is not None and point.drains:
+        if point is not None and point.to_steps:
             point = None  # over where there are steps
         if stop is not None and not stop.settled:
             return None

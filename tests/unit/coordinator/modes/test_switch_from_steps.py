@@ -16,7 +16,7 @@ from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.core.effects import SwitchTaken
-from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.modes.pending_switch import PendingSwitch
 from shardyard_coordinator.service.rpcs import members
 from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
@@ -157,7 +157,7 @@ def test_records_of_a_halt_that_do_not_fit_are_refused() -> None:
 
 
 def test_halts_of_before_are_remembered_by_their_count_alone() -> None:
-    halting = Drain()
+    halting = PendingSwitch()
     assert halting.entries() == []
     halting.ask(Consistency(1, ASYNC))
     halting.cancel()

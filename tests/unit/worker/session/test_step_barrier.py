@@ -85,10 +85,10 @@ def test_stop_ends_steps_that_a_halt_would_hold() -> None:
 def test_halt_that_drains_lets_no_push_of_the_workers_own_begin_and_steps_go_on() -> None:
     barrier = StepBarrier()
     assert barrier.begin_own()
-    barrier.take_switch_point(SwitchPoint(2, drains=True))
-    assert (barrier.switch_report, barrier.drains, barrier.begin_own()) == ((2, 1), True, False)
+    barrier.take_switch_point(SwitchPoint(2, to_steps=True))
+    assert (barrier.switch_report, barrier.to_steps, barrier.begin_own()) == ((2, 1), True, False)
     assert barrier.permits(5), "where there are steps it is over"
-    barrier.take_switch_point(SwitchPoint(2, True, 9, drains=True))
+    barrier.take_switch_point(SwitchPoint(2, True, 9, to_steps=True))
     assert (barrier.switch_report, barrier.begin_own()) == (None, False)
     barrier.take_switch_point(None)
     assert barrier.begin_own()
@@ -97,7 +97,7 @@ def test_halt_that_drains_lets_no_push_of_the_workers_own_begin_and_steps_go_on(
 def test_steps_that_a_worker_has_taken_are_no_pushes_of_its_own() -> None:
     barrier = StepBarrier()
     barrier.may_begin(41)
-    barrier.take_switch_point(SwitchPoint(1, drains=True))
+    barrier.take_switch_point(SwitchPoint(1, to_steps=True))
     assert barrier.switch_report == (1, 0)
     barrier.take_switch_point(SwitchPoint(2))
     assert barrier.switch_report == (2, 42)

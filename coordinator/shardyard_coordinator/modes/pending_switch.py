@@ -4,9 +4,9 @@ docs/internals/ledger.md).
 Owns: the requested mode, how far each worker is, and the fixed step. Invariants: the step is fixed after every living
 worker has reported how far it is and waits there, and after the servers have reported what they have from workers that
 are gone. So no worker has contributed to that step, and all steps with a contribution are computed as steps. A worker's
-report counts only for the drain that it names. If the job changes to steps, the step is fixed again whenever partitions
-go back. The switch may be cancelled until the partitions are in the other mode. Must not know: what steps contain, data
-shards, servers, time.
+report counts only for the switch that it names. If the job changes to steps, the step is fixed again whenever
+partitions go back. The switch may be cancelled until the partitions are in the other mode. Must not know: what steps
+contain, data shards, servers, time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardyard_coordinator.modes.step_barrier import StepBarrier
 from shardyard_coordinator.records import Body, Entry, require
 
 
-class Drain:
+class PendingSwitch:
     def __init__(self) -> None:
         self._count = 0
         self._reached = StepBarrier()
@@ -31,7 +31,7 @@ class Drain:
         self.wanted: Consistency | None = None
         """The mode to which the job switches."""
         self.ticket = 0
-        """Once the step of a drain is fixed: checkpoints that were begun before this ticket lack something."""
+        """Once the first step is fixed: checkpoints that were begun before this ticket lack something."""
 
     def ask(self, wanted: Consistency) -> list[Entry]:
         """Returns the records."""
@@ -51,13 +51,13 @@ class Drain:
         self._reached.clear()
 
     @property
-    def drains(self) -> bool:
+    def to_steps(self) -> bool:
         """Whether the job changes to steps, so that its data shards must be computed to their end first."""
-        return self.switch_point is not None and self.switch_point.drains
+        return self.switch_point is not None and self.switch_point.to_steps
 
     def reopen(self) -> None:
         """Partitions have gone back. What they lack must be pushed again."""
-        if self.switch_point is not None and self.switch_point.drains and self.switch_point.settled:
+        if self.switch_point is not None and self.switch_point.to_steps and self.switch_point.settled:
             self.switch_point, self.ticket = replace(self.switch_point, settled=False, step=0), 0
 
     def on_reached(self, worker: Incarnation, number: int, reached: int) -> None:
@@ -73,7 +73,7 @@ class Drain:
         """Fixes the step once `is_due`. Returns the records. `step`: the first to which no partition has any
         contribution, those of departed workers included. If the job changes to steps: a step above all versions,
         with `ticket` for the next checkpoint."""
-        return self._fix(step if self.drains else self._reached.agreed_step(step), ticket)
+        return self._fix(step if self.to_steps else self._reached.agreed_step(step), ticket)
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """The living workers that have not reported how far they are."""
@@ -89,8 +89,8 @@ class Drain:
         return self.switch_point is not None and not self.switch_point.settled
 
     def _begin(self, number: int, wanted: Consistency) -> None:
-        drains = wanted.mode.updates is UpdateMode.SYNC
-        self._count, self.switch_point, self.wanted = number, SwitchPoint(number, drains=drains), wanted
+        to_steps = wanted.mode.updates is UpdateMode.SYNC
+        self._count, self.switch_point, self.wanted = number, SwitchPoint(number, to_steps=to_steps), wanted
 
     def _fix(self, step: int, ticket: int) -> list[Entry]:
         assert self.switch_point is not None

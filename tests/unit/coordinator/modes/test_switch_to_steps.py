@@ -1,5 +1,5 @@
 """An asynchronous job that goes over to synchronous steps while it runs: what is waited for, at which step it begins,
-with which samples, what a restart brings back. Scenarios of single conditions: transcripts/draining.txt."""
+with which samples, what a restart brings back. Scenarios of single conditions: transcripts/switching_to_steps.txt."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "given up":
         assert yard.switch().first
-        assert yard.switch_point_told(yard.workers[0]) == SwitchPoint(2, drains=True)
+        assert yard.switch_point_told(yard.workers[0]) == SwitchPoint(2, to_steps=True)
         return
     if moment == "asked":
         yard.settle(9)
@@ -289,5 +289,5 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
 
 
 def test_halt_that_drains_travels_as_it_is() -> None:
-    for given in (SwitchPoint(3, drains=True), SwitchPoint(1, True, 7, True)):
+    for given in (SwitchPoint(3, to_steps=True), SwitchPoint(1, True, 7, True)):
         assert lease_messages.switch_point_from_wire(lease_messages.switch_point_to_wire(given)) == given
