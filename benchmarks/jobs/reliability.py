@@ -130,8 +130,8 @@ def yard(nbytes: int, **job: object) -> Iterator[Yard]:
         "yard.servers": SERVERS,
         "yard.workers": 1,
         "yard.coordinator_port": 0,
-        "yard.role_restarts_max": 1_000,
-        "yard.role_restarts_window_ms": 1_000,
+        "yard.restarts_max": 1_000,
+        "yard.restarts_window_ms": 1_000,
         "log.format": "json",
     }
     settings = {f"job.{name.replace('__', '.')}": value for name, value in job.items()}

@@ -122,9 +122,9 @@ class LocalCluster:
         self._on_change = on_change
         self._slots: list[RoleSlot] = []
         self._restarts = RestartPolicy(
-            restarts_max=settings.yard.role_restarts_max,
-            window_ms=settings.yard.role_restarts_window_ms,
-            setting="yard.role_restarts_max",
+            restarts_max=settings.yard.restarts_max,
+            window_ms=settings.yard.restarts_window_ms,
+            setting="yard.restarts_max",
         )
         self._restarted: list[RoleRestart] = []
         self._settings_file = self._folder / SETTINGS_FILE
@@ -258,8 +258,8 @@ class LocalCluster:
             ending,
             time.time(),
             decided.number,
-            yard.role_restarts_max,
-            yard.role_restarts_window_ms,
+            yard.restarts_max,
+            yard.restarts_window_ms,
         )
         self._restarted = [*self._restarted[-RESTARTS_KEPT:], restart]
         self._changed_if_possible()

@@ -47,20 +47,19 @@ class YardSettings(Section):
         " with the server. auto: cold, in yard.state.",
     )
     restarts_max: int = Field(
-        default=1,
+        default=10,
         ge=0,
         le=1_000,
-        description="How often the agent restarts a training process that a signal has killed.",
+        description="How often a process of the yard that has died is started again. Counted for each process,"
+        " within yard.restarts_window_ms. The launcher starts the coordinator, servers and agents again, and an agent"
+        " its training processes. 0: never.",
     )
-    role_restarts_max: int = Field(
-        default=5,
-        ge=0,
-        le=1_000,
-        description="How often the launcher restarts a dead coordinator, server or agent. Counted for each"
-        " process, within yard.role_restarts_window_ms.",
-    )
-    role_restarts_window_ms: int = Field(
-        default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which these restarts are counted."
+    restarts_window_ms: int = Field(
+        default=3_600_000,
+        ge=1_000,
+        le=DURATION_MS_MAX,
+        description="The time within which restarts are counted. A process that lives so long has its whole budget"
+        " again.",
     )
 
     @property

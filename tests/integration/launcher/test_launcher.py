@@ -201,7 +201,7 @@ def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["server", "coordinator", "agent"])
 def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shell, role: str) -> None:
-    process = shell.start("run", "--set", "yard.role_restarts_max=0", shell.script(SLEEPS))
+    process = shell.start("run", "--set", "yard.restarts_max=0", shell.script(SLEEPS))
     read_until(process, "ready")
     victim = shell.pid_of(role)
     os.kill(victim, signal.SIGKILL)
@@ -314,8 +314,8 @@ def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) 
     assert (restart["name"], restart["pid"]) == (victim.name, victim.pid)
     assert (restart["ending"], restart["number"]) == ("was killed by SIGKILL", 1)
     shown = shell.run("status", "--state", str(shell.state)).stdout
-    assert re.search(rf"{victim.name} +{victim.pid} +was killed by SIGKILL +1 of 5 within 60 s", shown)
-    said = f"{victim.name} (pid {victim.pid}) was killed by SIGKILL; restart 1 of 5 within 60 s, in 0.2 s"
+    assert re.search(rf"{victim.name} +{victim.pid} +was killed by SIGKILL +1 of 10 within 3600 s", shown)
+    said = f"{victim.name} (pid {victim.pid}) was killed by SIGKILL; restart 1 of 10 within 3600 s, in 0.2 s"
     assert said in (shell.state / "logs" / "supervisor.log").read_text()
     assert (shell.state / "logs" / f"{victim.name}.log.former").exists()
     assert shell.down().returncode == 0
@@ -324,7 +324,7 @@ def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) 
 
 @pytest.mark.long
 def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
-    assert shell.up("--set", "yard.role_restarts_max=0").returncode == 0
+    assert shell.up("--set", "yard.restarts_max=0").returncode == 0
     victim = shell.pid_of("server")
     os.kill(victim, signal.SIGKILL)
     await_true(lambda: bool(shell.status()["local"]["given_up"]), "the server is given up")
@@ -335,13 +335,13 @@ def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
     assert f"shardyard down --state {shell.state}" in again.stderr
     assert "trained" not in again.stdout
     shown = shell.run("status", "--state", str(shell.state)).stdout
-    assert re.search(r"server-\d was killed by SIGKILL and is not restarted: .*yard\.role_restarts_max is 0", shown)
+    assert re.search(r"server-\d was killed by SIGKILL and is not restarted: .*yard\.restarts_max is 0", shown)
     assert shell.down().returncode == 0
 
 
 @pytest.mark.long
 def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) -> None:
-    assert shell.up("--set", "yard.role_restarts_max=2").returncode == 0
+    assert shell.up("--set", "yard.restarts_max=2").returncode == 0
     (shell.state / "settings.yaml").write_text('{"yard": {"servers": 0}}')  # from now on no role can start
     os.kill(shell.pid_of("server"), signal.SIGKILL)
     await_true(lambda: bool(shell.status()["local"]["given_up"]), "the server is given up")
@@ -349,7 +349,7 @@ def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) 
     assert [restart["number"] for restart in local["restarts"]] == [1, 2]
     assert [restart["ending"] for restart in local["restarts"]] == ["was killed by SIGKILL", "ended with exit code 2"]
     (why,) = local["given_up"].values()
-    assert why.startswith("ended with exit code 2 and is not restarted: it was restarted 2 times within 60 s")
+    assert why.startswith("ended with exit code 2 and is not restarted: it was restarted 2 times within 3600 s")
     assert "yard.servers" in (shell.state / "logs" / "supervisor.log").read_text()
     assert shell.down().returncode == 0
     assert shell.processes() == []
@@ -392,7 +392,7 @@ def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
     go.touch()
     ended = finish(process)
     assert ended.returncode == 0, ended.stderr
-    assert f"(pid {victim}) was killed by SIGKILL; restart 1 of 5 within 60 s" in ended.stderr
+    assert f"(pid {victim}) was killed by SIGKILL; restart 1 of 10 within 3600 s" in ended.stderr
     assert shell.processes() == []
 
 

@@ -60,7 +60,7 @@ def dead_yard(tmp_path: Path, *names: str) -> YardState:
 
 
 def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    settings = load(None, {}, {"yard.role_restarts_max": 0}).settings
+    settings = load(None, {}, {"yard.restarts_max": 0}).settings
     states: list[YardState] = []
     cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
     cluster.adopt(dead_yard(tmp_path, "server-0"))
@@ -68,7 +68,7 @@ def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> Non
     (news,) = cluster.poll()
     assert "the last words" in news
     assert states[-1].given_up == {
-        "server-0": "has ended and is not restarted: restarts are off (yard.role_restarts_max is 0)"
+        "server-0": "has ended and is not restarted: restarts are off (yard.restarts_max is 0)"
     }
     with pytest.raises(Exception, match="the last words"):
         cluster.check()
@@ -76,7 +76,7 @@ def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> Non
 
 
 def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load(None, {}, {"yard.role_restarts_max": 1}).settings
+    settings = load(None, {}, {"yard.restarts_max": 1}).settings
     cluster = LocalCluster(settings, tmp_path, tied=True)
     cluster.adopt(dead_yard(tmp_path, "server-0"))
 
@@ -86,7 +86,7 @@ def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monke
     monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", refuse)
     monkeypatch.setattr("shardyard.runtime.restart_policy.BACKOFF_MS", 0)
     (first,) = cluster.poll()
-    assert "restart 1 of 1 within 60 s" in first
+    assert "restart 1 of 1 within 3600 s" in first
     (second,) = cluster.poll()
     assert "could not be restarted ([Errno 28] No space left on device) and is not restarted" in second
 

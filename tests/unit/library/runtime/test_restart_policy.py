@@ -11,7 +11,7 @@ WINDOW_MS = 60_000
 
 
 def policy(restarts_max: int, window_ms: int = WINDOW_MS) -> RestartPolicy:
-    return RestartPolicy(restarts_max=restarts_max, window_ms=window_ms, setting="yard.role_restarts_max")
+    return RestartPolicy(restarts_max=restarts_max, window_ms=window_ms, setting="yard.restarts_max")
 
 
 def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> None:
@@ -24,14 +24,14 @@ def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> Non
         now_ms = decided.at_ms + 1
     assert pauses == [200, 400, 800, 1_600, 3_200, 5_000, 5_000]
     given_up = core.died("server-0", now_ms)
-    assert given_up == GivenUp("it was restarted 7 times within 60 s (yard.role_restarts_max)")
+    assert given_up == GivenUp("it was restarted 7 times within 60 s (yard.restarts_max)")
 
 
 def test_who_was_given_up_stays_given_up() -> None:
     core = policy(1)
     assert isinstance(core.died("agent", 0), RestartAt)
     assert isinstance(core.died("agent", 1), GivenUp)
-    assert core.died("agent", 10 * WINDOW_MS) == GivenUp("it was restarted once within 60 s (yard.role_restarts_max)")
+    assert core.died("agent", 10 * WINDOW_MS) == GivenUp("it was restarted once within 60 s (yard.restarts_max)")
 
 
 def test_each_process_has_a_budget_of_its_own() -> None:
@@ -51,7 +51,7 @@ def test_window_that_has_passed_gives_the_budget_back() -> None:
 
 def test_budget_of_none_gives_up_at_the_first_death() -> None:
     decided = policy(0).died("coordinator", 5)
-    assert decided == GivenUp("restarts are off (yard.role_restarts_max is 0)")
+    assert decided == GivenUp("restarts are off (yard.restarts_max is 0)")
 
 
 @given(
