@@ -44,6 +44,9 @@ class ShardyardError(Exception):
 
     why: ClassVar[str] = ""
     todo: ClassVar[str] = ""
+    new_process_helps: ClassVar[bool] = False
+    """Whether the process has lost the yard, or its place in it, while its script and the job are well. Then an agent
+    starts the process again."""
 
     def __init__(
         self,
@@ -185,11 +188,13 @@ class Refused(ShardyardError):
 
 
 class StaleIncarnation(Refused):
+    new_process_helps = True
     why = "this process was declared dead, or the request was meant for another process"
     todo = "start the process again; it registers as a new member"
 
 
 class WorkerQuarantined(StaleIncarnation):
+    new_process_helps = False
     why = (
         "the worker sent too many gradients in a row that are not finite (job.nonfinite_max); the other "
         "workers continue without it"
@@ -240,11 +245,13 @@ class VersionPassed(NotFound):
 
 
 class NotReady(ShardyardError):
+    new_process_helps = True
     why = "something else must happen first"
     todo = "ask again in a moment"
 
 
 class Unavailable(ShardyardError):
+    new_process_helps = True
     why = "the other process does not answer"
     todo = "check that it runs and that its address can be reached; then try again"
 
@@ -292,6 +299,7 @@ class ServerLost(JobFailed):
 
 
 class CoordinatorLost(JobFailed):
+    new_process_helps = True
     why = "without a coordinator, workers cannot join or lease data, and no death is noticed"
     todo = (
         "read its log to see why it was not started again; on the same state folder and within "

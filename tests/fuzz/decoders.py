@@ -614,7 +614,7 @@ def _settings(folder: Path) -> Iterator[Decoder]:
         return read_state(folder)
 
     yield Decoder("yard.json", (json.dumps(yard).encode(),), read_yard, _change_json)
-    error = {"time": 1.5, "type": "ValueError", "message": "no", "traceback": "Traceback"}
+    error = {"time": 1.5, "type": "ValueError", "message": "no", "traceback": "Traceback", "new_process_helps": False}
 
     def read_error(text: bytes) -> object:
         (folder / "error.json").write_bytes(text)

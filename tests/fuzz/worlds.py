@@ -532,6 +532,7 @@ class AgentWorld:
             environment={"NAME": "value"},
             workers=1,
             restarts_max=1,
+            restarts_window_ms=60_000,
         )
         self.launch: RunningLaunch = self._agent.launch(launch)
         self._agent.close()

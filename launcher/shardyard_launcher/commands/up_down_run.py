@@ -277,6 +277,7 @@ def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int
         environment=launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole),
         workers=workers,
         restarts_max=given.loaded.settings.yard.restarts_max,
+        restarts_window_ms=given.loaded.settings.yard.restarts_window_ms,
     )
 
 

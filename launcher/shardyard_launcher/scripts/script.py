@@ -65,6 +65,7 @@ class Script:
     environment: Mapping[str, str]
     workers: int
     restarts_max: int
+    restarts_window_ms: int
 
 
 def launch_environment(
@@ -123,6 +124,7 @@ class ScriptRun:
             environment=script.environment,
             workers=script.workers,
             restarts_max=script.restarts_max,
+            restarts_window_ms=script.restarts_window_ms,
         )
         with self._wait_registry.over(lambda: f"the {self._agent.name} to launch {script.path}"):
             reply = self._agent.call(methods.LAUNCH, request, timeout_ms=CALL_TIMEOUT_MS)
@@ -214,8 +216,7 @@ class ScriptRun:
             case "exited" if event.exited.will_restart:
                 exited = event.exited
                 display.note(
-                    f"process {exited.local_index} (pid {exited.pid}) was killed by signal {-exited.exit_code}; "
-                    "the agent starts it again"
+                    f"process {exited.local_index} (pid {exited.pid}) {exited.ending}; the agent starts it again"
                 )
             case "ended":
                 return event.ended

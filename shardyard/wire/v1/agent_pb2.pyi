@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max")
+    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max", "restarts_window_ms")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -21,13 +21,15 @@ class LaunchRequest(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_MAX_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
     script: str
     arguments: _containers.RepeatedScalarFieldContainer[str]
     working_directory: str
     environment: _containers.ScalarMap[str, str]
     workers: int
     restarts_max: int
-    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ...) -> None: ...
+    restarts_window_ms: int
+    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ..., restarts_window_ms: _Optional[int] = ...) -> None: ...
 
 class LaunchReply(_message.Message):
     __slots__ = ("launch", "workers")
@@ -66,16 +68,18 @@ class ProcessOutput(_message.Message):
     def __init__(self, local_index: _Optional[int] = ..., standard_error: bool = ..., line: _Optional[str] = ...) -> None: ...
 
 class ProcessExited(_message.Message):
-    __slots__ = ("local_index", "pid", "exit_code", "will_restart")
+    __slots__ = ("local_index", "pid", "exit_code", "will_restart", "ending")
     LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     WILL_RESTART_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     local_index: int
     pid: int
     exit_code: int
     will_restart: bool
-    def __init__(self, local_index: _Optional[int] = ..., pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., will_restart: bool = ...) -> None: ...
+    ending: str
+    def __init__(self, local_index: _Optional[int] = ..., pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., will_restart: bool = ..., ending: _Optional[str] = ...) -> None: ...
 
 class LaunchEnded(_message.Message):
     __slots__ = ("exit_code", "first_error_index", "first_error")

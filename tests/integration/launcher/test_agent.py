@@ -81,6 +81,7 @@ class Bench:
             environment={"GIVEN": "by the launcher"},
             workers=workers,
             restarts_max=restarts_max,
+            restarts_window_ms=60_000,
         )
         return self.peer.call(methods.LAUNCH, request, timeout_ms=10_000).launch
 
@@ -304,6 +305,31 @@ def test_process_killed_by_a_signal_is_started_again(bench: Bench) -> None:
     exited = [(e.exited.pid, e.exited.exit_code, e.exited.will_restart) for e in events if e.HasField("exited")]
     assert exited == [(pids[0], -9, True), (pids[1], 0, False)]
     assert bench.exits == [(pids[0], -9), (pids[1], 0)]
+
+
+LOSES_THE_YARD = """
+    import os, sys
+    from shardyard.domain import errors
+    if os.path.exists("second"):
+        sys.exit(0)
+    open("second", "w").close()
+    raise errors.{error}("worker 1.2 was silent for 6.0 s")
+    """
+
+
+@pytest.mark.parametrize("error", ["StaleIncarnation", "CoordinatorUnavailable"])
+def test_process_that_lost_the_yard_is_started_again(bench: Bench, error: str) -> None:
+    ended = Ended([*bench.watch(bench.launch(LOSES_THE_YARD.format(error=error), restarts_max=1))])
+    assert ended.exit_code == 0
+    exited = [event.exited for event in ended.events if event.HasField("exited")]
+    assert [(each.exit_code, each.will_restart) for each in exited] == [(1, True), (0, False)]
+    assert exited[0].ending == f"ended with {error}"
+
+
+def test_process_of_a_job_that_failed_is_not_started_again(bench: Bench) -> None:
+    ended = Ended([*bench.watch(bench.launch(LOSES_THE_YARD.format(error="ServerLost"), restarts_max=1))])
+    assert ended.exit_code == 1
+    assert "ServerLost: worker 1.2 was silent" in ended.first_error
 
 
 def test_stop_ends_a_script_in_order(bench: Bench) -> None:

@@ -3,10 +3,10 @@
     python -u -P -m shardyard_worker.agent.bootstrap AGENT_PID SCRIPT [ARGUMENT...]
 
 Owns: two promises. The process dies with its agent, however that ends. An exception that the script does not catch is
-written first of all into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message, traceback}. Everything
-else is as under plain Python: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the printed traceback, children that
-multiprocessing spawns. Must not know: anything but the standard library, so that it costs nothing and cannot fail
-because of other code.
+written first of all into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message, traceback,
+new_process_helps}. Everything else is as under plain Python: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the
+printed traceback, children that multiprocessing spawns. Must not know: anything but the standard library, so that it
+costs nothing and cannot fail because of other code.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def record(error: BaseException, shown: types.TracebackType | None) -> None:
         "type": type(error).__name__,
         "message": _text(error)[:MESSAGE_CHARACTERS_MAX],
         "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
+        # an attribute of the yard's errors (shardyard/domain/errors.py), which this file cannot import
+        "new_process_helps": getattr(error, "new_process_helps", False) is True,
     }
     try:
         with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as stream:

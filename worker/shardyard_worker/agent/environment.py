@@ -28,6 +28,7 @@ class LaunchOrder:
     """The whole environment, before each process's own variables are added."""
     workers: int
     restarts_max: int
+    restarts_window_ms: int
     threads: int
     gpus: tuple[str, ...]
     """They are given out in turn, one to each process."""

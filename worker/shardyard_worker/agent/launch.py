@@ -124,7 +124,9 @@ class RunningLaunch:
         self.order = order
         self.events = EventLog()
         self._report_exit = report_exit
-        self._supervision = Supervision(workers=order.workers, restarts_max=order.restarts_max)
+        self._supervision = Supervision(
+            workers=order.workers, restarts_max=order.restarts_max, restarts_window_ms=order.restarts_window_ms
+        )
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._stop_asked: deque[int] = deque()
@@ -187,8 +189,14 @@ class RunningLaunch:
                         _signal(child.process.pid, number)
                 case wire.LaunchEvent() as event:
                     if event.HasField("exited"):
-                        self._report_exit(event.exited.pid, event.exited.exit_code)
+                        self._on_exit(event.exited)
                     self.events.append(event)
+
+    def _on_exit(self, exited: wire.ProcessExited) -> None:
+        if exited.will_restart:
+            who = f"process {exited.local_index} (pid {exited.pid})"
+            log.warning("launch %d: %s %s; it is started again", self.number, who, exited.ending)
+        self._report_exit(exited.pid, exited.exit_code)
 
     def _spawn(self, index: int, restarts: int) -> list[Effect]:
         order = self.order
@@ -294,7 +302,8 @@ def read_error_file(path: Path) -> RecordedError | None:
         kind, message, traceback = (
             str(entry[name]).encode("utf-8", "replace").decode() for name in ("type", "message", "traceback")
         )
-        return RecordedError(float(entry["time"]), kind, message, traceback)
+        helps = entry["new_process_helps"] is True
+        return RecordedError(float(entry["time"]), kind, message, traceback, new_process_helps=helps)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -175,6 +175,7 @@ def serve(
                 arguments=command[1:],
                 working_directory=os.getcwd(),
                 restarts_max=settings.yard.restarts_max,
+                restarts_window_ms=settings.yard.restarts_window_ms,
             )
             return _follow(service.launch(request), membership, stop)
         while not stop.wait(SLICE_MS / 1000):

@@ -112,6 +112,8 @@ class AgentService:
             raise errors.TooLarge(f"{workers} workers; at most {limits.LAUNCH_WORKERS_MAX} are launched")
         if request.restarts_max > RESTARTS_MAX:
             raise errors.TooLarge(f"{request.restarts_max} restarts; at most {RESTARTS_MAX} are allowed")
+        if request.restarts_max and not request.restarts_window_ms:
+            raise errors.InvalidRequest("restarts without a time within which they are counted")
         script = _path(request.script, "the script")
         if not script.is_file():
             raise errors.InvalidRequest(
@@ -132,6 +134,7 @@ class AgentService:
             environment=environment,
             workers=workers,
             restarts_max=request.restarts_max,
+            restarts_window_ms=request.restarts_window_ms,
             threads=plan.threads,
             gpus=gpus_to_give(environment, plan.device, gpus_present()),
             coordinator=plan.coordinator,

@@ -1,9 +1,10 @@
 """Supervision of one launch: which processes to start, restart and stop, and which error came first.
 
-Owns: the life of a launch's processes, the budget of restarts and their back-off, the choice of the first error by
+Owns: the life of a launch's processes, which of their ends are followed by a restart, the choice of the first error by
 time. Each method of `Supervision` takes what has happened, and returns what to do. Invariants: a process is restarted
-only after a signal ended it, and while its budget lasts; after the first failure no process is started; exactly one
-LaunchEnded is emitted, as the last event. Must not know: processes, pipes, clocks (launch has them), torch.
+only if a signal ended it or it lost the yard, and while its budget lasts; an error of the script ends the launch; after
+the first failure no process is started; exactly one LaunchEnded is emitted, as the last event. Must not know:
+processes, pipes, clocks (launch has them), torch.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardyard.domain.errors import WorkerQuarantined
+from shardyard.runtime.restart_policy import GivenUp, RestartAt, RestartPolicy
 from shardyard.wire.v1 import agent_pb2 as wire
 
 STOP_GRACE_MS: Final = 3_000
 """The time between SIGTERM and SIGKILL, if the request to stop names none."""
-RESTART_BACKOFF_MS: Final = 200
-RESTART_BACKOFF_MS_MAX: Final = 10_000
 RAISED_EXIT_CODE: Final = 1
 """Python's exit code after an exception that was not caught."""
 QUARANTINED: Final = WorkerQuarantined.__name__
@@ -30,12 +30,14 @@ TAIL_LINES_MAX: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class RecordedError:
-    """The error that a process wrote into its error file. `time_s`: wall-clock time in seconds."""
+    """The error that a process wrote into its error file. `time_s`: wall-clock time in seconds. `new_process_helps`:
+    the process has lost the yard, and its script did nothing wrong."""
 
     time_s: float
     kind: str
     message: str
     traceback: str
+    new_process_helps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,10 @@ class Supervision:
     """The state machine of one launch. `now_ms` is monotonic, for the timers. `time_s` is wall-clock time, for the
     order of errors, since processes write that into their error files."""
 
-    def __init__(self, *, workers: int, restarts_max: int) -> None:
-        self._restarts_max = restarts_max
+    def __init__(self, *, workers: int, restarts_max: int, restarts_window_ms: int) -> None:
+        self._restarts = RestartPolicy(
+            restarts_max=restarts_max, window_ms=restarts_window_ms, setting="yard.restarts_max"
+        )
         self._processes = [_Process(index) for index in range(workers)]
         self._failures: list[_Failure] = []
         self._quarantined: list[_Failure] = []
@@ -140,17 +144,20 @@ class Supervision:
     ) -> list[Effect]:
         """`exit_code` is negative if a signal ended the process. `error`: what it wrote into its error file."""
         process = self._processes[index]
-        restart = exit_code < 0 and not self._stopping and process.restarts < self._restarts_max
-        exited = wire.ProcessExited(local_index=index, pid=process.pid, exit_code=exit_code, will_restart=restart)
+        decided = self._decide_restart(process, exit_code, error, now_ms)
+        again = isinstance(decided, RestartAt)
+        ending = describe_end(exit_code, error)
+        exited = wire.ProcessExited(
+            local_index=index, pid=process.pid, exit_code=exit_code, will_restart=again, ending=ending
+        )
         effects: list[Effect] = [wire.LaunchEvent(exited=exited)]
-        if restart:
-            process.phase = Phase.RESTARTING
-            process.due_ms = now_ms + min(RESTART_BACKOFF_MS << process.restarts, RESTART_BACKOFF_MS_MAX)
+        if isinstance(decided, RestartAt):
+            process.phase, process.due_ms = Phase.RESTARTING, decided.at_ms
             process.restarts += 1
             return effects
         process.phase = Phase.ENDED
         self._any_well = self._any_well or exit_code == 0
-        failure = self._failure(process, exit_code, error, time_s)
+        failure = self._failure(process, exit_code, error, time_s, decided)
         if error is not None and error.kind == QUARANTINED and not self._stopping:
             self._quarantined.append(failure)  # the job goes on without it
             return effects + self._finish()
@@ -161,19 +168,33 @@ class Supervision:
             effects += self._begin_stop(now_ms, STOP_GRACE_MS)
         return effects + self._finish()
 
-    def _failure(self, process: _Process, exit_code: int, error: RecordedError | None, time_s: float) -> _Failure:
+    def _decide_restart(
+        self, process: _Process, exit_code: int, error: RecordedError | None, now_ms: int
+    ) -> RestartAt | GivenUp | None:
+        """None: a process that ends like this is not started again."""
+        is_due = exit_code < 0 if error is None else error.new_process_helps
+        return self._restarts.died(str(process.index), now_ms) if is_due and not self._stopping else None
+
+    def _failure(
+        self,
+        process: _Process,
+        exit_code: int,
+        error: RecordedError | None,
+        time_s: float,
+        decided: GivenUp | None,
+    ) -> _Failure:
+        given_up = "" if decided is None else f"process {process.index} is not started again: {decided.why}"
         if error is not None:
             # it raised an error, and the stop signal reached it while it was still ending
             stopped = self._stopping and -exit_code in (signal.SIGTERM, signal.SIGKILL)
             code = RAISED_EXIT_CODE if stopped else exit_code
-            return _Failure(error.time_s, process.index, code, error.traceback.rstrip())
-        ending = describe_exit(exit_code)
-        if exit_code < 0:
-            ending += f" after {process.restarts} restarts (yard.restarts_max is {self._restarts_max})"
+            text = "\n".join(line for line in (error.traceback.rstrip(), given_up) if line)
+            return _Failure(error.time_s, process.index, code, text)
+        ending = describe_end(exit_code, None)
         lines = [f"process {process.index} (pid {process.pid}) {ending}; it left no traceback"]
         if process.tail:
             lines += ["the end of its output:", *(f"  {line}" for line in process.tail)]
-        return _Failure(time_s, process.index, exit_code, "\n".join(lines))
+        return _Failure(time_s, process.index, exit_code, "\n".join([*lines, *([given_up] if given_up else [])]))
 
     def _begin_stop(self, now_ms: int, grace_ms: int) -> list[Effect]:
         if self._stopping:
@@ -214,7 +235,10 @@ class Supervision:
         return [wire.LaunchEvent(ended=self.ended)]
 
 
-def describe_exit(exit_code: int) -> str:
+def describe_end(exit_code: int, error: RecordedError | None) -> str:
+    """For example "was killed by SIGKILL", "ended with StaleIncarnation", "ended with exit code 3"."""
+    if error is not None:
+        return f"ended with {error.kind}"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

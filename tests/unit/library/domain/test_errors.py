@@ -91,3 +91,15 @@ def test_facts_are_the_errors_own() -> None:
     error = errors.NotFound("x", facts=facts)
     facts["a"] = "c"
     assert error.facts == {"a": "b"}
+
+
+def test_new_process_helps_exactly_where_the_yard_is_lost() -> None:
+    assert {code for code, kind in CLASSES if kind.new_process_helps} == {
+        "StaleIncarnation",
+        "CoordinatorLost",
+        "NotReady",
+        "Unavailable",
+        "CoordinatorUnavailable",
+        "ServerUnavailable",
+        "DeadlineExceeded",
+    }

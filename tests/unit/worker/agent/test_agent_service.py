@@ -72,6 +72,7 @@ def changed(script: Path, fields: dict[str, object]) -> wire.LaunchRequest:
         ({"working_directory": "/nowhere"}, errors.InvalidRequest, "not a folder"),
         ({"workers": limits.LAUNCH_WORKERS_MAX + 1}, errors.TooLarge, "workers"),
         ({"restarts_max": 1_001}, errors.TooLarge, "restarts"),
+        ({"restarts_max": 1}, errors.InvalidRequest, "restarts without a time"),
         ({"arguments": ["a\0"]}, errors.InvalidRequest, "zero character"),
         ({"arguments": ["x"] * 4_097}, errors.TooLarge, "4097 arguments"),
         ({"arguments": ["x" * limits.MIB, "y"]}, errors.TooLarge, "characters"),
@@ -253,18 +254,21 @@ def test_bytes_that_are_no_text_are_replaced() -> None:
 
 # ---- error files
 
+WRITTEN = {"time": 5, "type": "ValueError", "message": "m", "traceback": "t", "new_process_helps": False}
+
 
 def test_error_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "e.json"
-    path.write_text(json.dumps({"time": 5, "type": "ValueError", "message": "m", "traceback": "t"}))
+    path.write_text(json.dumps(WRITTEN | {"new_process_helps": True}))
     error = read_error_file(path)
     assert error is not None
     assert (error.time_s, error.kind, error.message, error.traceback) == (5.0, "ValueError", "m", "t")
+    assert error.new_process_helps
 
 
 def test_lone_surrogate_in_an_error_file_can_be_sent(tmp_path: Path) -> None:
     path = tmp_path / "e.json"
-    path.write_text(json.dumps({"time": 5, "type": "ValueError", "message": "m", "traceback": "a\udc80b"}))
+    path.write_text(json.dumps(WRITTEN | {"traceback": "a\udc80b"}))
     error = read_error_file(path)
     assert error is not None
     event = wire.LaunchEvent(ended=wire.LaunchEnded(first_error=error.traceback))

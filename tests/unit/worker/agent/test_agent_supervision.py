@@ -7,34 +7,39 @@ from pathlib import Path
 
 import pytest
 
+from shardyard.runtime.restart_policy import BACKOFF_MS
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block, gpus_to_give
 from shardyard_worker.agent.service import is_local_caller
 from shardyard_worker.agent.supervision import (
-    RESTART_BACKOFF_MS,
-    RESTART_BACKOFF_MS_MAX,
     STOP_GRACE_MS,
     Effect,
     RecordedError,
     SendSignal,
     Spawn,
     Supervision,
+    describe_end,
 )
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
+WINDOW_MS = 60_000
 
 
 def started(index: int, pid: int, restarts: int = 0) -> wire.LaunchEvent:
     return wire.LaunchEvent(started=wire.ProcessStarted(local_index=index, pid=pid, restarts=restarts))
 
 
-def exited(index: int, pid: int, exit_code: int, *, restarts: bool = False) -> wire.LaunchEvent:
-    shown = wire.ProcessExited(local_index=index, pid=pid, exit_code=exit_code, will_restart=restarts)
-    return wire.LaunchEvent(exited=shown)
+def exited(
+    index: int, pid: int, exit_code: int, *, restarts: bool = False, error: RecordedError | None = None
+) -> wire.LaunchEvent:
+    ending = describe_end(exit_code, error)
+    return wire.LaunchEvent(
+        exited=wire.ProcessExited(local_index=index, pid=pid, exit_code=exit_code, will_restart=restarts, ending=ending)
+    )
 
 
 def begun(workers: int = 2, restarts_max: int = 0) -> Supervision:
-    core = Supervision(workers=workers, restarts_max=restarts_max)
+    core = Supervision(workers=workers, restarts_max=restarts_max, restarts_window_ms=WINDOW_MS)
     assert core.begin() == [Spawn(index, 0) for index in range(workers)]
     for index in range(workers):
         assert core.spawned(index, 100 + index) == [started(index, 100 + index)]
@@ -120,7 +125,10 @@ def put_out(core: Supervision, index: int, now_ms: int) -> list[Effect]:
 
 def test_process_that_the_job_has_put_out_does_not_end_the_launch() -> None:
     core = begun(3)
-    assert put_out(core, 1, 5) == [exited(1, 101, 1)]
+    (effect,) = put_out(core, 1, 5)
+    assert isinstance(effect, wire.LaunchEvent)
+    assert effect.exited.ending == "ended with WorkerQuarantined"
+    assert not effect.exited.will_restart
     end(core, 0, 0, 6)
     assert told(end(core, 2, 0, 7)) == (0, 0, "")
 
@@ -163,7 +171,7 @@ def test_process_killed_by_a_signal_starts_again_after_a_pause() -> None:
     assert end(core, 1, -9, 1_000) == [exited(1, 101, -9, restarts=True)]
     assert core.running == 2
     due = core.next_due_ms()
-    assert due == 1_000 + RESTART_BACKOFF_MS
+    assert due == 1_000 + BACKOFF_MS
     assert core.time_passed(due - 1) == []
     assert core.time_passed(due) == [Spawn(1, 1)]
     assert core.time_passed(due + 1) == []
@@ -183,23 +191,46 @@ def test_each_process_has_a_budget_of_restarts() -> None:
     assert SendSignal(0, TERM) in effects
     last = told(end(core, 0, -15, 10_003))
     assert last[:2] == (-11, 1)
-    assert "killed by SIGSEGV after 1 restarts" in last[2]
+    assert "was killed by SIGSEGV" in last[2]
+    assert "process 1 is not started again: it was restarted once within 60 s (yard.restarts_max)" in last[2]
 
 
-def test_pause_before_a_restart_grows_up_to_a_bound() -> None:
-    core = begun(1, restarts_max=20)
-    now, pauses = 0, []
-    for _ in range(20):
-        end(core, 0, -9, now)
-        due = core.next_due_ms()
-        assert due is not None
-        pauses.append(due - now)
-        now = due
-        core.time_passed(now)
-        core.spawned(0, 5)
-    assert pauses[:3] == [RESTART_BACKOFF_MS, 2 * RESTART_BACKOFF_MS, 4 * RESTART_BACKOFF_MS]
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == RESTART_BACKOFF_MS_MAX
+def lost(kind: str = "StaleIncarnation") -> RecordedError:
+    return RecordedError(40.0, kind, "silent", f"Traceback: {kind}", new_process_helps=True)
+
+
+def test_process_that_lost_the_yard_starts_again() -> None:
+    core = begun(2, restarts_max=1)
+    assert end(core, 1, 1, 1_000, error=lost()) == [exited(1, 101, 1, restarts=True, error=lost())]
+    assert core.time_passed(1_000 + BACKOFF_MS) == [Spawn(1, 1)]
+    assert core.running == 2
+
+
+def test_yard_that_is_lost_too_often_ends_the_launch_with_its_error() -> None:
+    core = begun(1, restarts_max=1)
+    end(core, 0, 1, 0, error=lost())
+    core.time_passed(10_000)
+    core.spawned(0, 200)
+    code, _, text = told(end(core, 0, 1, 20_000, error=lost("CoordinatorLost")))
+    assert code == 1
+    assert text == (
+        "Traceback: CoordinatorLost\n"
+        "process 0 is not started again: it was restarted once within 60 s (yard.restarts_max)"
+    )
+
+
+def test_process_that_has_lived_long_has_its_restarts_again() -> None:
+    core, now_ms = begun(1, restarts_max=1), 0
+    for restart in range(1, 9):
+        end(core, 0, -9, now_ms)
+        assert core.time_passed(now_ms + BACKOFF_MS) == [Spawn(0, restart)]
+        core.spawned(0, 200 + restart)
+        now_ms += BACKOFF_MS + WINDOW_MS
+
+
+def test_signal_at_the_end_of_a_script_that_raised_is_no_reason_to_run_it_again() -> None:
+    core = begun(1, restarts_max=5)
+    assert told(end(core, 0, -11, 6, error=failure("first", 19.0)))[2] == "Traceback: first"
 
 
 def test_exit_code_is_never_restarted() -> None:
@@ -235,7 +266,7 @@ def test_second_stop_can_only_shorten_the_grace_time() -> None:
 
 
 def test_stop_while_a_process_is_being_started_reaches_it() -> None:
-    core = Supervision(workers=1, restarts_max=0)
+    core = Supervision(workers=1, restarts_max=0, restarts_window_ms=WINDOW_MS)
     core.begin()
     assert core.stop(100, 1) == []
     assert core.spawned(0, 100) == [started(0, 100), SendSignal(0, TERM)]
@@ -248,7 +279,7 @@ def test_stop_while_a_process_waits_for_its_restart_ends_the_launch() -> None:
 
 
 def test_process_that_cannot_be_started_fails_the_launch() -> None:
-    core = Supervision(workers=2, restarts_max=3)
+    core = Supervision(workers=2, restarts_max=3, restarts_window_ms=WINDOW_MS)
     core.begin()
     core.spawned(0, 100)
     assert core.spawn_failed(1, "no memory", 5.0, 1) == [SendSignal(0, TERM)]
@@ -271,7 +302,7 @@ def test_ended_launch_takes_no_more_events() -> None:
 def block(environment: dict[str, str], *, threads: int = 0, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     """That of the second of four processes."""
     here = Path("/")
-    order = LaunchOrder(here, (), here, environment, 4, 0, threads, gpus, "10.0.0.1:7070", 12)
+    order = LaunchOrder(here, (), here, environment, 4, 0, 1, threads, gpus, "10.0.0.1:7070", 12)
     return environment_block(order, 1, "/tmp/error.json")
 
 
