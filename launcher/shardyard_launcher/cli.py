@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardyard_launcher.commands import doctor, roles, supervisor, up_down_run
+from shardyard_launcher.commands import doctor, roles, supervisor, up_run
 from shardyard_launcher.commands.audit import audit
 from shardyard_launcher.commands.checkpoint import checkpoint
+from shardyard_launcher.commands.down import down
 from shardyard_launcher.commands.evaluate import evaluate
 from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
@@ -72,7 +73,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 
 for command in (
     *(roles.coordinator, roles.server, roles.agent),
-    *(up_down_run.up, up_down_run.down, up_down_run.run, supervisor.supervisor),
+    *(up_run.up, down, up_run.run, supervisor.supervisor),
     *(checkpoint, quarantined, audit, stop, set_, evaluate, doctor.doctor),
 ):
     shardyard.add_command(command)

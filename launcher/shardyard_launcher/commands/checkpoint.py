@@ -1,7 +1,7 @@
 """`shardyard checkpoint`: takes, lists, verifies, exports, restores and prunes checkpoints.
 
 Owns: what the commands print. The JSON of `list` is a promise to scripts: names stay, new ones may come. Invariant:
-only `prune` changes a checkpoint. Must not know: the files of a checkpoint, how models are written (checkpoint_export).
+only `prune` changes a checkpoint. Must not know: the files of a checkpoint, how models are written (export).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
-from shardyard_launcher.commands import checkpoint_export
+from shardyard_launcher.checkpoints import export as exports
 from shardyard_launcher.terminal.options import load_given, settings_options, state_option, yard_options
 
 if TYPE_CHECKING:
@@ -154,11 +154,11 @@ def export(
     if out.exists() and not force:
         raise InvalidRequest(f"{out} exists already", why="", todo="give another name, or --force")
     if table is not None:
-        what = checkpoint_export.export_table(library, name, number, table, out)
+        what = exports.export_table(library, name, number, table, out)
     elif best:
-        what = checkpoint_export.export_best(library, name, form, out)
+        what = exports.export_best(library, name, form, out)
     else:
-        what = checkpoint_export.export_model(library, name, number, form, out)
+        what = exports.export_model(library, name, number, form, out)
     click.echo(f"{out}: {what}")
     return 0
 
@@ -171,24 +171,12 @@ def take(settings: Settings, job: str) -> int:
 
     The command waits until the checkpoint is written. JOB is a job's name. Without it, the only job that runs is used.
     """
-    from shardyard.runtime.waits import ExplainedWait
-    from shardyard.transport.error_codes import from_detail
-    from shardyard.wire import methods
-    from shardyard.wire.v1 import coordinator_pb2 as wire
-    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S, CoordinatorClient
+    from shardyard_launcher.checkpoints.take import take_checkpoint
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
     from shardyard_launcher.yard.state_file import coordinator_of
 
-    request = wire.TakeCheckpointRequest(job_name=job)
-    with CoordinatorClient(coordinator_of(settings)) as client, ExplainedWait(lambda: "the checkpoint") as wait:
-        while True:
-            reply = client.call(methods.TAKE_CHECKPOINT, request, "to take a checkpoint")
-            if reply.HasField("failure"):
-                raise from_detail(reply.failure)
-            if reply.done:
-                break
-            request.job_name, request.ticket = reply.job_name, reply.ticket
-            wait.tick()
-            time.sleep(ASK_AGAIN_S)
+    with CoordinatorClient(coordinator_of(settings)) as client:
+        reply = take_checkpoint(client, job)
     click.echo(f"checkpoint {reply.number} of job {reply.job_name}, step {reply.step:,}, in {reply.url}")
     return 0
 

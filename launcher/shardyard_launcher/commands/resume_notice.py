@@ -16,14 +16,13 @@ import psutil
 
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.status.report import TIMEOUT_MS
+from shardyard_launcher.status.report import TIMEOUT_MS, UNFINISHED
 from shardyard_launcher.status.words import describe_checkpoint, describe_restored
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
 LATE_MS: Final = 10_000
 """How much longer than a lease, after which dead servers are noticed, the wait for lost partitions lasts."""
 LOOK_S: Final = 0.1
-UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
 
 
 def report_jobs(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:

@@ -26,6 +26,8 @@ from shardyard_launcher.yard.state_file import RoleRestart, read_state
 
 TIMEOUT_MS: Final = 3_000
 SERVER_TIMEOUT_MS: Final = 1_500
+UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
+"""The states of a job that has not ended."""
 
 Server = server_wire.DescribeServerReply | errors.ShardyardError
 

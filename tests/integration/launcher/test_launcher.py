@@ -282,6 +282,37 @@ def test_yard_is_up_is_used_again_and_goes_down(shell: Shell) -> None:
     assert not shell.state.exists()
 
 
+TRAINS = """
+    import time, torch, shardyard as sy
+
+    with sy.connect() as job:
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in job.batches(torch.utils.data.TensorDataset(torch.ones(64, 2)), batch_size=4, epochs=100_000):
+            model(batch[0]).sum().backward()
+            optimizer.step()
+            print("stepped", flush=True)
+            time.sleep(0.05)
+"""
+
+
+def test_yard_that_trains_is_saved_before_it_goes_down(shell: Shell) -> None:
+    """And `down --purge` keeps what was saved."""
+    running = shell.start(
+        *("up", "--state", str(shell.state), "--set", "yard.coordinator_port=0", "--set", "job.name=digits"),
+        *("--set", "job.checkpoint.every_s=0", "--set", "yard.workers=1", shell.script(TRAINS)),
+    )
+    read_until(running, "stepped")
+    down = shell.down("--purge")
+    assert down.returncode == 0, down.stderr
+    saved = re.search(r"^job digits: checkpoint (\d+) of step (\d+) is in ", down.stdout, re.MULTILINE)
+    assert saved is not None, down.stdout
+    listed = json.loads(shell.run("checkpoint", "list", "--json", "--state", str(shell.state)).stdout)["checkpoints"]
+    assert (listed[-1]["number"], listed[-1]["step"]) == tuple(map(int, saved.groups()))
+    finish(running)
+    assert shell.processes() == []
+
+
 @pytest.mark.long("coordinator")
 @pytest.mark.parametrize("role", ["coordinator", "server", "agent"])
 def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) -> None:

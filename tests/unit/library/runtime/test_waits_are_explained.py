@@ -50,7 +50,7 @@ ALLOWED: Final[dict[str, str]] = {
     "coordinator/service/process.py:serve:wait": ENDS_WITH_IT,
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
     "runtime/failpoints.py:_sleep:sleep": "a test has asked for it",
-    "launcher/commands/checkpoint_export.py:_write_torch:fsync": "a command at work on a file of its own",
+    "launcher/checkpoints/export.py:_write_torch:fsync": "a command at work on a file of its own",
     "launcher/yard/local_cluster.py:LocalCluster._record_and_release:wait": "RunningRole.wait explains itself",
     "launcher/yard/local_cluster.py:stop_roles:wait": "RunningRole.wait explains itself",
     "launcher/commands/evaluate.py:_follow:wait": "BACKOFF_MS_MAX at most, and it is said",

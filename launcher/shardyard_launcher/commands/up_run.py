@@ -1,9 +1,9 @@
-"""`shardyard up`, `down`, `run`: a yard on this machine, with or without a script.
+"""`shardyard up`, `run`: a yard on this machine, with or without a script.
 
 Owns: when a yard is started, reused or refused; what stays running after a script, an error or Ctrl-C; the words
 printed about it. Invariants: `run` leaves no process behind. `up` leaves a yard that is whole, or that its supervisor
-is repairing, or no yard that it started. `down` ends only processes that the state file names. Must not know: how
-processes are started and watched (cluster, supervisor, running_yard, script).
+is repairing, or no yard that it started. Must not know: how processes are started and watched (cluster, supervisor,
+running_yard, script).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from shardyard_launcher.terminal.options import (
     load_given,
     require_script,
     script_options,
-    settings_options,
     state_option,
 )
 
@@ -87,35 +86,6 @@ def up(
         return signals.exit_code or code or 1
     _say_where(yard, folder, given.loaded.settings)
     return signals.exit_code or code
-
-
-@click.command()
-@state_option
-@click.option("--purge", is_flag=True, help="Delete logs and journal as well.")
-@settings_options
-def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
-    """Stop the yard that `shardyard up` started."""
-    from shardyard_launcher.yard.running_yard import RunningYard
-    from shardyard_launcher.yard.state_file import forget_state, locked, read_state
-
-    settings = load_given(config, sets, {"yard.state": state}).loaded.settings
-    folder = Path(settings.yard.state)
-    if not folder.is_dir():
-        click.echo(f"no yard is up in {folder}")
-        return 0
-    with locked(folder):
-        found = read_state(folder)
-        if found is None:
-            click.echo(f"no yard is up in {folder}")
-        else:
-            # a second signal must not leave half of the yard running
-            with StopSignals():
-                stopped = RunningYard(folder, found).stop()
-                forget_state(folder)
-            click.echo(f"stopped {', '.join(map(str, stopped))}")
-        if purge:
-            click.echo(_purge(folder))
-    return 0
 
 
 @click.command(context_settings=_PASSES_ARGUMENTS)
@@ -287,24 +257,6 @@ def _take_down(yard: RunningYard, folder: Path) -> None:
     with locked(folder):
         yard.stop()
         forget_state(folder)
-
-
-def _purge(folder: Path) -> str:
-    """Deletes what `up` has put into the folder, and the folder if nothing else is in it. Returns what it did, in
-    words."""
-    import shutil
-
-    from shardyard.config.settings import COLD_FOLDER, WAL_FOLDER
-    from shardyard_launcher.yard.state_file import LOCK_FILE, LOGS
-
-    for name in (LOGS, "coordinator", COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("settings.yaml", LOCK_FILE):
-        (folder / name).unlink(missing_ok=True)
-    if any(folder.iterdir()):
-        return f"deleted the logs and the journal in {folder}; other files stay there"
-    folder.rmdir()
-    return f"deleted {folder} with its logs and journal"
 
 
 def _say_where(yard: RunningYard, folder: Path, settings: Settings) -> None:
