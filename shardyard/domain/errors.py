@@ -151,7 +151,7 @@ class UnseekableDataset(InvalidRequest):
     why = "each sample counts once in an epoch, so any worker must be able to read any sample again by its index"
     todo = (
         "give a map-style dataset (with __len__ and __getitem__) or a list of files (shardyard.TextLines, "
-        "FixedRecords, FramedRecords), or use your own DataLoader, without this promise"
+        "FixedRecords, FramedRecords), or go through a DataLoader of your own, without this promise"
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from shardyard.domain.epochs import Indices
@@ -23,6 +24,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged
 from shardyard_worker.data.feed import Feed, Work
+from shardyard_worker.data.loader_processes import Reading, Seed
 from shardyard_worker.data.look_ahead import due_batches
 from shardyard_worker.training.table_binding import Announced
 
@@ -171,22 +173,24 @@ class AsyncFeed(Feed):
         counts, shard.announce_until = self._begins(lease.source, lease.token, sequence, highest=highest)
         return counts
 
+    def _following(self) -> Iterator[Reading]:
+        shard = self._shard
+        if shard is not None:
+            for sequence in range(shard.sequence + 1, shard.batches):
+                if sequence < shard.announce_until:
+                    return
+                yield Reading(self._seed(shard.source, sequence), self._chosen(shard.samples, sequence).tolist())
+
     def _announced(self) -> Sequence[Announced]:
         """The announced ids of later batches of the same data shard."""
-        shard = self._shard
-        if shard is None or self._look_ahead is None or self._is_told_to_stop:
+        if self._look_ahead is None or self._is_told_to_stop:
             return ()
-        first, end = shard.sequence + 1, shard.batches
-        due = [first + each for each in due_batches(self._session.settings.worker.window, self._settings.accumulate)]
-        due = [sequence for sequence in due if sequence < end]
-        if not due or due[0] < shard.announce_until:
-            return ()
-        seeds = [self._seed(shard.source, sequence) for sequence in due]
-        for seed, sequence in zip(seeds, due, strict=True):
-            self._read_early(seed, self._chosen(shard.samples, sequence))
-        return self._ids_of(seeds)
+        due = due_batches(self._session.settings.worker.window, self._settings.accumulate)
+        following = list(islice(self._following(), due.stop))
+        self._read_early(following)
+        return self._ids_of(following[due.start :])
 
-    def _seed(self, source: DataShardSource, sequence: int) -> tuple[int, ...]:
+    def _seed(self, source: DataShardSource, sequence: int) -> Seed:
         return self._session.seed, 1, source.feed, source.epoch, source.index, sequence
 
     def _chosen(self, samples: Indices, sequence: int) -> Indices:

@@ -7,40 +7,70 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from shardyard.domain.epochs import Indices
 from shardyard.domain.errors import UnseekableDataset
+from shardyard_worker.data.loader_processes import LoaderProcesses, LoaderSettings, ReadBatch, Reading, Seed, read
 from shardyard_worker.data.record_files import FileRecords
-from shardyard_worker.data.seeding import undisturbed
+from shardyard_worker.data.seeding import seed_everything, states, undisturbed
+
+READ_HERE = LoaderSettings()
 
 
 class Reader:
-    """Batches of a dataset, on a device."""
+    """Batches of a dataset, on a device: read in this process, or ahead in others."""
 
-    def __init__(
-        self, dataset: Dataset[Any], device: torch.device, collate: Callable[[list[Any]], Any] | None = None
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], device: torch.device, settings: LoaderSettings = READ_HERE) -> None:
+        """Raises UnseekableDataset, InvalidRequest."""
         _require_seekable(dataset)
+        settings.check()
         self._dataset: Any = dataset
         self._device = device
-        self._collate = collate
+        self._collate = settings.collate_fn
+        self._pins = settings.pin_memory and device.type != "cpu"
         self.samples = len(cast(Sized, dataset))
+        self._processes = LoaderProcesses(dataset, settings, pin_memory=self._pins) if settings.num_workers else None
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether other processes read, so that each batch should be asked for by `read`."""
+        return self._processes is not None
 
     def fetch(self, indices: Indices) -> Any:
-        """The samples at the indices, collated, with tensors moved to the device."""
+        """The samples at the indices, collated, with tensors moved to the device. Reads in this process."""
         if type(self._dataset) is TensorDataset and self._collate is None:
             chosen = torch.from_numpy(indices)
             batch: Any = [tensor[chosen] for tensor in self._dataset.tensors]
-        elif hasattr(self._dataset, "__getitems__"):
-            batch = (self._collate or default_collate)(self._dataset.__getitems__(indices.tolist()))
         else:
-            batch = (self._collate or default_collate)([self._dataset[index] for index in indices.tolist()])
-        return _move(batch, self._device)
+            batch = read(self._dataset, self._collate, indices.tolist())
+        return _move(batch, self._device, pins=self._pins)
+
+    def read(self, seed: Seed, indices: Indices, begin: Callable[[], Iterator[Reading]]) -> ReadBatch:
+        """As `fetch`, with the random numbers of the batch's turn. The generators of this process stay as they are.
+        `begin` returns the batches that are expected from this one on."""
+        if self._processes is not None:
+            found = self._processes.take(seed, begin)
+            return replace(found, batch=_move(found.batch, self._device))
+        with undisturbed():
+            seed_everything(*seed, devices=False)
+            batch, error = None, None
+            try:
+                batch = self.fetch(indices)
+            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
+                error = raised
+            return ReadBatch(batch, error, states())
+
+    def close(self) -> None:
+        """Ends the processes that read. A later `read` starts others."""
+        if self._processes is not None:
+            self._processes.close()
 
     def fingerprint(self) -> str:
         """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset, of
@@ -61,12 +91,6 @@ class Reader:
 def _require_seekable(dataset: object) -> None:
     """Raises UnseekableDataset, with what to do instead, for a dataset that cannot be read by index."""
     kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise UnseekableDataset(
-            "a DataLoader, which gives batches in an order of its own",
-            todo="give its data set: job.batches(loader.dataset, batch_size=..., collate_fn=...); or go through the "
-            "loader itself, without job.batches: gradients count once then, samples are the script's matter",
-        )
     if isinstance(dataset, IterableDataset | Iterator) or not hasattr(dataset, "__getitem__"):
         raise UnseekableDataset(f"{kind} can only be iterated over")
     if isinstance(dataset, Mapping):
@@ -89,13 +113,15 @@ def _structure(sample: Any) -> str:
     return type(sample).__name__
 
 
-def _move(batch: Any, device: torch.device) -> Any:
+def _move(batch: Any, device: torch.device, *, pins: bool = False) -> Any:
+    """`pins`: by way of memory that a device can copy from by itself."""
+    move = partial(_move, device=device, pins=pins)
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return (batch.pin_memory() if pins else batch).to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {key: _move(value, device) for key, value in batch.items()}
+        return {key: move(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_move(value, device) for value in batch))
+        return type(batch)(*map(move, batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_move(value, device) for value in batch)
+        return type(batch)(map(move, batch))
     return batch

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from shardyard.domain.epochs import Indices, order
 from shardyard.domain.errors import InvalidRequest
@@ -24,8 +27,9 @@ from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.strategy import LostWork, Strategy
 from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.loader_processes import ReadBatch, Reading, Seed
 from shardyard_worker.data.look_ahead import LookAhead, announced
-from shardyard_worker.data.seeding import GeneratorStates, restore, seed_everything, states, undisturbed
+from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.training.table_binding import Announced, Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
@@ -61,21 +65,6 @@ class FeedSettings:
     accumulate: int = 1
 
 
-@dataclass(frozen=True)
-class EarlyBatch:
-    """A batch that was read before its turn, or the error of reading it, and the generators' states after it."""
-
-    batch: Any
-    error: Exception | None
-    states: GeneratorStates
-
-    def take(self) -> Any:
-        restore(self.states)
-        if self.error is not None:
-            raise self.error
-        return self.batch
-
-
 class Feed(ABC):
     """One call of `job.batches`. `work`: the work of the last batch that was yielded."""
 
@@ -101,7 +90,7 @@ class Feed(ABC):
         self._order = lru_cache(2)(
             partial(order, seed=self._session.seed, feed=number, samples=reader.samples, shuffle=settings.shuffle)
         )
-        self._early: dict[tuple[int, ...], EarlyBatch] = {}
+        self._early: dict[Seed, ReadBatch] = {}
         """Batches that were read before their turn, by the seed of their turn."""
         self._warned = False
         self._look_ahead = look_ahead
@@ -183,29 +172,34 @@ class Feed(ABC):
             log.warning("#%d of %s is in quarantine; it does not count", sequence, source)
         return not reply.quarantined, reply.announce_until
 
-    def _fetch(self, seed: tuple[int, ...], chosen: Indices) -> Any:
+    # ---- reading
+
+    @abstractmethod
+    def _following(self) -> Iterator[Reading]:
+        """The batches that this worker expects to compute after the current one, in order, as far as they are known.
+        Ends before a batch at which workers may have died, so that it is not read before its turn (rule A13)."""
+
+    def _fetch(self, seed: Seed, chosen: Indices) -> Any:
         """The current batch. Afterwards the generators are as reading it has left them."""
         seed_everything(*seed)
         early = self._early.pop(seed, None)
+        if early is None and self._reader.reads_ahead:
+            early = self._reader.read(seed, chosen, lambda: chain([Reading(seed, chosen.tolist())], self._following()))
         return self._reader.fetch(chosen) if early is None else early.take()
 
-    def _read_early(self, seed: tuple[int, ...], chosen: Indices) -> None:
-        """Reads a batch before its turn, with the random numbers of its turn. The generators' states are then
-        restored."""
-        if seed in self._early:
-            return
-        with undisturbed():
-            seed_everything(*seed, devices=False)
-            batch, error = None, None
-            try:
-                batch = self._reader.fetch(chosen)
-            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
-                error = raised
-            self._early[seed] = EarlyBatch(batch, error, states())
+    def _read_early(self, first: Sequence[Reading]) -> None:
+        """Reads the first of the batches that follow before their turn, with the random numbers of their turn."""
+        for place, reading in enumerate(first):
+            if reading.seed not in self._early:
+                self._early[reading.seed] = self._reader.read(
+                    reading.seed, np.array(reading.indices, np.int64), partial(self._following_from, place)
+                )
 
-    def _ids_of(self, seeds: Iterable[tuple[int, ...]]) -> Sequence[Announced]:
+    def _following_from(self, place: int) -> Iterator[Reading]:
+        return islice(self._following(), place, None)
+
+    def _ids_of(self, readings: Iterable[Reading]) -> Sequence[Announced]:
         """The announced ids of batches that were read early."""
         assert self._look_ahead is not None
-        return announced(
-            self._look_ahead, [each.batch for each in map(self._early.get, seeds) if each and not each.error]
-        )
+        found = [self._early.get(reading.seed) for reading in readings]
+        return announced(self._look_ahead, [each.batch for each in found if each and not each.error])

@@ -51,6 +51,12 @@ def states() -> GeneratorStates:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
+def is_same(one: GeneratorStates, other: GeneratorStates) -> bool:
+    """Whether the generators stand alike."""
+    of_numpy = all(np.array_equal(left, right) for left, right in zip(one[1], other[1], strict=True))
+    return of_numpy and one[2] == other[2] and torch.equal(one[0], other[0])
+
+
 def restore(states: GeneratorStates) -> None:
     """Sets the CPU's generators to these states."""
     of_torch, of_numpy, of_random = states

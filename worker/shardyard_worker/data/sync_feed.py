@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from shardyard.domain.epochs import EpochPlan, Indices, StepPlan
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, StaleToken
@@ -22,6 +23,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.feed import Feed, Work
+from shardyard_worker.data.loader_processes import Reading, Seed
 from shardyard_worker.data.makeup_steps import MakeupSteps, MissedBatch
 from shardyard_worker.training.table_binding import Announced
 
@@ -31,8 +33,19 @@ STEP_OF_SEED = 3
 """Where a batch's seed has its step."""
 
 
+class _Place(NamedTuple):
+    """A batch of a rank's part of a step. `of`: what it is computed for. `number`: which of the part's batches."""
+
+    rank: Rank
+    step: int
+    of: MissedBatch
+    number: int
+
+
 class SyncFeed(Feed):
     _strategy: SyncStrategy
+    _at: _Place | None = None
+    """The current batch."""
     _is_long = False
     """Whether a step of the job is a round of local steps."""
 
@@ -120,6 +133,7 @@ class SyncFeed(Feed):
             self._contribute(self.work, None)
             return
         chosen = self._samples(missed)
+        self._at = _Place(rank, step, missed, len(chosen))
         is_hybrid = self._session.job_settings.consistency.rows_at_once
         self.work = work = Work(name, len(chosen), highest=ranks.highest(rank) if is_hybrid else 0)
         self._early = {seed: each for seed, each in self._early.items() if seed[STEP_OF_SEED] >= step}
@@ -140,6 +154,7 @@ class SyncFeed(Feed):
         batches = list(self._units.batches(len(chosen)))
         for number, batch in enumerate(batches):
             work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
+            self._at = _Place(rank, step, missed, number)
             self._trainer.accumulates = not batch.due
             yield self._fetch(self._seed(missed, number), chosen[batch.begin : batch.end])
         if not work.taken:
@@ -153,30 +168,45 @@ class SyncFeed(Feed):
         epoch, begin, end = self._plan.span(batch.step, batch.rank)
         return self._order(epoch=epoch)[begin:end]
 
-    def _seed(self, of: MissedBatch, number: int) -> tuple[int, ...]:
+    def _seed(self, of: MissedBatch, number: int) -> Seed:
         """A step's only batch is seeded by its name alone."""
         return self._session.seed, 0, of.rank, of.step, *((number,) if number else ())
+
+    def _following(self) -> Iterator[Reading]:
+        if self._at is None:
+            return
+        rank, step, of, number = self._at
+        held = self._strategy.ranks.held
+        yield from self._readings(of, number + 1)
+        for other in sorted(held):
+            if other > rank and held[other].next == step:
+                if self._is_announced(other, step):
+                    return
+                yield from self._readings(MissedBatch(other, step))
+        for later in range(step + 1, self._plan.end):
+            for each in sorted(held):
+                if self._is_announced(each, later) or not self._has(later):
+                    return
+                yield from self._readings(MissedBatch(each, later))
+
+    def _is_announced(self, rank: Rank, step: int) -> bool:
+        return step < self._strategy.ranks.announce_until(rank)
+
+    def _readings(self, of: MissedBatch, first: int = 0) -> Iterator[Reading]:
+        """The batches of a rank's part of a step, from number `first` on."""
+        chosen = self._samples(of)
+        for number, batch in enumerate(self._units.batches(len(chosen)) if len(chosen) else ()):
+            if number >= first:
+                yield Reading(self._seed(of, number), chosen[batch.begin : batch.end].tolist())
 
     def _announced(self) -> Sequence[Announced]:
         """The announced ids of the next step's batches of this worker's ranks."""
         if self._look_ahead is None or self._is_told_to_stop:
             return ()
         step = self._strategy.step + 1
-        if step < self._opened.first_step or not self._has(step):
-            return ()
-        seeds: list[tuple[int, ...]] = []
-        for rank in sorted(self._strategy.ranks.held):
-            if step >= self._strategy.ranks.announce_until(rank):
-                seeds += self._read_step(MissedBatch(rank, step))
-        return self._ids_of(seeds)
-
-    def _read_step(self, of: MissedBatch) -> list[tuple[int, ...]]:
-        chosen = self._samples(of)
-        seeds = []
-        for number, batch in enumerate(self._units.batches(len(chosen)) if len(chosen) else ()):
-            seeds.append(self._seed(of, number))
-            self._read_early(seeds[-1], chosen[batch.begin : batch.end])
-        return seeds
+        following = list(takewhile(lambda reading: reading.seed[STEP_OF_SEED] == step, self._following()))
+        self._read_early(following)
+        return self._ids_of(following)
 
     # ---- the end
 

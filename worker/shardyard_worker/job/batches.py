@@ -54,7 +54,7 @@ def open_batches(
     with loop.session.interrupts:
         feed = opened(loop.follow_mode(), local=loop.local, end_round=loop.end_round)
         loop.feeds_opened += 1
-    return _iterate(loop, feed, opened)
+    return _iterate(loop, reader, feed, opened)
 
 
 def _refuse_nesting(loop: TrainingLoop) -> None:
@@ -62,7 +62,7 @@ def _refuse_nesting(loop: TrainingLoop) -> None:
         raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
 
 
-def _iterate(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
+def _iterate(loop: TrainingLoop, reader: Reader, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
     _refuse_nesting(loop)
     if loop.upcoming is not None:
         raise _two_look_aheads()
@@ -77,6 +77,7 @@ def _iterate(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Iterator[Any]:
                 yield batch
     finally:
         loop.feed = None
+        reader.close()
         if loop.trainer is not None:
             loop.trainer.accumulates = False
         if loop.local is not None and not loop.session.has_left:

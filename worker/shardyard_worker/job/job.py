@@ -13,15 +13,15 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from shardyard.domain.consistency import Stop, UpdateMode
 from shardyard.domain.errors import UnknownVariable
-from shardyard_worker.data.dataset import Reader
-from shardyard_worker.data.feed import FeedSettings
+from shardyard_worker.data.loader_processes import Collate
 from shardyard_worker.data.look_ahead import LookAhead
 from shardyard_worker.job import variables as named
 from shardyard_worker.job.batches import announce, open_batches
+from shardyard_worker.job.given_data import DataArguments, reader_of
 from shardyard_worker.job.membership import JobMember
 from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
 from shardyard_worker.optimizers.grad_scaler import JobScaler
@@ -181,17 +181,28 @@ class Job(JobMember):
 
     def batches(
         self,
-        dataset: Dataset[Any],
+        data: Dataset[Any] | DataLoader[Any],
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         epochs: int = 1,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
         accumulate: int = 1,
         look_ahead: LookAhead | None = None,
     ) -> Iterator[Any]:
-        """Yields batches of the dataset. Each sample counts once an epoch over all workers, even if processes die.
+        """Yields batches of the data. Each sample counts once an epoch over all workers, even if processes die.
+
+        `data`: a dataset with `__len__` and `__getitem__`, or a torch DataLoader over one. A DataLoader says by itself
+        how its data is read: batch_size, shuffle, drop_last, collate_fn, num_workers, pin_memory, prefetch_factor,
+        timeout, worker_init_fn and multiprocessing_context are taken from it, and then not given here. Its generator is
+        not used. Without a DataLoader, batch_size is 32, shuffle True, drop_last False and num_workers 0 unless given.
+
+        With `num_workers`, that many processes read batches ahead, `prefetch_factor` (2) each; without, this process
+        reads a batch when it is due. The batches and their random numbers are the same either way.
 
         Tensors are on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous), in
         samples. Call `optimizer.step()` once for each batch. With `accumulate`, call it where `job.step_due` is true:
@@ -214,8 +225,10 @@ class Job(JobMember):
         ...     job.step
         2
         """
-        settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
-        return open_batches(self._loop, Reader(dataset, self.device, collate_fn), settings, look_ahead)
+        given = DataArguments(batch_size, shuffle, drop_last, collate_fn, num_workers, pin_memory, prefetch_factor)
+        reader, given = reader_of(data, given, self.device)
+        settings = given.feed_settings(epochs=epochs, accumulate=accumulate)
+        return open_batches(self._loop, reader, settings, look_ahead)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
         """Yields a script's own batches, read one step ahead, so that each step fetches the next batch's rows too.

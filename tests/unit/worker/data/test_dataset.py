@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardyard.domain.epochs import order
 from shardyard.domain.errors import UnseekableDataset
 from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.loader_processes import LoaderSettings
 from shardyard_worker.data.seeding import seed_everything, undisturbed
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ class Many(Samples):
 
 
 def fetch(dataset: Any, *indices: int, collate: Any = None) -> Any:
-    return Reader(dataset, CPU, collate).fetch(np.array(indices, dtype=np.int64))
+    return Reader(dataset, CPU, LoaderSettings(collate)).fetch(np.array(indices, dtype=np.int64))
 
 
 # ---- order
@@ -163,13 +164,6 @@ def test_what_cannot_be_read_by_index_is_refused(dataset: Any) -> None:
     with pytest.raises(UnseekableDataset, match=type(dataset).__name__) as caught:
         Reader(dataset, CPU)
     assert "map-style" in caught.value.todo_text
-
-
-@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(4)), Endless()])
-def test_loader_is_refused_with_what_to_give_instead(dataset: Any) -> None:
-    with pytest.raises(UnseekableDataset, match="a DataLoader, which gives batches in an order of its own") as caught:
-        Reader(DataLoader(dataset), CPU)  # type: ignore[arg-type]
-    assert "loader.dataset" in caught.value.todo_text
 
 
 # ---- fingerprint
