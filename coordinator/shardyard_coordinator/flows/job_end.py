@@ -23,7 +23,10 @@ from shardyard_coordinator.storage.checkpoint_book import Committed
 
 def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = None) -> list[Effect]:
     """Ends the job after all workers have said goodbye, or after none has come for long (then `failure` says so). A
-    last checkpoint is taken, unless the newest one has everything."""
+    last checkpoint is taken, unless the newest one has everything. A job that no worker gave variables has failed,
+    unless it was stopped."""
+    if failure is None and job.deployment.layout is None and job.stopping.stop is None:
+        return fail(job, _untrained(job))
     job.last_checkpoint.failure = failure
     if checkpointing.is_current(job):
         return _conclude(job)
@@ -33,6 +36,14 @@ def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = N
     done = "is done" if failure is None else "has no workers any more"
     message = LogMessage(f"{job.title} {done}; its last checkpoint is being written")
     return [*free(job, tuple(job.roster.fencing), now_ms), *job.records([finishing(job)]), message]
+
+
+def _untrained(job: JobState) -> errors.JobFailed:
+    return errors.JobFailed(
+        f"{job.title} has ended without variables, so nothing was trained",
+        why="all workers have left, and none has called job.prepare or job.register",
+        todo="call model, optimizer = job.prepare(model, optimizer) in the script before the first batch",
+    )
 
 
 def tick(job: JobState, now_ms: int) -> list[Effect]:

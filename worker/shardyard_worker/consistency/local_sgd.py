@@ -110,6 +110,15 @@ class InnerOptimizer:
         """The state after it, for the round that follows."""
         self._at: tuple[Rank | None, int] | None = None
         self._fresh = False
+        self.is_stepping = False
+        """Whether the job takes a step with it now."""
+
+    def step(self, closure: Closure | None) -> float | None:
+        self.is_stepping = True
+        try:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        finally:
+            self.is_stepping = False
 
     def begin(self, rank: Rank | None, round_: int) -> None:
         after, before = self._after.get(rank), self._before.get(rank)
@@ -226,7 +235,7 @@ class LocalRounds:
         if self._schedule is not None:
             self._schedule.follow()
         self._note()
-        loss: float | None = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
+        loss = self._inner.step(closure)
         if closure is not None:
             self._note()
         self.taken += 1

@@ -55,6 +55,20 @@ class SyncStrategy(Strategy):
         """Pushes nothing: a step has room only for its logical ranks."""
         self._trainer.pushes.lose_residual()
 
+    def warn_of_open_step(self) -> None:
+        """Before this worker leaves: warns if it has computed only some of its ranks of a step, with data of the
+        script's own, so that the step may never be complete."""
+        step, held = self.versions.current, self.ranks.held
+        missing = sorted(rank for rank, position in held.items() if position.next == step)
+        if step is not None and missing and len(missing) < len(held):
+            log.warning(
+                "leaves in the middle of step %d: it lacks logical rank %s, so this worker's last batch does not count"
+                " unless another worker computes that rank. With data of the script's own, all logical ranks need"
+                " equally many batches: a DataLoader with drop_last over equally many samples, or job.batches",
+                step,
+                ", ".join(map(str, missing)),
+            )
+
     def begin(self) -> None:
         self.catch_up(0)
 

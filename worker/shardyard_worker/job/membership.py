@@ -119,6 +119,7 @@ class JobMember:
                 files, self._files = self._files, None
                 if files is not None:
                     files.close()
+                self._loop.at_end.close()
                 if self._loop.trainer is not None:
                     self._loop.trainer.close()
                 self._session.leave(error)

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel, UnsupportedOptimizer
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.embedding.table import tables_of
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.grad_scaler import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.optimizers.script_steps import refuse_steps
 from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
 from shardyard_worker.training.table_binding import TableBinding
@@ -36,6 +37,13 @@ def prepare(
     scheduler: LRScheduler | None,
 ) -> tuple[JobOptimizer, JobScheduler | None]:
     """Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, ConfigurationError, InvalidRequest."""
+    loop.check_first()
+    if isinstance(optimizer, ServerOptimizer | LocalOptimizer):
+        raise UnsupportedOptimizer(
+            "an optimizer that job.prepare of another job has returned",
+            why="it takes the steps of that job",
+            todo="give job.prepare a new optimizer, for example torch.optim.Adam(model.parameters())",
+        )
     tables = tables_of(model)
     if tables and loop.is_local:
         raise ConfigurationError(
@@ -54,6 +62,7 @@ def prepare(
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows)
     loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows)
+    loop.at_end.callback(refuse_steps(optimizer).remove)
     if schedule is not None:
         schedule.follow()
     return prepared, schedule
@@ -142,6 +151,7 @@ def _prepare_local(
     assert isinstance(strategy, SyncStrategy)
     inner, steps = InnerOptimizer(optimizer), consistency.steps
     loop.begin_rounds(LocalRounds(trainer, strategy, inner, schedule, parameters=len(parameters), steps=steps))
+    loop.at_end.callback(refuse_steps(optimizer, unless=lambda: inner.is_stepping).remove)
     if schedule is not None:
         schedule.follow()
     return LocalOptimizer(optimizer, loop.step_locally), schedule

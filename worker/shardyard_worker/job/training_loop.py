@@ -26,6 +26,7 @@ from shardyard_worker.data.feed import Feed
 from shardyard_worker.data.sync_feed import LocalFeed
 from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
+from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.remote_rows import RemoteRows
@@ -63,6 +64,10 @@ class TrainingLoop:
         self.own_steps = 0
         """Steps outside job.batches."""
         self.scaler: JobScaler | None = None
+        self.unprepared = UnpreparedSteps()
+        self.at_end = contextlib.ExitStack()
+        """What is undone when this worker leaves."""
+        self.at_end.callback(self.unprepared.close)
         self._last_step = 0
         """The last step after which callbacks were called."""
 
@@ -103,6 +108,17 @@ class TrainingLoop:
 
     # ---- the beginning
 
+    def check_first(self) -> None:
+        """Raises InvalidRequest if the job has its variables already."""
+        self.session.check()
+        if self.trainer is not None:
+            raise InvalidRequest(
+                "a second job.prepare or job.register in one job",
+                why="a job has one model and one optimizer, those of the first call",
+                todo="call it once, before the first batch; to train several models put them into one"
+                " torch.nn.ModuleList, and their parameters into groups of one optimizer",
+            )
+
     def begin(
         self,
         variables: Sequence[Variable],
@@ -114,12 +130,8 @@ class TrainingLoop:
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current
         settings."""
-        self.session.check()
-        if self.trainer is not None:
-            raise InvalidRequest(
-                "a second job.prepare or job.register in one job",
-                todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
-            )
+        self.check_first()
+        self.unprepared.close()
         with self.session.interrupts:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy)
             self.trainer, self.settings = trainer, settings
@@ -244,8 +256,11 @@ class TrainingLoop:
             log.info("the last batch was computed by another worker as well; this one's does not count")
 
     def finish(self, error: str) -> None:
-        """Ends the steps. A push in flight counts once it is acknowledged; an error that it meets is raised."""
+        """Ends the steps. A push in flight counts once it is acknowledged; an error that it meets is raised. Raises
+        InvalidRequest if the script has trained without the job."""
         if self.strategy is None or self.trainer is None:
+            if self.trainer is None and not error and self.session.step_barrier.stop is None:
+                self.unprepared.check(self.session.settings.job.name)
             return
         try:
             if error:
@@ -253,6 +268,8 @@ class TrainingLoop:
             else:
                 if self.local is not None and self.local.owes:
                     self.end_round()  # the last round of a script's own data may be shorter
+                if self.own_steps and isinstance(self.strategy, SyncStrategy):
+                    self.strategy.warn_of_open_step()
                 self.strategy.leave(self.settings())
                 self.trainer.values.complete()
         except LostWork:
