@@ -21,7 +21,7 @@ from shardyard_launcher.commands.down import down
 from shardyard_launcher.commands.evaluate import evaluate
 from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
-from shardyard_launcher.commands.stop import stop
+from shardyard_launcher.commands.stop import drain, stop
 from shardyard_launcher.terminal.error_output import print_error
 from shardyard_launcher.terminal.options import load_given, settings_options, yard_options
 
@@ -74,7 +74,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 for command in (
     *(roles.coordinator, roles.server, roles.agent),
     *(up_run.up, down, up_run.run, supervisor.supervisor),
-    *(checkpoint, quarantined, audit, stop, set_, evaluate, doctor.doctor),
+    *(checkpoint, quarantined, audit, stop, drain, set_, evaluate, doctor.doctor),
 ):
     shardyard.add_command(command)
 

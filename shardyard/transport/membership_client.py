@@ -73,6 +73,8 @@ class MembershipClient:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._beat = threading.Lock()
+        self.drain_ms = 0
+        """How long this member may take to leave in order, once it is registered."""
         self.incarnation = Incarnation(0)
         self.term = Term(0)
         self.job = JobId(0)
@@ -117,7 +119,7 @@ class MembershipClient:
                     if self._stop.is_set():
                         raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
-        self._heartbeat_ms = reply.heartbeat_ms
+        self._heartbeat_ms, self.drain_ms = reply.heartbeat_ms, reply.drain_ms
 
     def start(self) -> None:
         """Starts to send heartbeats."""
@@ -154,15 +156,31 @@ class MembershipClient:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> bool:
+    def drain(self) -> int:
+        """Tells the coordinator that this member leaves in order; `leave` follows when its work is done or handed
+        back. Returns the time for that, in milliseconds. Raises what the coordinator answers, or
+        CoordinatorUnavailable."""
+        request = wire.DrainRequest(caller=common_messages.caller_to_wire(self.caller))
+        return self._peer.call(methods.DRAIN, request, timeout_ms=self._deadline_ms).left_ms
+
+    def leave(
+        self,
+        error: str = "",
+        *,
+        patience_ms: int = 0,
+        pushed: int = 0,
+        residual_lost: float = 0.0,
+        drained: bool = False,
+    ) -> bool:
         """Stops, and tells the coordinator. If it does not answer within a second, tries again for `patience_ms`: it
         may be restarting, and a member that leaves without being heard looks dead. `pushed`: a worker's acknowledged
-        pushes without leased data. `residual_lost`: the 2-norm of the residual that it did not send. Returns
-        whether the coordinator answered that this residual counts as lost."""
+        pushes without leased data. `residual_lost`: the 2-norm of the residual that it did not send.
+        `drained`: it leaves because it drains. Returns whether the coordinator answered that this residual counts as
+        lost."""
         # a heartbeat may take longer than the lease lasts, so this does not wait for it
         self._stop.set()
         try:
-            said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
+            said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost, drained=drained)
             return self._send_leave(said, patience_ms).residual_lost
         finally:
             self.stop()

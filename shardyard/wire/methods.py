@@ -14,6 +14,7 @@ DESCRIBE_AGENT = Method(f"{PACKAGE}.Agent", "DescribeAgent", message(agent_pb2.D
 REGISTER = Method(f"{PACKAGE}.Coordinator", "Register", message(coordinator_pb2.RegisterRequest), message(coordinator_pb2.RegisterReply))
 HEARTBEAT = Method(f"{PACKAGE}.Coordinator", "Heartbeat", message(coordinator_pb2.HeartbeatRequest), message(coordinator_pb2.HeartbeatReply))
 LEAVE = Method(f"{PACKAGE}.Coordinator", "Leave", message(coordinator_pb2.LeaveRequest), message(coordinator_pb2.LeaveReply))
+DRAIN = Method(f"{PACKAGE}.Coordinator", "Drain", message(coordinator_pb2.DrainRequest), message(coordinator_pb2.DrainReply))
 REPORT_EXIT = Method(f"{PACKAGE}.Coordinator", "ReportExit", message(coordinator_pb2.ReportExitRequest), message(coordinator_pb2.ReportExitReply))
 JOIN_JOB = Method(f"{PACKAGE}.Coordinator", "JoinJob", message(coordinator_pb2.JoinJobRequest), message(coordinator_pb2.JoinJobReply))
 REGISTER_VARIABLES = Method(f"{PACKAGE}.Coordinator", "RegisterVariables", message(coordinator_pb2.RegisterVariablesRequest), message(coordinator_pb2.RegisterVariablesReply))

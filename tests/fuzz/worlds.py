@@ -437,6 +437,10 @@ class CoordinatorWorld:
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, stop_reached={"reached": 4})),
             ],
             "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no", residual_lost=0.5))],
+            "Drain": [
+                encoded(wire.DrainRequest(caller=common.Caller(incarnation=self.agent))),
+                encoded(wire.DrainRequest(member="10.0.0.1:9")),
+            ],
             "ReportExit": [
                 encoded(wire.ReportExitRequest(caller=common.Caller(incarnation=self.agent), pid=77, exit_code=-9))
             ],

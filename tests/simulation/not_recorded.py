@@ -12,6 +12,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Machine.waits": "the time of each wait begins anew",
     "Member.waiting_for": "said again with the next heartbeat",
     "Member.last_seen_ms": "a lease counts as just renewed (rule C4)",
+    "Member.drain_until_ms": "that the member drains is recorded; its time to leave begins anew",
     "Roster._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
     "Roster._over_at_ms": "whether it is set is recorded; the time for late workers begins anew",
     "LastCheckpoint.ticket": "the last checkpoint is begun anew",

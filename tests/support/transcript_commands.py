@@ -200,9 +200,19 @@ def beat(
 
 
 @verb
-def leave(stage: Stage, name: str, error: str = "") -> events.Event:
-    """A member leaves, with the error that ends it, if there is one."""
-    return events.MemberLeft(stage.members[name], error)
+def leave(stage: Stage, name: str, error: str = "", *, drained: str = "") -> events.Event:
+    """A member leaves, with the error that ends it, if there is one. `drained`: it leaves because it drains."""
+    return events.MemberLeft(stage.members[name], error, drained=bool(drained))
+
+
+@verb
+def drain(stage: Stage, name: str, *, by: str = "itself") -> events.Event:
+    """A member is to leave in order. `by`: itself, or its number or address, by which a person names it."""
+    if by == "itself":
+        return events.DrainRequested(stage.members[name])
+    incarnation = stage.members[name]
+    members = {str(each.incarnation): each for each in stage.yard.machine.members}
+    return events.DrainRequested(None, members[str(incarnation)].address if by == "address" else str(incarnation))
 
 
 @verb

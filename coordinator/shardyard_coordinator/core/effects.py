@@ -260,6 +260,25 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """A member leaves in order. `left_ms`: the time that is left; `empty`: it is a server without partitions of
+    unfinished jobs."""
+
+    left_ms: int
+    empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainTaken:
+    """`title`: how messages name the member. `first`: this request began the drain."""
+
+    member: Incarnation
+    title: str
+    left_ms: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
     worker takes over. `restored_generation`: the generation with which the whole job last went back to a checkpoint.
@@ -281,6 +300,7 @@ class HeartbeatReply:
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
     switch_point: SwitchPoint | None = None
+    drain: Draining | None = None
 
 
 @dataclass(frozen=True, slots=True)

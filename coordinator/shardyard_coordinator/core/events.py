@@ -56,12 +56,22 @@ class HeartbeatReceived(Event):
 @dataclass(frozen=True, slots=True)
 class MemberLeft(Event):
     """`error`: type and message of the error that ended a worker's script, or empty. `pushed`: the worker's
-    acknowledged pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost with it."""
+    acknowledged pushes without leased data. `residual_lost`: the 2-norm of the residual that is lost with it.
+    `drained`: it leaves because it drains, so its script is not done."""
 
     incarnation: Incarnation
     error: str
     pushed: int = 0
     residual_lost: float = 0.0
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested(Event):
+    """`caller`: the member that leaves in order; None if a person names it. `name`: its number or its address."""
+
+    caller: Incarnation | None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Generation, PartitionId
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
 from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataShardSource
@@ -118,10 +118,10 @@ def _check_order(job: JobState, origin: RestorePoint) -> None:
 # ---- partitions that lost their server
 
 
-def lost_with(job: JobState, server: Server) -> list[PartitionOwner]:
-    """The partitions that a lost server had, or was about to get."""
+def owned_by(job: JobState, server: Incarnation) -> list[PartitionOwner]:
+    """The partitions that a server has, or is about to get."""
     maps = [job.deployment.map, None if job.recovery.attempt is None else job.recovery.attempt.map]
-    found = {owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())}
+    found = {owner.partition: owner for each in maps if each for owner in each.by_server().get(server, ())}
     return [found[partition] for partition in sorted(found)]
 
 

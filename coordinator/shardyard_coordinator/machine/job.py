@@ -8,6 +8,7 @@ are not the job's workers, how servers are called, the clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Generation, Incarnation
@@ -32,6 +33,9 @@ from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.work.step_ledger import StepLedger
 
+LEFT: Final = "left"
+DRAINED: Final = "left in order"
+
 # ---- workers
 
 
@@ -42,14 +46,14 @@ def join(job: JobState, worker: Incarnation, now_ms: int) -> list[Effect]:
 
 
 def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
-    """A worker says goodbye and sends nothing more. The last one ends the job, at once if the expected number of
-    workers have said goodbye."""
+    """A worker sends nothing more: it says goodbye, its script ended with an error, or it drains. The last goodbye
+    ends the job, at once if the expected number of workers have said goodbye."""
     worker, error = left.incarnation, left.error
     residual = job.progress.of(worker).residual_norm
     if not error:
         residual = 0.0 if _has_no_more_steps(job) else left.residual_lost
-    how = f"left ({error})" if error else "left"
-    record = _remove(job, worker, how, now_ms, goodbye=not error, residual=residual, pushed=left.pushed)
+    how, goodbye = how_it_left(left), not error and not left.drained
+    record = _remove(job, worker, how, now_ms, goodbye=goodbye, residual=residual, pushed=left.pushed)
     effects = job.records([record])
     if job.phase.ended:
         return effects
@@ -61,6 +65,12 @@ def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
     if not job.workers and job.workers_done >= job.settings.workers_expected:
         return [*effects, *job_end.finish(job, now_ms)]
     return [*effects, *_tell_residual(job, worker, residual), *free(job, (worker,), now_ms), *fence(job, worker)]
+
+
+def how_it_left(left: MemberLeft) -> str:
+    if left.drained:
+        return DRAINED
+    return f"{LEFT} ({left.error})" if left.error else LEFT
 
 
 def lose(job: JobState, worker: Incarnation, how: str, now_ms: int, *, died: bool = True) -> list[Effect]:
@@ -159,7 +169,7 @@ def restore_gone(job: JobState, body: Body, now_ms: int) -> None:
 
 def lose_server(job: JobState, server: Server, how: str, now_ms: int) -> list[Effect]:
     """A server left or died, with any partitions that it had or was about to get."""
-    lost = recovery.lost_with(job, server)
+    lost = recovery.owned_by(job, server.incarnation)
     job.readers.lose_server(server)
     if job.phase.ended or not lost:
         return []

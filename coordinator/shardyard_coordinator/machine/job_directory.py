@@ -92,6 +92,10 @@ class JobDirectory:
             if having is not None and layout is not None and len(rows) == len(layout.tables):
                 having.rows_seen[event.incarnation] = rows
 
+    def uses(self, server: Incarnation) -> bool:
+        """Whether an unfinished job has, or is about to have, a partition there."""
+        return any(recovery.owned_by(job, server) for job in self if not job.phase.ended)
+
     def fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
         """The workers that the server must refuse, over all its jobs. Each heartbeat names them again, because a Fence
         may not have reached the server."""

@@ -11,13 +11,17 @@ network, the disk.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Self
 
+from shardyard.config.settings import DRAIN_S
 from shardyard.domain import errors
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import (
     Acknowledged,
+    Draining,
+    DrainTaken,
     Effect,
     ForgetServer,
     HeartbeatReply,
@@ -41,7 +45,7 @@ from shardyard_coordinator.flows import (
     residuals,
     work_verdicts,
 )
-from shardyard_coordinator.machine import effect_ends, job_records, job_views
+from shardyard_coordinator.machine import callers, effect_ends, job_records, job_views
 from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
@@ -56,9 +60,17 @@ class Machine:
     """`checkpoints`: the URL for jobs that leave the place of their checkpoints to the coordinator; None: these have
     none."""
 
-    def __init__(self, *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        term: Term,
+        lease_ms: int,
+        now_ms: int,
+        checkpoints: str | None = None,
+        drain_ms: int = 1000 * DRAIN_S,
+    ) -> None:
         self._lease_ms = lease_ms
-        self._members = Membership(term=term, lease_ms=lease_ms)
+        self._members = Membership(term=term, lease_ms=lease_ms, drain_ms=drain_ms)
         self._jobs = JobDirectory(term, checkpoints)
         self._ticked_ms = now_ms
         self._begun_ms = now_ms
@@ -67,12 +79,19 @@ class Machine:
 
     @classmethod
     def restore(
-        cls, records: Iterable[Record], *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None
+        cls,
+        records: Iterable[Record],
+        *,
+        term: Term,
+        lease_ms: int,
+        now_ms: int,
+        checkpoints: str | None = None,
+        drain_ms: int = 1000 * DRAIN_S,
     ) -> Self:
         """The machine that wrote the records, in a new term. Every lease counts as just renewed (rule C4), and calls to
         servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot be
         read or does not fit those before it."""
-        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints)
+        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints, drain_ms=drain_ms)
         for record in records:
             try:
                 machine._restore(record.kind, Body(record.body), now_ms)
@@ -126,6 +145,8 @@ class Machine:
                 return self._heartbeat(event, now_ms)
             case events.MemberLeft():
                 return self._leave(event, now_ms)
+            case events.DrainRequested(caller, name):
+                return self._drain(caller, name, now_ms)
             case events.ExitReported():
                 return self._report_exit(event, now_ms)
             case events.Ticked():
@@ -135,19 +156,20 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
-                return deployment.register_variables(self._require_job(caller), event, self._servers())
+                return deployment.register_variables(self._job_of(caller), event, self._servers())
             case events.LedgerRead(returned, next_sequence, generation):
-                return leasing.close_lease(self._require_job(returned.caller), returned, next_sequence, generation)
+                return leasing.close_lease(self._job_of(returned.caller), returned, next_sequence, generation)
             case events.WatermarksRead(asked):
-                return lost_pushes.declare_lost(self._require_job(asked.caller), event)
+                return lost_pushes.declare_lost(self._job_of(asked.caller), event)
             case events.LostPushesSkipped(asked, lost):
-                self._require_job(asked.caller)
+                self._job_of(asked.caller)
                 return [Reply(Rebased(lost))]
             case events.CheckpointRequested(caller, job_name, ticket):
-                return checkpointing.request(self._asked_about(caller, job_name), ticket)
+                return checkpointing.request(callers.asked_about(self._members, self._jobs, caller, job_name), ticket)
             case events.StopRequested(caller, job_name, reason):
                 worker = None if caller is None else caller.incarnation
-                return last_step.stop(self._asked_about(caller, job_name), worker, reason)
+                job = callers.asked_about(self._members, self._jobs, caller, job_name)
+                return last_step.stop(job, worker, reason)
             case events.SwitchRequested(job_name, mode, staleness):
                 return mode_switch.switch(self._jobs.find(job_name), mode, staleness, now_ms)
             case events.ReaderHeard():
@@ -159,23 +181,23 @@ class Machine:
             case events.RestoreCancelled(job_name):
                 return self._jobs.cancel_restore(job_name)
             case events.VariablesCommitted(caller, generation):
-                return deployment.commit_variables(self._require_job(caller), caller.incarnation, generation)
+                return deployment.commit_variables(self._job_of(caller), caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
-                return leasing.open_feed(self._require_job(caller), feed, spec)
+                return leasing.open_feed(self._job_of(caller), feed, spec)
             case events.LeaseRequested(caller, feed):
-                return leasing.lease(self._require_job(caller), caller.incarnation, feed)
+                return leasing.lease(self._job_of(caller), caller.incarnation, feed)
             case events.LeaseReturned(caller):
-                return leasing.return_lease(self._require_job(caller), event)
+                return leasing.return_lease(self._job_of(caller), event)
             case events.BatchBegun(caller):
-                return work_verdicts.begin_batch(self._require_job(caller), event)
+                return work_verdicts.begin_batch(self._job_of(caller), event)
             case events.StepReported(caller, step, ranks):
-                return work_verdicts.decide_step(self._require_job(caller), step, ranks, now_ms)
+                return work_verdicts.decide_step(self._job_of(caller), step, ranks, now_ms)
             case events.MakeupRequested(caller, feed, step):
-                return work_verdicts.read_make_up(self._require_job(caller), feed, step)
+                return work_verdicts.read_make_up(self._job_of(caller), feed, step)
             case events.RebaseRequested(caller):
-                return lost_pushes.rebase(self._require_job(caller), event)
+                return lost_pushes.rebase(self._job_of(caller), event)
             case events.FeedbackRead(caller):
-                return residuals.take(self._require_job(caller), event)
+                return residuals.take(self._job_of(caller), event)
             case _:
                 return self._end_effect(event, now_ms)
 
@@ -206,28 +228,46 @@ class Machine:
         member, report = self._members.require(event.incarnation), event.report
         self._members.renew(member.incarnation, now_ms)
         member.waiting_for = report.waiting_for
+        drain = self.draining(member, now_ms)
         if member.role is MemberRole.SERVER:
             self._jobs.note_server(event)
-            return [Reply(HeartbeatReply(fenced=self._jobs.fenced_on(member.incarnation)))]
+            return [Reply(HeartbeatReply(fenced=self._jobs.fenced_on(member.incarnation), drain=drain))]
         job, worker = self._jobs.get(member.job), member.incarnation
         if job is None:
-            return [Reply(HeartbeatReply())]
+            return [Reply(HeartbeatReply(drain=drain))]
         effects: list[Effect] = []
         if not job.phase.ended:
             job.progress.take(worker, report, now_ms)
             effects += last_step.on_reached(job, worker, report)
             effects += job.records(job.mode.acknowledge(worker, report.switches))
-        return [*effects, Reply(job_views.heartbeat_reply(job, worker))]
+        return [*effects, Reply(replace(job_views.heartbeat_reply(job, worker), drain=drain))]
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
         job = self._jobs.get(member.job)
         if member.role is not MemberRole.WORKER or job is None:
-            return [*self._lose(member, "left", now_ms), Reply(Left())]
-        how = f"left ({event.error})" if event.error else "left"
+            return [*self._lose(member, life.LEFT, now_ms), Reply(Left())]
+        how = life.how_it_left(event)
         lost_before = job.lost_residuals.count
         effects = [*self._remove(member, how), *life.leave(job, event, now_ms)]
         return [*effects, Reply(Left(residual_lost=job.lost_residuals.count > lost_before))]
+
+    def _drain(self, caller: Incarnation | None, name: str, now_ms: int) -> list[Effect]:
+        member = self._members.find(name) if caller is None else self._members.require(caller)
+        records = [Persist(*entry) for entry in self._members.drain(member, now_ms)]
+        drain = self.draining(member, now_ms)
+        assert drain is not None
+        left_ms = drain.left_ms
+        told = [LogMessage(f"{member.title} leaves in order, within {left_ms / 1000:g} s")] if records else []
+        taken = DrainTaken(member.incarnation, member.title, left_ms, first=bool(records))
+        return [*records, *told, Reply(taken)]
+
+    def draining(self, member: Member, now_ms: int) -> Draining | None:
+        """Whether the member leaves in order, and what is left of that."""
+        if member.drain_until_ms is None:
+            return None
+        empty = member.role is MemberRole.SERVER and not self._jobs.uses(member.incarnation)
+        return Draining(max(0, member.drain_until_ms - now_ms), empty)
 
     def _report_exit(self, event: events.ExitReported, now_ms: int) -> list[Effect]:
         agent = self._members.require(event.agent, MemberRole.AGENT)
@@ -238,7 +278,7 @@ class Machine:
         return [*effects, Reply(Acknowledged())]
 
     def _report_not_finite(self, said: events.NotFiniteReported, now_ms: int) -> list[Effect]:
-        job = self._require_job(said.caller)
+        job = self._job_of(said.caller)
         effects = work_verdicts.report_not_finite(job, said)
         reply = effects[-1]
         assert isinstance(reply, Reply)
@@ -283,7 +323,7 @@ class Machine:
         self._members.remove(member.incarnation, how)
         return [
             Persist(*membership.removed(member, how)),
-            LogMessage(f"{member.title} {how}", warning=how != "left"),
+            LogMessage(f"{member.title} {how}", warning=how not in (life.LEFT, life.DRAINED)),
         ]
 
     def _servers(self) -> list[Server]:
@@ -298,7 +338,13 @@ class Machine:
                 f"worker {worker.incarnation} joins job {event.name!r} with the settings of {event.settings.name!r}"
             )
         if worker.job is not None:
-            return [Reply(job_views.joined(self._again(worker, event.name), worker.incarnation, started=False))]
+            return [
+                Reply(
+                    job_views.joined(
+                        callers.joined_before(self._jobs, worker, event.name), worker.incarnation, started=False
+                    )
+                )
+            ]
         effects: list[Effect] = []
         found = self._jobs.unfinished(event.name)
         if found is not None:
@@ -310,40 +356,12 @@ class Machine:
         effects += life.join(job, worker.incarnation, now_ms)
         return [*effects, Reply(job_views.joined(job, worker.incarnation, started=found is None))]
 
-    def _again(self, worker: Member, name: str) -> JobState:
-        """The job of a worker that asks again to join."""
-        job = self._jobs.get(worker.job)
-        if job is None or job.settings.name != name:
-            there = "one that has ended" if job is None else repr(job.settings.name)
-            raise errors.InvalidRequest(
-                f"worker {worker.incarnation} joins job {name!r} and is in another one, {there}",
-                todo="register again for another job",
-            )
-        job.require_unfinished()
-        return job
-
-    def _asked_about(self, caller: Caller | None, job_name: str) -> JobState:
-        """The job that a worker, or a person, asks about."""
-        return self._jobs.find(job_name) if caller is None else self._require_job(caller)
-
-    def _require_job(self, caller: Caller) -> JobState:
-        """The unfinished job of a living worker that asks about it."""
-        worker = self._members.require(caller.incarnation, MemberRole.WORKER)
-        if worker.job is None or caller.job != worker.job:
-            raise errors.NotFound(
-                f"worker {worker.incarnation} asks about job {caller.job} and is in "
-                + ("none" if worker.job is None else f"job {worker.job}"),
-                todo="join the job first",
-            )
-        job = self._jobs.get(worker.job)
-        if job is None:
-            raise errors.NotFound(f"job {worker.job} ended long ago", todo="start the script again for a new run")
-        job.require_unfinished()
-        return job
+    def _job_of(self, caller: Caller) -> JobState:
+        return callers.require_job(self._members, self._jobs, caller)
 
     def _restore(self, kind: str, body: Body, now_ms: int) -> None:
         match kind:
-            case "member_registered" | "member_removed" | "member_former":
+            case "member_registered" | "member_removed" | "member_former" | "member_draining":
                 self._members.restore(kind, body, now_ms)
             case "job_started" | "job_resumed" | "job_forgotten" | "restore_ordered" | "restore_forgotten":
                 self._jobs.restore(kind, body, now_ms)

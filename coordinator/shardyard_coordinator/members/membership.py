@@ -14,6 +14,7 @@ from typing import Final
 from shardyard.domain import limits
 from shardyard.domain.errors import (
     InvalidRequest,
+    NotFound,
     ProtocolMismatch,
     StaleIncarnation,
     TooLarge,
@@ -53,6 +54,8 @@ class Member:
     job: JobId | None = None
     waiting_for: str = ""
     """What its last heartbeat said."""
+    drain_until_ms: int | None = None
+    """When it counts as dead, since it is to leave in order; None: it stays."""
 
     @property
     def role(self) -> MemberRole:
@@ -72,8 +75,9 @@ class Member:
 class Membership:
     """The living members. Iteration is in the order of registration."""
 
-    def __init__(self, *, term: Term, lease_ms: int, members_max: int = limits.MEMBERS_MAX) -> None:
+    def __init__(self, *, term: Term, lease_ms: int, drain_ms: int = 0, members_max: int = limits.MEMBERS_MAX) -> None:
         self._lease_ms = lease_ms
+        self._drain_ms = drain_ms
         self._members_max = members_max
         self._next = (term << TERM_BITS) + 1
         self._members: dict[Incarnation, Member] = {}
@@ -139,21 +143,40 @@ class Membership:
         self._members[incarnation].last_seen_ms = now_ms
 
     def forgive(self, gap_ms: int) -> None:
-        """Extends all leases by `gap_ms`, during which the coordinator itself was not running and members could not
-        reach it."""
+        """Extends all leases and drains by `gap_ms`, during which the coordinator itself was not running and members
+        could not reach it."""
         for member in self._members.values():
             member.last_seen_ms += gap_ms
+            if member.drain_until_ms is not None:
+                member.drain_until_ms += gap_ms
 
     def expired(self, now_ms: int) -> tuple[tuple[Member, str], ...]:
-        """The members whose lease has run out, each with how that was noticed."""
-        return tuple(
-            (
-                member,
-                f"was silent for {(now_ms - member.last_seen_ms) / 1000:.1f} s (lease {self._lease_ms / 1000:g} s)",
-            )
-            for member in self._members.values()
-            if now_ms - member.last_seen_ms >= self._lease_ms
-        )
+        """The members whose lease, or whose time to leave in order, has run out, each with how that was noticed."""
+        found = []
+        for member in self._members.values():
+            silent_ms = now_ms - member.last_seen_ms
+            if silent_ms >= self._lease_ms:
+                how = f"was silent for {silent_ms / 1000:.1f} s (lease {self._lease_ms / 1000:g} s)"
+                found.append((member, how))
+            elif member.drain_until_ms is not None and now_ms >= member.drain_until_ms:
+                found.append((member, f"did not leave within {self._drain_ms / 1000:g} s (membership.drain_s)"))
+        return tuple(found)
+
+    # ---- leaving in order
+
+    def find(self, name: str) -> Member:
+        """The living member with that number or address. Raises NotFound."""
+        for member in self._members.values():
+            if name in (str(member.incarnation), member.address) and name:
+                return member
+        raise NotFound(f"there is no member {name!r}", todo="`shardyard status` lists members, with id and address")
+
+    def drain(self, member: Member, now_ms: int) -> list[Entry]:
+        """The member is to leave in order. Returns the record, unless it was told so before."""
+        if member.drain_until_ms is not None:
+            return []
+        member.drain_until_ms = now_ms + self._drain_ms
+        return [_draining(member)]
 
     def remove(self, incarnation: Incarnation, reason: str) -> None:
         """`reason` continues "it ...", for example "left"."""
@@ -179,7 +202,8 @@ class Membership:
         """Records that rebuild these members. A member's job is included unless it is one of `jobs_known`, whose own
         records name their workers."""
         former = [("member_former", {"incarnation": each, "how": how}) for each, how in self._former.items()]
-        return [*former, *(registered(each, 0 if each.job in jobs_known else each.job or 0) for each in self)]
+        found = [registered(each, 0 if each.job in jobs_known else each.job or 0) for each in self]
+        return [*former, *found, *(_draining(each) for each in self if each.drain_until_ms is not None)]
 
     def restore(self, kind: str, body: Body, now_ms: int) -> None:
         """Applies a record of `entries`, or one of the same kinds. Raises DamagedRecord."""
@@ -192,6 +216,9 @@ class Membership:
             case "member_removed":
                 require(incarnation in self._members, f"member {incarnation} goes and was not there")
                 self.remove(incarnation, body.text("how"))
+            case "member_draining":
+                require(incarnation in self._members, f"member {incarnation} drains and was not there")
+                self.drain(self._members[incarnation], now_ms)
             case _:
                 self._remember(incarnation, body.text("how"))
 
@@ -223,6 +250,10 @@ def removed(member: Member, how: str) -> Entry:
     """The record of a member's removal."""
     said = {"role": member.role.value, "address": member.address}
     return "member_removed", {"incarnation": member.incarnation, "how": how, **said}
+
+
+def _draining(member: Member) -> Entry:
+    return "member_draining", {"incarnation": member.incarnation}
 
 
 def _registration_of(body: Body) -> Registration:

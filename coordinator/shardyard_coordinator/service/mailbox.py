@@ -162,6 +162,7 @@ class Mailbox:
                 lease_ms=self._membership.lease_ms,
                 now_ms=self._clock.now_ms(),
                 checkpoints=self._checkpoints,
+                drain_ms=self._membership.drain_ms,
             )
         except ConfigurationError as error:
             if "file" in error.facts:

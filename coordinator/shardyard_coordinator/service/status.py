@@ -11,6 +11,7 @@ from shardyard.domain.variables import VariableKind
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, layout_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator.core.effects import Draining
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import mode_switch, work_verdicts
 from shardyard_coordinator.machine import job_views
@@ -22,7 +23,6 @@ from shardyard_coordinator.service.rpcs import parts
 from shardyard_coordinator.storage.recovery import Restored
 
 FEEDS_SHOWN_MAX: Final = 16
-_UINT32_MAX: Final = (1 << 32) - 1
 _UINT64_MAX: Final = (1 << 64) - 1
 
 
@@ -34,7 +34,12 @@ def describe(machine: Machine, now_ms: int) -> wire.StatusReply:
         term=machine.term,
         uptime_ms=machine.uptime_ms(now_ms),
         members=[
-            _member(member, jobs.get(member.job) if member.job is not None else None, now_ms)
+            _member(
+                member,
+                jobs.get(member.job) if member.job is not None else None,
+                machine.draining(member, now_ms),
+                now_ms,
+            )
             for member in machine.members
         ],
         jobs=[_job(job, machine.waits.of(job.id, now_ms), now_ms) for job in jobs.values()],
@@ -66,7 +71,7 @@ def list_quarantined(machine: Machine, number: JobId) -> wire.ListQuarantinedRep
     return reply
 
 
-def _member(member: Member, job: JobState | None, now_ms: int) -> wire.MemberStatus:
+def _member(member: Member, job: JobState | None, drain: Draining | None, now_ms: int) -> wire.MemberStatus:
     registration = member.registration
     report = Report() if job is None else job.progress.of(member.incarnation)
     return wire.MemberStatus(
@@ -84,6 +89,7 @@ def _member(member: Member, job: JobState | None, now_ms: int) -> wire.MemberSta
         ranks=() if job is None else tuple(lease.rank for lease in job_views.ranks_of(job, member.incarnation)),
         not_finite=0 if job is None else job.not_finite.of(member.incarnation),
         dropped=0 if job is None else min(work_verdicts.dropped_by(job, member.incarnation), _UINT64_MAX),
+        drain=parts.drain(drain),
     )
 
 
@@ -112,9 +118,9 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
                 feed=feed.feed,
                 samples=feed.samples,
                 epochs=feed.epochs,
-                free=min(feed.free, _UINT32_MAX),
+                free=min(feed.free, parts.UINT32_MAX),
                 leased=feed.leased,
-                done=min(feed.done, _UINT32_MAX),
+                done=min(feed.done, parts.UINT32_MAX),
                 finished=feed.finished,
                 quarantined=feed.quarantined,
             )

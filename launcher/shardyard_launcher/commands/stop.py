@@ -1,10 +1,11 @@
-"""`shardyard stop`: ends a job before its data ends.
+"""`shardyard stop` ends a job before its data ends; `shardyard drain` lets a member leave the yard in order.
 
-Owns: what the command prints. Must not know: where a job stops, how its workers are told.
+Owns: what the commands print. Must not know: where a job stops, what a member finishes or hands over.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -59,3 +60,50 @@ def _await_end(client: CoordinatorClient, stopped: wire.StopJobReply) -> int:
             click.echo(f"job {stopped.job_name} is finished, at step {found.step:,}")
             return 0
     raise AssertionError("watch has no end")
+
+
+@click.command()
+@click.argument("member")
+@click.option("--wait", is_flag=True, help="Wait until the member has left.")
+@yard_options
+def drain(settings: Settings, member: str, wait: bool) -> int:
+    """Let a member leave in order: its work goes to others, and nothing is lost or computed twice.
+
+    MEMBER is a server, worker or agent: its id or address in `shardyard status`, or its name in a yard on this machine
+    (server-0). After membership.drain_s it counts as dead.
+    """
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.status.words import describe_duration
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    with CoordinatorClient(coordinator_of(settings)) as client:
+        request = wire.DrainRequest(member=_address(Path(settings.yard.state), member))
+        reply = client.call(methods.DRAIN, request, f"to let {member} leave")
+        left = describe_duration(reply.left_ms)
+        click.echo(f"{reply.title} {'leaves' if reply.first else 'was told before to leave'} in order, within {left}")
+        if wait:
+            _await_departure(client, reply)
+            click.echo(f"{reply.title} has left")
+    return 0
+
+
+def _address(folder: Path, member: str) -> str:
+    """The address of a process that has this name in the yard on this machine; otherwise what was given."""
+    from shardyard_launcher.yard.state_file import read_state
+
+    state = read_state(folder)
+    return next((role.address for role in state.roles if role.name == member), member) if state else member
+
+
+def _await_departure(client: CoordinatorClient, draining: wire.DrainReply) -> None:
+    import time
+
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S
+
+    with ExplainedWait(lambda: f"{draining.title} to leave") as wait:
+        while any(each.incarnation == draining.incarnation for each in client.status().members):
+            wait.tick()
+            time.sleep(ASK_AGAIN_S)

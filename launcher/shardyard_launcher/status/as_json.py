@@ -42,6 +42,7 @@ def _member(member: wire.MemberStatus) -> dict[str, object]:
         "incarnation": member.incarnation,
         "role": enum_text(wire.Role, member.role),
         **_pick(member, "address", "host", "pid", "release", "last_seen_ms_ago", "waiting_for"),
+        "drain": _optional(member, "drain", lambda drain: _pick(drain, "left_ms")),
     }
     if member.role == wire.ROLE_WORKER:
         entry |= _pick(member, "job", "step", "samples", "not_finite", "dropped")

@@ -85,7 +85,8 @@ def _members_table(report: YardReport) -> Table:
             says = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
             says += f"; {member.dropped:,} contributions came late" if member.dropped else ""
         waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
-        says = "; ".join(part for part in (says, waiting) if part)
+        leaving = words.describe_drain(member.drain) if member.HasField("drain") else ""
+        says = "; ".join(part for part in (leaving, says, waiting) if part)
         cells = [
             enum_text(wire.Role, member.role),
             str(Incarnation(member.incarnation)),

@@ -38,6 +38,11 @@ def describe_stop(stop: wire.Stop) -> str:
     return f"{said}; before step {stop.step:,}" if stop.settled and stop.step else said
 
 
+def describe_drain(drain: wire.Drain) -> str:
+    """For example `leaves in order, within 21 s`."""
+    return f"leaves in order, within {describe_duration(drain.left_ms)}"
+
+
 def describe_checkpoint(taken: wire.CheckpointStatus, now_ms: int) -> str:
     """For example `11 of step 4,950, 32.0 s old`. `now_ms`: the coordinator's wall clock."""
     age = f", {describe_duration(max(0, now_ms - 1_000 * taken.created_s))} old" if taken.created_s and now_ms else ""

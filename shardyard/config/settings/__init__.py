@@ -23,6 +23,7 @@ from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import (
     COLD_FOLDER,
     COORDINATOR_GRACE_MS,
+    DRAIN_S,
     WAL_FOLDER,
     MembershipSettings,
     YardSettings,
@@ -38,6 +39,7 @@ __all__ = [
     "ClipSettings",
     "CompressionSettings",
     "ConsistencySettings",
+    "DRAIN_S",
     "DataSettings",
     "EXPLAINED_VALUE",
     "EvaluatorSettings",

@@ -14,6 +14,7 @@ WAL_FOLDER: Final = "wal"
 COLD_FOLDER: Final = "cold"
 HEARTBEATS_PER_LEASE_MIN: Final = 3
 COORDINATOR_GRACE_MS: Final = 60_000
+DRAIN_S: Final = 25
 MEMORY_BYTES_MAX: Final = 1 << 50
 
 
@@ -86,6 +87,17 @@ class MembershipSettings(Section):
         description="How long members continue without a coordinator, which may be restarted. After that it"
         " counts as lost.",
     )
+    drain_s: int = Field(
+        default=DRAIN_S,
+        ge=0,
+        le=DURATION_MS_MAX // 1000,
+        description="How many seconds a member may take to leave in order, after SIGTERM or `shardyard drain`. Then it"
+        " counts as dead. Give the process that stops it a little longer, such as stop_grace_period: 30s in compose.",
+    )
+
+    @property
+    def drain_ms(self) -> int:
+        return self.drain_s * 1000
 
     @model_validator(mode="after")
     def _lease_outlasts_heartbeats(self) -> Self:

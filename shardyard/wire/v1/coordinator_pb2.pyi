@@ -83,16 +83,18 @@ class RegisterRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ..., logs: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms")
+    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms", "drain_ms")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_MS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     heartbeat_ms: int
     lease_ms: int
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    drain_ms: int
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain_ms: _Optional[int] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "value")
@@ -231,7 +233,7 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +242,7 @@ class HeartbeatReply(_message.Message):
     CHIEF_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     SAVE_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +260,7 @@ class HeartbeatReply(_message.Message):
     chief: bool
     workers: int
     fenced: _containers.RepeatedScalarFieldContainer[int]
+    drain: Drain
     initializer: bool
     recovering: bool
     save_residual: SaveResidual
@@ -266,19 +270,49 @@ class HeartbeatReply(_message.Message):
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("left_ms", "empty")
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
+    left_ms: int
+    empty: bool
+    def __init__(self, left_ms: _Optional[int] = ..., empty: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("caller", "member")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    member: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., member: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("incarnation", "title", "left_ms", "first")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TITLE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    title: str
+    left_ms: int
+    first: bool
+    def __init__(self, incarnation: _Optional[int] = ..., title: _Optional[str] = ..., left_ms: _Optional[int] = ..., first: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("caller", "error", "pushed", "residual_lost")
+    __slots__ = ("caller", "error", "pushed", "residual_lost", "drained")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     error: str
     pushed: int
     residual_lost: float
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ..., pushed: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
+    drained: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ..., pushed: _Optional[int] = ..., residual_lost: _Optional[float] = ..., drained: bool = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ("residual_lost",)
@@ -825,7 +859,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks", "not_finite", "dropped")
+    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks", "not_finite", "dropped", "drain")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -840,6 +874,7 @@ class MemberStatus(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     role: Role
     address: str
@@ -854,7 +889,8 @@ class MemberStatus(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     not_finite: int
     dropped: int
-    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., not_finite: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+    drain: Drain
+    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., not_finite: _Optional[int] = ..., dropped: _Optional[int] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class FeedStatus(_message.Message):
     __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished", "quarantined")

@@ -142,3 +142,25 @@ def test_set_refuses_what_cannot_be_set_before_it_asks_anybody(
 def test_set_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["set", "digits", "consistency.mode=async", "--coordinator", coordinator]) == 1
     assert "no job 'digits'" in capsys.readouterr().err
+
+
+def test_drain_names_the_member_and_waits_until_it_has_left(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+    lists = [[wire.MemberStatus(incarnation=(1 << 32) + 2)], []]
+
+    def drain(request: wire.DrainRequest, _: Context) -> wire.DrainReply:
+        asked.append(request.member)
+        return wire.DrainReply(incarnation=(1 << 32) + 2, title="server 1.2 at here:1", left_ms=25_000, first=True)
+
+    with serving(
+        {methods.DRAIN: drain, methods.STATUS: lambda _, __: wire.StatusReply(members=lists.pop(0))}
+    ) as address:
+        assert main(["drain", "here:1", "--wait", "--coordinator", address]) == 0
+    assert asked == ["here:1"]
+    told = "server 1.2 at here:1 leaves in order, within 25 s\nserver 1.2 at here:1 has left\n"
+    assert capsys.readouterr().out == told
+
+
+def test_drain_of_a_stranger_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "nowhere:1", "--coordinator", coordinator]) == 1
+    assert "no member 'nowhere:1'" in capsys.readouterr().err

@@ -41,6 +41,7 @@ def register_reply(incarnation: Incarnation, term: Term, membership: MembershipS
         term=term,
         heartbeat_ms=membership.heartbeat_ms,
         lease_ms=membership.lease_ms,
+        drain_ms=membership.drain_ms,
     )
 
 
@@ -98,6 +99,7 @@ def heartbeat_reply(
         consistency=parts.consistency(answer.consistency),
         switch_point=parts.switch_point(answer.switch_point),
         checkpoint=parts.checkpoint(answer.checkpoint),
+        drain=parts.drain(answer.drain),
     )
 
 
@@ -112,7 +114,22 @@ def leave_event(request: wire.LeaveRequest) -> events.MemberLeft:
     error = common_messages.text(request.error, "an error")
     lost = parts.residual_norm(request.residual_lost)
     return events.MemberLeft(
-        Incarnation(request.caller.incarnation), error, parts.sequence(request.pushed, "pushes"), lost
+        Incarnation(request.caller.incarnation),
+        error,
+        parts.sequence(request.pushed, "pushes"),
+        lost,
+        drained=request.drained,
+    )
+
+
+def drain_event(request: wire.DrainRequest) -> events.DrainRequested:
+    name = common_messages.text(request.member, "a member", parts.NAME_CHARACTERS_MAX)
+    return events.DrainRequested(Incarnation(request.caller.incarnation) or None, name)
+
+
+def drain_reply(taken: effects.DrainTaken) -> wire.DrainReply:
+    return wire.DrainReply(
+        incarnation=taken.member, title=taken.title, left_ms=min(taken.left_ms, parts.UINT32_MAX), first=taken.first
     )
 
 
@@ -124,5 +141,6 @@ RPCS = (
     served(methods.REGISTER, _register),
     served(methods.HEARTBEAT, _heartbeat),
     decided(methods.LEAVE, leave_event, effects.Left, lambda left: wire.LeaveReply(residual_lost=left.residual_lost)),
+    decided(methods.DRAIN, drain_event, effects.DrainTaken, drain_reply),
     acknowledged(methods.REPORT_EXIT, report_exit_event, wire.ReportExitReply),
 )

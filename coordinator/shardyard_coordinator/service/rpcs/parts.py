@@ -11,7 +11,7 @@ from shardyard.domain.consistency import Consistency, Stop, SwitchPoint
 from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.wire import common_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.core.effects import JobPhase
+from shardyard_coordinator.core.effects import Draining, JobPhase
 from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.storage.checkpoint_residuals import CheckpointResidual
 
@@ -19,6 +19,8 @@ NAME_CHARACTERS_MAX: Final = 512
 """Of addresses, host names, releases and fingerprints."""
 RETRY_MS: Final = 100
 """After how long a worker asks again for a lease or a verdict."""
+
+UINT32_MAX: Final = (1 << 32) - 1
 
 STATES: Final[dict[JobPhase, wire.JobState]] = {
     JobPhase.STARTING: wire.JOB_STATE_STARTING,
@@ -66,6 +68,10 @@ def switch_point(decided: SwitchPoint | None) -> wire.SwitchPoint | None:
 
 def consistency(decided: Consistency | None) -> wire.Consistency | None:
     return None if decided is None else lease_messages.consistency_to_wire(decided)
+
+
+def drain(found: Draining | None) -> wire.Drain | None:
+    return None if found is None else wire.Drain(left_ms=min(found.left_ms, UINT32_MAX), empty=found.empty)
 
 
 def checkpoint(taken: Committed | None) -> wire.CheckpointStatus | None:
