@@ -10,6 +10,7 @@ watchers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -127,6 +128,8 @@ class LocalCluster:
             setting="yard.restarts_max",
         )
         self._restarted: list[RoleRestart] = []
+        self._news: list[str] = []
+        """What has happened and `poll` has not returned yet."""
         self._settings_file = self._folder / SETTINGS_FILE
         self._environment = environment_of_roles()
 
@@ -152,7 +155,8 @@ class LocalCluster:
         self._changed()
 
     def start(self, *, stop: threading.Event) -> None:
-        """Starts everything and waits until all are registered, at most READY_MS_MAX. If that fails, what was started
+        """Starts everything and waits until all are registered, at most READY_MS_MAX. A process that a signal kills
+        meanwhile is started again; one that ends by itself has an error to show. If the start fails, what was started
         is stopped again. Raises AddressInUse, Unavailable or a subclass with the end of the failed process's log, and
         Interrupted once `stop` is set."""
         begun = time.monotonic()
@@ -172,10 +176,10 @@ class LocalCluster:
             raise
 
     def poll(self) -> list[str]:
-        """Checks the processes, and restarts dead ones when it is time. Returns what is new, in words. Call it several
-        times a second. A call takes no longer than the start of a process."""
+        """Checks the processes, and restarts dead ones when it is time. Returns what is new since the last call, in
+        words. Call it several times a second. A call takes no longer than the start of a process."""
         now_ms = int(time.monotonic() * 1000)
-        news = []
+        news, self._news = self._news, []
         for slot in self._slots:
             if slot.given_up:
                 continue
@@ -183,6 +187,7 @@ class LocalCluster:
                 if now_ms >= slot.restart_ms:
                     news += self._start_again(slot, now_ms)
             elif not slot.running.alive:
+                slot.running.read_ready()  # its successor listens where it has listened
                 news.append(self._on_exit(slot, slot.running.ending, now_ms))
             elif slot.becomes_ready():
                 self._changed()
@@ -298,25 +303,32 @@ class LocalCluster:
             raise errors.DeadlineExceeded(f"the yard was not ready in time: it waited for {left}{said}")
 
     def _unready(self) -> str:
-        # in this order: a process that prints and ends at once has ended
-        self._check_alive("before it was ready")
+        self._mend()
         waiting = [slot.running for slot in self._slots if not slot.running.process.ready]
-        missing = [role for role in waiting if not role.read_ready()]
+        # a process that is to be started again is no longer ready, whatever its log says
+        missing = [slot.running for slot in self._slots if slot.restart_ms is not None or not slot.running.read_ready()]
         if len(missing) < len(waiting):
             self._changed()
         return f"{_names(missing)} to be ready; logs are in {self._folder / LOGS}" if missing else ""
 
     def _unregistered(self) -> str:
-        self._check_alive("")
-        absent = unregistered(self.state)
+        self._mend()
+        try:
+            absent = unregistered(self.state)
+        except (errors.CoordinatorUnavailable, errors.NotReady) as error:
+            return error.what
         return f"the coordinator at {self.coordinator} to know {absent}" if absent else ""
 
-    def _check_alive(self, when: str) -> None:
+    def _mend(self) -> None:
+        """During the start: restarts what a signal has killed. Raises the error of what has ended by itself."""
+        # in this order: a process that prints that it is ready, and ends at once, has ended
         for slot in self._slots:
-            if not slot.running.alive:
+            if slot.restart_ms is None and not slot.running.alive and not slot.running.was_killed:
                 process = slot.running.process
-                said = " ".join(part for part in (str(process), slot.running.ending, when) if part)
-                raise lost(process, said, starting=bool(when))
+                when = "" if process.ready else " before it was ready"
+                raise lost(process, f"{process} {slot.running.ending}{when}", starting=bool(when))
+        self._news = self.poll()
+        self.check()
 
 
 def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.ShardyardError:
@@ -329,12 +341,17 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
     )
 
 
-def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
+def await_last_checkpoints(coordinator: str, stop: threading.Event, poll: Callable[[], object]) -> None:
     """Waits until no job waits for its last checkpoint any more and no evaluator reads a finished job's values, which
-    the coordinator bounds; or until `stop`. Raises CoordinatorUnavailable."""
+    the coordinator bounds; or until `stop`. `poll` restarts processes that die meanwhile, the coordinator too, and
+    raises if one does not come back."""
     what = "the job's last checkpoint to be written, and read by its evaluators"
     with CoordinatorClient(coordinator) as client, ExplainedWait(lambda: what) as wait:
-        while any(map(_is_ending, client.status(timeout_ms=STATUS_TIMEOUT_MS).jobs)) and not stop.wait(POLL_S):
+        while not stop.wait(POLL_S):
+            poll()
+            with contextlib.suppress(errors.CoordinatorUnavailable, errors.NotReady):
+                if not any(map(_is_ending, client.status(timeout_ms=STATUS_TIMEOUT_MS).jobs)):
+                    return
             wait.tick()
 
 

@@ -79,6 +79,12 @@ class RunningRole:
         return self._find() is not None
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, as far as this process can know."""
+        code = self.exit_code
+        return code is not None and code < 0
+
+    @property
     def ending(self) -> str:
         """How it ended, in words that follow its name."""
         code = self.exit_code

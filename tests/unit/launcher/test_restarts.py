@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -182,6 +183,67 @@ def test_a_start_that_takes_too_long_names_the_process_that_is_not_ready(
     before.write(tmp_path)
     assert read_state(tmp_path) == before
     assert re.search(r"server-0 \(pid \d+\)", RunningYard(tmp_path, before).waited_for)
+
+
+def start_that(lives: dict[str, list[str]]) -> Callable[..., RunningRole]:
+    """Stands for start_role: each life of a process runs the next of its name's programs, the last one for ever."""
+
+    def start(name: str, role: str, *_: object, log: Path, address: str = "", **__: object) -> RunningRole:
+        log.parent.mkdir(exist_ok=True)
+        programs = lives.get(name, [STAYS])
+        program = programs.pop(0) if len(programs) > 1 else programs[0]
+        with log.open("w") as said:
+            child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=said)
+        return RunningRole(RoleProcess(name, role, child.pid, 0.0, log, address), child)
+
+    return start
+
+
+STAYS = "print('ready 127.0.0.1:5', flush=True); input()"
+IS_KILLED = "import os; os.kill(os.getpid(), 9)"
+IS_KILLED_WHEN_READY = f"print('ready 127.0.0.1:5', flush=True); {IS_KILLED}"
+
+
+@pytest.fixture
+def starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+    """A yard of one server whose processes are small programs, started without pauses."""
+    monkeypatch.setattr("shardyard.runtime.restart_policy.BACKOFF_MS", 0)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.unregistered", lambda *_: "")
+    monkeypatch.setattr(RunningRole, "release", lambda _: None)
+    settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0, "yard.role_restarts_max": 3}).settings
+    return LocalCluster(settings, tmp_path, tied=True)
+
+
+@pytest.mark.parametrize("name", ["coordinator", "server-0", "agent"])
+@pytest.mark.parametrize("life", [IS_KILLED, IS_KILLED_WHEN_READY], ids=["before ready", "when ready"])
+def test_process_that_is_killed_while_the_yard_starts_comes_back(
+    starting: LocalCluster, monkeypatch: pytest.MonkeyPatch, name: str, life: str
+) -> None:
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start_that({name: [life, life, STAYS]}))
+
+    def unregistered(_: YardState) -> str:
+        if len(starting.state.restarts) < 2:  # it is away, or not back yet
+            raise errors.CoordinatorUnavailable("coordinator does not answer")
+        return ""
+
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.unregistered", unregistered)
+    try:
+        starting.start(stop=threading.Event())
+        starting.check()
+        assert [each.name for each in starting.state.restarts] == [name, name]
+        assert all(each.ready for each in starting.state.roles)
+        assert sum("was killed by SIGKILL" in line for line in starting.poll()) == 2
+    finally:
+        starting.stop()
+
+
+def test_process_that_ends_by_itself_while_the_yard_starts_shows_its_error(
+    starting: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = "print('error: it is not possible', flush=True); raise SystemExit(2)"
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start_that({"server-0": [life]}))
+    with pytest.raises(errors.ServerLost, match=r"(?s)ended with exit code 2 before it was ready.*it is not possible"):
+        starting.start(stop=threading.Event())
 
 
 def test_end_of_a_process_is_waited_for_with_words(
