@@ -76,7 +76,10 @@ def up(
         code = 0
         if command:
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(yard.state.coordinator, yard.state.agent, script, signals, yard.check, sys.stdout, began)
+            settings = given.loaded.settings
+            code = _follow(
+                yard.state.coordinator, yard.state.agent, script, settings, signals, yard.check, sys.stdout, began
+            )
         yard.refresh()
         if ours and (signals.exit_code is not None or yard.broken):
             _take_down(yard, folder)
@@ -116,7 +119,7 @@ def run(
             script = _script(command, given, whole=False, workers=workers or 0)
             agent = find_agent(settings.coordinator)
             # the agent and the script notice what happens to a yard that was not started here
-            code = _follow(settings.coordinator, agent, script, signals, list, sys.stderr)
+            code = _follow(settings.coordinator, agent, script, settings, signals, list, sys.stderr)
         else:
             code = _run_alone(given, command, signals)
     return signals.exit_code or code
@@ -139,9 +142,9 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, whole=True, workers=0)
-            code = _follow(cluster.coordinator, cluster.state.agent, script, signals, poll, sys.stderr)
+            code = _follow(cluster.coordinator, cluster.state.agent, script, settings, signals, poll, sys.stderr)
             if code == 0:
-                await_last_checkpoints(cluster.coordinator, signals.stop)
+                await_last_checkpoints(cluster.coordinator, signals.stop, poll)
             return code
         except Interrupted:
             return 130
@@ -195,6 +198,7 @@ def _follow(
     coordinator: str,
     agent: str,
     script: Script,
+    settings: Settings,
     signals: StopSignals,
     check: Callable[[], list[str]],
     progress_to: TextIO,
@@ -207,10 +211,9 @@ def _follow(
     from shardyard_launcher.scripts.script import ScriptRun
     from shardyard_launcher.terminal.error_output import print_error
 
-    launched = ScriptRun(coordinator, agent)
+    launched = ScriptRun(coordinator, agent, script, settings)
     try:
         with display_for(lambda: launched.workers, progress_to) as display:
-            launched.launch(script)
             ended = launched.follow(FirstStep(display, began), stop=signals.stop, check=check)
     except errors.ShardyardError as error:
         print_error(error)

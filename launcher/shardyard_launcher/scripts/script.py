@@ -1,9 +1,9 @@
 """A training script launched through an agent, and watched until it ends.
 
-Owns: the launch; the stream of its events, which is resumed after a break; a new launch if the agent died and came back
-(its processes died with it, as if a signal had killed each); the stop. Invariants: `follow` returns or raises within
-seconds after `stop` is set or `check` raises, and the script's processes have ended then. Must not know: how the yard
-was started, how progress is drawn.
+Owns: what is launched; how long an agent that does not answer is waited for; a new launch if the agent died and came
+back, or another one took its place (the script's processes died with it, as if a signal had killed each); the stop.
+Invariants: `follow` returns or raises within seconds after `stop` is set or `check` raises, and the script's processes
+have ended then. Must not know: how the yard was started, how progress is drawn.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,28 +21,25 @@ from typing import Final, Protocol
 
 from shardyard.config.assignments import Layer
 from shardyard.config.configuration import CONFIG_VARIABLE, PREFIX, PROCESS_VARIABLES, Flag, Loaded, environment_name
+from shardyard.config.settings import Settings
 from shardyard.domain import errors
-from shardyard.runtime.waits import ExplainedWait, WaitRegistry
+from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.scripts.agent_launch import STOP_MS_MAX, AgentLaunch
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_worker.agent.error_report import ShownOutput
 
-CALL_TIMEOUT_MS: Final = 10_000
-WATCH_TIMEOUT_MS: Final = 3_600_000
-"""A stream, too, has a deadline; a longer launch is watched by several, one after the other."""
-AGENT_PATIENCE_MS: Final = 5_000
-"""How long an agent may not answer before the launch is given up."""
-STOP_MS_MAX: Final = 12_000
+SILENT_MS: Final = 1_000
+"""How long an agent may not answer before that is said."""
 GRACE_MS: Final = 5_000
-EVENTS_QUEUED_MAX: Final = 10_000
+KEY_BITS: Final = 48
 PROGRESS_MS: Final = 1_000
 FIRST_STEP_MS: Final = 200
 """How often status is asked for, and how often before the first step of a job."""
-SLICE_S: Final = 0.1
 WORKERS_EXPECTED: Final = "job.workers_expected"
 
 
@@ -98,26 +96,16 @@ def launch_environment(
 
 
 class ScriptRun:
-    """One launch on one agent. For one thread; a second thread, its own, polls the status."""
+    """One script on the agents of a yard, at first on that at address `agent`. For one thread; others, its own, read
+    events and poll the status. `settings`: how long a silent agent is waited for, and how often the script is launched
+    again."""
 
-    def __init__(self, coordinator: str, agent: str) -> None:
-        network = GrpcNetwork()
-        self._coordinator = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-        self._agent = network.connect(agent, name="agent", unavailable=errors.Unavailable)
-        self._launch = 0
-        self._events: queue.Queue[agent_wire.LaunchEvent | errors.ShardyardError] = queue.Queue(EVENTS_QUEUED_MAX)
-        self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
-        self._pids: set[int] = set()
-        self._shown = ShownOutput()
-        self._script: Script | None = None
-        self._launched_again = 0
-        self._wait_registry = WaitRegistry()
-        self.workers = 0
-
-    def launch(self, script: Script) -> None:
-        """Raises what the agent answers: InvalidRequest, LaunchRefused, NotReady, Unavailable."""
-        request = agent_wire.LaunchRequest(
+    def __init__(self, coordinator: str, agent: str, script: Script, settings: Settings) -> None:
+        self._coordinator = GrpcNetwork().connect(
+            coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable
+        )
+        self._launch = AgentLaunch(agent)
+        self._request = agent_wire.LaunchRequest(
             script=str(script.path.absolute()),
             arguments=script.arguments,
             working_directory=os.getcwd(),
@@ -125,34 +113,39 @@ class ScriptRun:
             workers=script.workers,
             restarts_max=script.restarts_max,
             restarts_window_ms=script.restarts_window_ms,
+            key=secrets.randbits(KEY_BITS) + 1,
         )
-        with self._wait_registry.over(lambda: f"the {self._agent.name} to launch {script.path}"):
-            reply = self._agent.call(methods.LAUNCH, request, timeout_ms=CALL_TIMEOUT_MS)
-        self._launch, self.workers, self._script = reply.launch, reply.workers, script
-        self._watcher = threading.Thread(target=self._watch, name="watch-launch", daemon=True)
-        self._watcher.start()
+        self._grace_ms = settings.membership.coordinator_grace_ms
+        self._restarts = RestartPolicy(
+            restarts_max=settings.yard.restarts_max,
+            window_ms=settings.yard.restarts_window_ms,
+            setting="yard.restarts_max",
+        )
+        self._agents: Sequence[wire.MemberStatus] = ()
+        self._said_silent = False
+        self._pids: set[int] = set()
+        self._shown = ShownOutput()
+        self.workers = 0
+        """How many processes it has; 0 before it is launched."""
 
     def follow(
         self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
-        """Shows what happens, and what `check` reports, until the launch has ended. Returns None if `stop` was set
-        first. Raises what `check` raises, and Unavailable when the agent is gone. The script's processes are stopped in
-        any case."""
+        """Launches the script, and shows what happens, and what `check` reports, until it has ended. Returns None if
+        `stop` was set first. Raises what `check` raises, what the agent answers (InvalidRequest, LaunchRefused), and
+        Unavailable when the agent does not come back. The script's processes are stopped in any case."""
         ended: agent_wire.LaunchEnded | None = None
         poller = _StatusPoller(self._coordinator)
         try:
-            while not stop.is_set():
-                try:
-                    ended = self._show_next(display)
-                except errors.NotFound as error:
-                    self._launch_again(display, stop, error)
-                if ended is not None:
-                    break
+            while ended is None and not stop.is_set():
+                ended = self._continue(display)
                 for line in check():
                     display.note(line)
                 status = poller.take()
                 if status is not None:
+                    self._agents = agents_of(status)
                     display.progress(status, frozenset(self._pids))
+                self._bear_silence(display)
             return ended
         finally:
             poller.close()
@@ -161,51 +154,77 @@ class ScriptRun:
             else:
                 self._show_last(display)
 
-    def _launch_again(self, display: Display, stop: threading.Event, lost: errors.NotFound) -> None:
-        """Launches the script again, because the agent that launched it was replaced by another one that does not know
-        it."""
-        script, agent = self._script, self._agent.name
-        assert script is not None
-        if self._launched_again >= script.restarts_max:
-            raise errors.Unavailable(
-                f"the {agent} died, and the script's processes with it ({lost.what})",
-                todo=f"start the script again; it is launched again by itself {script.restarts_max} times at most "
-                "(yard.restarts_max)",
-            ) from lost
-        self._launched_again += 1
-        display.note(f"the {agent} died, and the script's processes with it; it is launched again")
-        if self._watcher is not None:
-            with self._wait_registry.over(lambda: f"the last events of the launch that the {agent} has lost"):
-                self._watcher.join(CALL_TIMEOUT_MS / 1000)
-        give_up = time.monotonic() + AGENT_PATIENCE_MS / 1000
-        while not stop.is_set():
-            try:
-                self.launch(script)
-                return
-            except errors.NotReady:
-                if time.monotonic() >= give_up:
-                    raise
-                stop.wait(SLICE_S)
-
     def first_error(self, ended: agent_wire.LaunchEnded) -> str:
         """The error of the first failed process, without a traceback that its output has shown already."""
         return self._shown.tell(ended.first_error_index, ended.first_error, several=self.workers > 1)
 
     def close(self) -> None:
-        self._closing.set()
-        self._wait_registry.close()
-        self._agent.close()
+        self._launch.close()
         self._coordinator.close()
-        if self._watcher is not None:
-            self._watcher.join(5)
+
+    def _continue(self, display: Display) -> agent_wire.LaunchEnded | None:
+        """Launches, if the script is not launched; otherwise shows the next event. Takes a moment at most."""
+        if not self._launch.is_launched:
+            reply = self._launch.launch(self._request)
+            if reply is not None:
+                self.workers = reply.workers
+            return None
+        try:
+            return self._show_next(display)
+        except errors.NotFound as error:
+            self._launch_again(display, f"{self._launch.name} died, and the script's processes with it", error)
+            return None
+
+    def _launch_again(self, display: Display, what: str, cause: errors.ShardyardError) -> None:
+        """The agent has lost the launch. Another process takes its place, and the script is launched there."""
+        decided = self._restarts.died("agent", time.monotonic_ns() // 1_000_000)
+        if isinstance(decided, GivenUp):
+            raise errors.Unavailable(
+                f"{what}; the script is not launched again: {decided.why}",
+                why="a script is launched again as often as an agent may be restarted",
+                todo="read the agent's log to see why it dies; then start the script again",
+            ) from cause
+        display.note(f"{what}; the script is launched again")
+        self._move(self._launch.address)
+
+    def _bear_silence(self, display: Display) -> None:
+        """Waits for an agent that does not answer, since it may be restarting, as long as members wait for a
+        coordinator. If another agent has taken its place, the script is launched there. Raises Unavailable."""
+        silence = self._launch.silence
+        if silence is None:
+            if self._said_silent:
+                display.note(f"{self._launch.name} answers")
+            self._said_silent = False
+            return
+        silent_ms = (time.monotonic() - silence.since_s) * 1000
+        if silent_ms > self._grace_ms:
+            raise errors.Unavailable(
+                f"{self._launch.name} did not answer for {silent_ms / 1000:.0f} s: {silence.error.what}",
+                todo="see in its log why it ended, and start the script again when there is an agent. It is waited for "
+                "as long as a coordinator is (membership.coordinator_grace_ms)",
+            ) from silence.error
+        if silent_ms > SILENT_MS and not self._said_silent:
+            self._said_silent = True
+            display.note(
+                f"{self._launch.name} does not answer ({silence.error.what}); waiting for it, at most "
+                f"{self._grace_ms / 1000:g} s"
+            )
+        # the coordinator forgets an agent that is gone
+        others = [each.address for each in self._agents]
+        if silent_ms > SILENT_MS and others and self._launch.address not in others:
+            what = f"{self._launch.name} is gone, and the agent at {others[0]} is there"
+            if self._launch.is_launched:
+                self._launch_again(display, what, silence.error)
+            self._move(others[0])
+
+    def _move(self, agent: str) -> None:
+        self._launch.close()
+        self._launch = AgentLaunch(agent)
 
     def _show_next(self, display: Display) -> agent_wire.LaunchEnded | None:
-        try:
-            event = self._events.get(timeout=SLICE_S)
-        except queue.Empty:
+        event = self._launch.take()
+        if event is None:
             return None
-        if isinstance(event, errors.ShardyardError):
-            raise event
         match event.WhichOneof("event"):
             case "started":
                 self._pids.add(event.started.pid)
@@ -229,44 +248,16 @@ class ScriptRun:
 
     def _stop(self, display: Display) -> None:
         """Stops the launch and shows what it still prints."""
-        request = agent_wire.StopRequest(launch=self._launch, grace_ms=GRACE_MS)
         try:
-            self._agent.call(methods.STOP, request, timeout_ms=2_000)
+            if not self._launch.stop(GRACE_MS):
+                return
             give_up = time.monotonic() + STOP_MS_MAX / 1000
-            with ExplainedWait(lambda: f"the {self._agent.name} to stop launch {self._launch}") as wait:
+            with self._launch.await_end() as wait:
                 while time.monotonic() < give_up and self._show_next(display) is None:
                     wait.tick()
         except errors.ShardyardError as error:
             # its processes die with it
             display.note(f"the agent no longer answers: {error.what}")
-
-    def _watch(self) -> None:
-        wanted = 0
-        silent_since: float | None = None
-        while not self._closing.is_set():
-            request = agent_wire.WatchRequest(launch=self._launch, next_event=wanted)
-            try:
-                for event in self._agent.receive(methods.WATCH, request, timeout_ms=WATCH_TIMEOUT_MS):
-                    wanted, silent_since = event.number + 1, None
-                    self._put(event)
-                    if event.HasField("ended"):
-                        return
-            except errors.Unavailable as error:
-                now = time.monotonic()
-                silent_since = now if silent_since is None else silent_since
-                if not isinstance(error, errors.DeadlineExceeded) and (now - silent_since) * 1000 > AGENT_PATIENCE_MS:
-                    self._put(error)
-                    return
-                self._closing.wait(SLICE_S)
-            except errors.ShardyardError as error:
-                self._put(error)
-                return
-
-    def _put(self, event: agent_wire.LaunchEvent | errors.ShardyardError) -> None:
-        while not self._closing.is_set():
-            with contextlib.suppress(queue.Full):
-                self._events.put(event, timeout=SLICE_S)
-                return
 
 
 class _StatusPoller:
@@ -301,15 +292,19 @@ class _StatusPoller:
                 self._latest.put_nowait(status)
 
 
+def agents_of(status: wire.StatusReply) -> list[wire.MemberStatus]:
+    """The yard's agents that can be called, the best one first: an agent on this machine sees the same paths."""
+    here = os.uname().nodename
+    agents = [member for member in status.members if member.role == wire.ROLE_AGENT and member.address]
+    return sorted(agents, key=lambda member: (member.host != here, member.incarnation))
+
+
 def find_agent(coordinator: str) -> str:
     """The address of an agent of a running yard. Raises CoordinatorUnavailable, NotReady."""
     with CoordinatorClient(coordinator) as client:
-        members = client.status().members
-    agents = [member for member in members if member.role == wire.ROLE_AGENT and member.address]
+        agents = agents_of(client.status())
     if agents:
-        # an agent on this machine sees the same paths
-        here = os.uname().nodename
-        return min(agents, key=lambda member: (member.host != here, member.incarnation)).address
+        return agents[0].address
     raise errors.NotReady(
         f"the yard of {coordinator} has no agent",
         why="an agent starts the training processes",

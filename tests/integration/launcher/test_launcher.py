@@ -444,7 +444,7 @@ def test_script_is_launched_again_when_its_agent_has_died(shell: Shell) -> None:
     go.touch()
     ended = finish(process)
     assert ended.returncode == 0, ended.stderr
-    assert "died, and the script's processes with it; it is launched again" in ended.stderr
+    assert "died, and the script's processes with it; the script is launched again" in ended.stderr
     assert shell.processes() == []
 
 

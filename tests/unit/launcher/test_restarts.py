@@ -210,7 +210,7 @@ def starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
     monkeypatch.setattr("shardyard.runtime.restart_policy.BACKOFF_MS", 0)
     monkeypatch.setattr("shardyard_launcher.yard.local_cluster.unregistered", lambda *_: "")
     monkeypatch.setattr(RunningRole, "release", lambda _: None)
-    settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0, "yard.role_restarts_max": 3}).settings
+    settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0, "yard.restarts_max": 3}).settings
     return LocalCluster(settings, tmp_path, tied=True)
 
 

@@ -34,6 +34,8 @@ class LaunchOrder:
     """They are given out in turn, one to each process."""
     coordinator: str
     agent: int
+    key: int = 0
+    """Names the request, which may be sent again; 0: it is not."""
 
 
 def environment_block(order: LaunchOrder, index: int, error_file: str) -> dict[str, str]:

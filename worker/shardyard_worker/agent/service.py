@@ -72,9 +72,12 @@ class AgentService:
         self.service.on(methods.DESCRIBE_AGENT, self._on_describe)
 
     def launch(self, request: wire.LaunchRequest) -> RunningLaunch:
-        """Starts a launch. Raises InvalidRequest, TooLarge, NotReady."""
+        """Starts a launch, unless the same request has started it before. Raises InvalidRequest, TooLarge, NotReady."""
         order = self._order(request)
         with self._lock:
+            known = [each for each in self._launches.values() if order.key and each.order.key == order.key]
+            if known:
+                return known[0]
             if self._closed:
                 raise errors.NotReady("the agent is stopping", todo="start it again")
             if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
@@ -139,6 +142,7 @@ class AgentService:
             gpus=gpus_to_give(environment, plan.device, gpus_present()),
             coordinator=plan.coordinator,
             agent=self._incarnation(),
+            key=request.key,
         )
 
     def _admit(self, context: Context, what: str) -> None:
