@@ -49,7 +49,9 @@ class MembershipClient:
 
     `report` fills a heartbeat with what the role measured. `on_reply` gets the coordinator's answer. `on_lost` is
     called when the member was fenced (StaleIncarnation), or when the coordinator has not answered for `grace_ms`
-    (CoordinatorLost). Until then the member continues, and the log says at once, and again later, what it waits for.
+    (CoordinatorLost). NotReady is an answer too: the process is there. Until then the member continues, and the log
+    says at once, and again later, what it waits for. It also says what a coordinator waits for that answers and
+    decides nothing.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class MembershipClient:
         self._beat = threading.Lock()
         self.drain_ms = 0
         """How long this member may take to leave in order, once it is registered."""
+        self._undecided = ""
         self.incarnation = Incarnation(0)
         self.term = Term(0)
         self.job = JobId(0)
@@ -84,9 +87,9 @@ class MembershipClient:
         return Caller(self.job, self.incarnation, self.term)
 
     def register(self, *, patience_ms: int, stop: threading.Event | None = None) -> None:
-        """Registers. Tries again for `patience_ms` while the coordinator does not answer or is not ready. Raises what
-        it answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is
-        called."""
+        """Registers. Tries again while the coordinator is not ready, and for `patience_ms` while it does not answer.
+        Raises what it answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop`
+        is called."""
         member = self._membership
         request = wire.RegisterRequest(
             role=common_messages.ROLES.to_wire(member.role),
@@ -113,6 +116,8 @@ class MembershipClient:
                     break
                 except (errors.Unavailable, errors.NotReady) as error:
                     last = f" ({error.what})"
+                    if isinstance(error, errors.NotReady):
+                        give_up = time.monotonic() + patience_ms / 1000
                     wait.tick()
                     if time.monotonic() >= give_up or (stop or self._stop).wait(RETRY_MS / 1000):
                         raise
@@ -146,8 +151,19 @@ class MembershipClient:
             self._report(request)
         reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=timeout_ms)
         self.term = Term(max(self.term, reply.term))
+        self._note_undecided(reply.undecided)
         if not self._stop.is_set():
             self._on_reply(reply)
+
+    def _note_undecided(self, waiting_for: str) -> None:
+        """Logs when the coordinator begins to wait before it decides anything, and when it ends."""
+        if waiting_for and not self._undecided:
+            log.warning(
+                "%s decides nothing before it has waited for %s; %s continues", self._peer.name, waiting_for, self._me
+            )
+        elif self._undecided and not waiting_for:
+            log.info("%s decides again", self._peer.name)
+        self._undecided = waiting_for
 
     def stop(self) -> None:
         """Sends no more heartbeats. Tells the coordinator nothing."""
@@ -236,7 +252,9 @@ class MembershipClient:
             while not self._pause():
                 try:
                     self.beat()
-                except (errors.Unavailable, errors.NotReady) as again:
+                except errors.NotReady as again:
+                    said, begun = again.what, time.monotonic()
+                except errors.Unavailable as again:
                     said = again.what
                 else:
                     log.info("%s answers %s again, in term %d", self._peer.name, me, self.term)

@@ -59,6 +59,17 @@ def test_job_that_is_switched_keeps_its_promises_under_every_seed(kind: str) -> 
     assert met["gone over"] >= len(SEEDS_OF_A_KIND)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["async-full", "sync-full", "hybrid-full"])
+def test_yard_whose_journal_cannot_be_written_for_a_while_keeps_its_promises(kind: str) -> None:
+    met: Counter[str] = Counter()
+    for found in run_seeds(SEEDS_OF_A_KIND, kind=kind):
+        assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
+        met.update(found["happened"])
+    assert met["full journal"] >= len(SEEDS_OF_A_KIND)
+
+
 @pytest.mark.long("hybrid-first")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])

@@ -58,6 +58,10 @@ def _fault(yard: Yard, kind: str) -> None:
             world.say("FAULT the disk refuses now and then")
             yard.disk.refusing = rng.choice((0.05, 0.5))
             world.call(rng.randrange(4 * SECOND), functools.partial(setattr, yard.disk, "refusing", 0.0))
+        case "full":
+            span = rng.randrange(6 * SECOND)
+            world.say(f"FAULT the journal's disk is full for {span / SECOND:.3f} s")
+            yard.journal_full_until = max(yard.journal_full_until, world.now + span)
         case "power":
             world.say("FAULT power failure")
             for process in [p for p in yard.places.values() if p.alive]:
@@ -69,6 +73,7 @@ def _calm(yard: Yard) -> None:
     yard.world.say("CALM")
     yard.world.calm = True
     yard.disk.refusing = 0.0
+    yard.journal_full_until = 0
     for way in sorted(yard.wires.dead_links):
         yard.wires.mend_link(*way)
     for process in yard.places.values():

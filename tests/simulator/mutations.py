@@ -23,6 +23,7 @@ from shardyard_coordinator.core.effects import Base, Persist
 from shardyard_coordinator.flows import checkpointing, work_verdicts
 from shardyard_coordinator.flows import recovery as recovery_flow
 from shardyard_coordinator.members.membership import Membership
+from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.storage import recovery
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
 from shardyard_coordinator.work import checkpoint_copy
@@ -388,6 +389,19 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
 def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
     """a step does not close for the ranks that its verdict leaves out"""
     patch.setattr(sync_step, "_close", lambda partition, gate, members: gate.name_members(members))
+
+
+@mutation("C8", "async-full", 22, 8)
+def what_was_not_written_down_is_told(patch: Patch) -> None:
+    """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
+    real = Mailbox._begin_stall
+
+    def begin_stall(self: Any, error: Exception) -> None:
+        ahead = self._machine
+        real(self, error)
+        self._machine = ahead
+
+    patch.setattr(Mailbox, "_begin_stall", begin_stall)
 
 
 @mutation("B7", "sync-checkpoint", 3)

@@ -172,12 +172,13 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     - "clip", after "sync": the job clips by norm. "backup": it has backup workers.
     - "switch": a person switches the job; a synchronous one to asynchronous updates first. "over": back and forth
       between synchronous and asynchronous updates.
+    - "full": the disk of the coordinator's journal is full for a while, once or more often.
     - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
     """
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    others = ("stop", "clip", "backup", "switch", "over", "lag", "rows", "lives", "cold", *WRONGS)
+    others = ("stop", "clip", "backup", "switch", "over", "full", "lag", "rows", "lives", "cold", *WRONGS)
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # only the coordinator dies
@@ -243,6 +244,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_lives(plan)
     if "lag" in words:
         plan = _with_laggard(plan)
+    if "full" in words:
+        plan = _with_full_journal(plan)
     if "over" in words:
         return _with_steps(plan)
     if "switch" in words:
@@ -292,6 +295,13 @@ def _with_lives(plan: Plan) -> Plan:
     )
     cold = plan.cold or rng.random() < 0.5
     return replace(plan, lives=lives, shares_rows=True, cold=cold, batch=1, drops=False, wrong="")
+
+
+def _with_full_journal(plan: Plan) -> Plan:
+    """A plan in which other faults happen while the coordinator can write nothing down."""
+    rng = random.Random(f"full {plan.seed}")
+    times = [rng.randrange(plan.calm_at) for _ in range(rng.choice((1, 2, 3)))]
+    return replace(plan, faults=tuple(sorted((*plan.faults, *((at, "full journal") for at in times)))))
 
 
 def _with_laggard(plan: Plan) -> Plan:

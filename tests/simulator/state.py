@@ -62,6 +62,8 @@ class Yard:
         self.starts = 0
         self.finished: dict[str, dict[str, bytes]] = {}
         self.happened: list[str] = []
+        self.journal_full_until = 0
+        """Until when the disk of the coordinator's journal is full."""
         self.unfinished: dict[object, None] = {}
         """Jobs that began and have not ended."""
         self.jobs_finished = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,23 @@ class SimulatedJournal(Journal):
 
     def append(self, entries: Any) -> None:
         world = self._process.world
+        self._require_room()
         world.pause(world.rng.randrange(2 * MS))
         super().append(entries)
         for kind, body in entries:
             _note(current_yard(), kind, body)
         world.pause(world.rng.randrange(2 * MS))
+
+    def replace(self, entries: Any) -> None:
+        self._require_room()
+        super().replace(entries)
+
+    def free_bytes(self) -> int | None:
+        return 0
+
+    def _require_room(self) -> None:
+        if self._process.world.now < current_yard().journal_full_until:
+            raise sqlite3.OperationalError("database or disk is full")
 
     def close(self) -> None:
         self._process.at_end.pop(self.close, None)

@@ -20,6 +20,7 @@ from shardyard.wire import common_messages, layout_messages, lease_messages, met
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.mailbox import REPAIR_MS
 from shardyard_coordinator.service.service import Coordinator
 from tests.support.waiting import wait_until
 
@@ -164,6 +165,12 @@ class Yard:
             self.clock.advance(250)
             beat()
             self.clock.await_tick()
+
+    def pass_repair(self) -> None:
+        """Time passes until the coordinator has tried to write its journal again."""
+        self.clock.advance(REPAIR_MS)
+        self.clock.await_tick()
+        self.clock.await_tick()
 
     def kill(self, worker: Worker, alive: list[Worker]) -> None:
         """The worker sends no heartbeats until it is declared dead."""

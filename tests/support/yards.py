@@ -161,10 +161,12 @@ ROLE = ("-P", "-m", "shardyard_launcher.cli")
 class RoleYard:
     """A coordinator and servers, each in a process of its own. Only the test restarts them."""
 
-    def __init__(self, folder: Path, *, servers: int = 2, lease_ms: int = 0) -> None:
-        """`lease_ms`: the lease of members, for tests that freeze a member and must not lose it. 0: the default."""
+    def __init__(self, folder: Path, *, servers: int = 2, lease_ms: int = 0, grace_ms: int = 0) -> None:
+        """`lease_ms`: the lease of members, for tests that freeze a member and must not lose it. `grace_ms`: for how
+        long servers continue without a coordinator. 0: the default."""
         self.state = folder / "state"
         self._lease = {"SHARDYARD__MEMBERSHIP__LEASE_MS": str(lease_ms)} if lease_ms else {}
+        self._grace = {"SHARDYARD__MEMBERSHIP__COORDINATOR_GRACE_MS": str(grace_ms)} if grace_ms else {}
         self.servers: list[Script] = []
         self.coordinator = self.start_coordinator("127.0.0.1:0")
         try:
@@ -186,7 +188,7 @@ class RoleYard:
 
     def start_server(self, bind: str, failpoints: str = "") -> Script:
         own = ["--coordinator", self.address, "--bind", bind, "--set", f"yard.wal={self.state / 'wal'}"]
-        return Script([*ROLE, "server", *own], {"SHARDYARD_FAILPOINTS": failpoints})
+        return Script([*ROLE, "server", *own], {"SHARDYARD_FAILPOINTS": failpoints} | self._grace)
 
     def kill_server(self, index: int) -> None:
         self.servers[index].kill()

@@ -1,8 +1,9 @@
 """The whole coordinator as a state machine: members, and the jobs that they work on.
 
-Owns: all state of a yard that is decided in one place. `handle` is its only mutator. An event that is refused raises a
-typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and
-concerns the member's own job. A member's end reaches its job in the same step. Records come before all other effects.
+Owns: all state of a yard that is decided in one place. `handle` and `hear` are its only mutators. An event that is
+refused raises a typed error and has changed nothing. Invariants: a request counts only if it comes from a living
+incarnation, and concerns the member's own job. A member's end reaches its job in the same step. Records come before all
+other effects.
 The records of all effects, in order, rebuild the machine, and so do those of `snapshot` (except for
 what tests/simulation/not_recorded.py lists). Must not know: the clock (`now_ms` is an argument), threads, messages, the
 network, the disk.
@@ -11,7 +12,6 @@ network, the disk.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Self
 
 from shardyard.config.settings import DRAIN_S
@@ -24,7 +24,6 @@ from shardyard_coordinator.core.effects import (
     DrainTaken,
     Effect,
     ForgetServer,
-    HeartbeatReply,
     Left,
     LogMessage,
     NotFiniteVerdict,
@@ -45,7 +44,7 @@ from shardyard_coordinator.flows import (
     residuals,
     work_verdicts,
 )
-from shardyard_coordinator.machine import callers, effect_ends, job_records, job_views
+from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views
 from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
@@ -137,6 +136,14 @@ class Machine:
         records = [effect for effect in effects if isinstance(effect, Persist)]
         return [*records, *(effect for effect in effects if not isinstance(effect, Persist))]
 
+    def hear(self, event: events.HeartbeatReceived | events.ReaderHeard, now_ms: int) -> list[Effect]:
+        """Takes what a member or a reader reports, and replies how its job stands. Decides nothing, so nothing must be
+        recorded (rule C8). Raises as `handle`."""
+        if isinstance(event, events.ReaderHeard):
+            return readers.on_reader(self._jobs.find_for_reader(event), event, now_ms)
+        member, job = heartbeats.take(self._members, self._jobs, event, now_ms)
+        return [heartbeats.reply(self._jobs, member, job, self.draining(member, now_ms))]
+
     def _dispatch(self, event: events.Event, now_ms: int) -> list[Effect]:
         match event:
             case events.MemberRegistered():
@@ -225,22 +232,9 @@ class Machine:
         return [*effects, record, LogMessage(f"{member.title} has registered"), Reply(Registered(member.incarnation))]
 
     def _heartbeat(self, event: events.HeartbeatReceived, now_ms: int) -> list[Effect]:
-        member, report = self._members.require(event.incarnation), event.report
-        self._members.renew(member.incarnation, now_ms)
-        member.waiting_for = report.waiting_for
-        drain = self.draining(member, now_ms)
-        if member.role is MemberRole.SERVER:
-            self._jobs.note_server(event)
-            return [Reply(HeartbeatReply(fenced=self._jobs.fenced_on(member.incarnation), drain=drain))]
-        job, worker = self._jobs.get(member.job), member.incarnation
-        if job is None:
-            return [Reply(HeartbeatReply(drain=drain))]
-        effects: list[Effect] = []
-        if not job.phase.ended:
-            job.progress.take(worker, report, now_ms)
-            effects += last_step.on_reached(job, worker, report)
-            effects += job.records(job.mode.acknowledge(worker, report.switches))
-        return [*effects, Reply(replace(job_views.heartbeat_reply(job, worker), drain=drain))]
+        member, job = heartbeats.take(self._members, self._jobs, event, now_ms)
+        decided = [] if job is None else heartbeats.decide(job, member.incarnation, event.report)
+        return [*decided, heartbeats.reply(self._jobs, member, job, self.draining(member, now_ms))]
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)

@@ -98,6 +98,7 @@ class Journal:
     ) -> None:
         self._wall_clock = wall_clock
         self._audit_max = audit_max
+        self._folder = folder
         self._lock: int | None = None
         noted = Note()
         if folder is None:
@@ -147,6 +148,16 @@ class Journal:
             latest = self._insert(entries, first)
         failpoint("journal.after_replace")
         self._note(latest, self.term)
+
+    def free_bytes(self) -> int | None:
+        """What this process may still write to the journal's disk. None: it has none, or does not say."""
+        if self._folder is None:
+            return None
+        try:
+            found = os.statvfs(self._folder)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
 
     def records(self) -> tuple[Record, ...]:
         """All records, the oldest first. Raises ConfigurationError if one is damaged or missing."""

@@ -2,7 +2,8 @@
 
 Owns: the lock, the machine, and the order of writing. Invariants: the machine is touched under the lock only; the
 records of an event are on disk before any other effect of it begins, and before the lock is released; the lock is
-never held during a call to a server. If the journal cannot be written, every event is refused until it can be. Then
+never held during a call to a server. While the journal cannot be written, the machine has what the journal has, and
+nothing is decided (rule C8): reports of members and readers are taken and answered, every other event is refused. Then
 the machine is built again from the journal's records, as after a restart.
 Must not know: messages, how effects are carried out.
 """
@@ -13,7 +14,8 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from shardyard.config.settings import MembershipSettings
@@ -31,11 +33,30 @@ log = logging.getLogger("shardyard.coordinator")
 COMPACT_RECORDS_MIN: Final = 4_096
 """The journal is replaced by a snapshot after this many records, or after twice the snapshot's records if those are
 more."""
-_BROKEN_WHY: Final = "each decision is written to disk before the reply; otherwise a restart could revoke it"
-_BROKEN_TODO: Final = "make room on the disk; the coordinator then continues by itself"
+REPAIR_MS: Final = 500
+"""The pause between two tries to write a journal that could not be written."""
+_UNWRITABLE: Final = (sqlite3.Error, OSError)
+_STALLED_WHY: Final = "each decision is written to disk before the reply; otherwise a restart could revoke it"
+_STALLED_TODO: Final = "make room on the disk; the coordinator then continues by itself"
 
 Start = Callable[[effects.Effect], None]
 """Begins to carry out an effect. It is called under the lock, so it must not block."""
+
+
+@dataclass(slots=True)
+class _Stall:
+    """The journal `name` cannot be written. `why`: of the last try. `is_ahead`: the machine has decisions that the
+    journal lacks. `disk`: how much room there is. `wait`: explains it in the log and to people."""
+
+    name: str
+    why: str
+    disk: str
+    retry_ms: int
+    is_ahead: bool = True
+    wait: ExitStack = field(default_factory=ExitStack)
+
+    def __str__(self) -> str:
+        return f"the journal {self.name} to be written ({self.why}{self.disk})"
 
 
 class Mailbox:
@@ -60,8 +81,7 @@ class Mailbox:
         self._machine = self._restore()
         self._log_restored()
         self._closed = False
-        self._broken: str | None = None
-        """Why the journal could not be written. The machine is then ahead of the journal."""
+        self._stall: _Stall | None = None
         self._records_until_compaction = 0
         self._compact()
 
@@ -71,6 +91,12 @@ class Mailbox:
 
     def now_ms(self) -> int:
         return self._clock.now_ms()
+
+    @property
+    def waiting_for(self) -> str:
+        """The journal that cannot be written, and why; empty while it can be. Any thread may ask."""
+        stall = self._stall
+        return "" if stall is None else str(stall)
 
     @contextmanager
     def machine(self) -> Iterator[Machine]:
@@ -86,14 +112,16 @@ class Mailbox:
 
     def handle(self, event: events.Event, start: Start) -> list[effects.Effect]:
         """Gives one event to the machine, writes its records, then starts its effects. Returns all effects. Raises what
-        the machine refuses, and NotReady while the journal cannot be written or the coordinator stops."""
+        the machine refuses, and NotReady while the coordinator stops, or if the event must be recorded and the journal
+        cannot be written."""
         with self._lock:
             if self._closed:
                 raise NotReady("the coordinator is stopping")
-            if self._broken is not None:
-                raise NotReady(self._broken, why=_BROKEN_WHY, todo=_BROKEN_TODO)
-            found = self._machine.handle(event, self._clock.now_ms())
-            self._write([effect for effect in found if isinstance(effect, effects.Persist)])
+            if self._stall is not None:
+                found = self._hear(self._stall, event)
+            else:
+                found = self._machine.handle(event, self._clock.now_ms())
+                self._write([effect for effect in found if isinstance(effect, effects.Persist)])
             for effect in found:
                 start(effect)
         return found
@@ -105,17 +133,26 @@ class Mailbox:
 
     def repair(self, start: Start) -> None:
         """If the journal could not be written and can be now, continues from its records. No reply has depended on
-        anything else, so this is a restart without a new term."""
+        anything else, so this is a restart without a new term. Call it often; it tries now and then."""
         with self._lock:
-            if self._broken is None or self._closed:
+            stall = self._stall
+            if stall is None or self._closed:
                 return
+            now_ms = self._clock.now_ms()
+            if now_ms < stall.retry_ms:
+                return
+            stall.retry_ms = now_ms + REPAIR_MS
+            stall.disk = _room(self._journal.free_bytes())
             try:
-                machine = self._restore()
-                self._journal.replace([(record.kind, record.body) for record in machine.snapshot()])
-            except (sqlite3.Error, ConfigurationError) as error:
+                if stall.is_ahead:
+                    self._go_back(stall)
+                self._journal.replace([(record.kind, record.body) for record in self._machine.snapshot()])
+                self._go_back(stall)  # all times begin anew: a decision may be due only because it had to wait
+            except (*_UNWRITABLE, ConfigurationError) as error:
+                stall.why = str(error)
                 log.debug("the journal cannot be written yet: %s", error)
                 return
-            self._machine, self._broken = machine, None
+            self._end(stall)
             self._log_restored()
             self._resume(start)
 
@@ -123,6 +160,8 @@ class Mailbox:
         """From now on events are refused."""
         with self._lock:
             self._closed = True
+            if self._stall is not None:
+                self._end(self._stall)
 
     def _resume(self, start: Start) -> None:
         for effect in self._machine.resume():
@@ -134,13 +173,55 @@ class Mailbox:
         try:
             with self._wait_registry.over(lambda: f"the journal {self._journal.name} to be written"):
                 self._journal.append([(record.kind, record.body) for record in records])
-        except sqlite3.Error as error:
-            self._broken = f"the journal {self._journal.name} cannot be written ({error})"
-            log.critical("%s; nothing is decided until it can be", self._broken)
-            raise NotReady(self._broken, why=_BROKEN_WHY, todo=_BROKEN_TODO) from error
+        except _UNWRITABLE as error:
+            self._begin_stall(error)
+            raise self._not_ready() from error
         self._records_until_compaction -= len(records)
         if self._records_until_compaction <= 0:
             self._compact()
+
+    # ---- while the journal cannot be written
+
+    def _begin_stall(self, error: Exception) -> None:
+        """The journal has none of the event's records. The machine goes back to what the journal has."""
+        now_ms, disk = self._clock.now_ms(), _room(self._journal.free_bytes())
+        self._stall = stall = _Stall(self._journal.name, str(error), disk, now_ms + REPAIR_MS)
+        stall.wait.enter_context(self._wait_registry.over(lambda: str(stall)))
+        log.critical(
+            "the journal %s cannot be written (%s%s); nothing is decided until it can be. Training goes on with the "
+            "work that is leased, and members stay",
+            stall.name,
+            stall.why,
+            stall.disk,
+        )
+        try:
+            self._go_back(stall)
+        except (*_UNWRITABLE, ConfigurationError) as unread:
+            log.error("the journal %s cannot be read either: %s", stall.name, unread)
+
+    def _go_back(self, stall: _Stall) -> None:
+        self._machine, stall.is_ahead = self._restore(), False
+
+    def _hear(self, stall: _Stall, event: events.Event) -> list[effects.Effect]:
+        """Raises what the machine refuses, and NotReady for an event that may have to be recorded."""
+        if stall.is_ahead or not isinstance(event, events.HeartbeatReceived | events.ReaderHeard):
+            raise self._not_ready()
+        return self._machine.hear(event, self._clock.now_ms())
+
+    def _not_ready(self) -> NotReady:
+        stall = self._stall
+        assert stall is not None
+        return NotReady(
+            f"the journal {stall.name} cannot be written ({stall.why}{stall.disk})",
+            why=_STALLED_WHY,
+            todo=_STALLED_TODO,
+        )
+
+    def _end(self, stall: _Stall) -> None:
+        self._stall = None
+        stall.wait.close()
+
+    # ---- the journal's records
 
     def _compact(self) -> None:
         """Replaces the journal's records by the fewest that make the same machine."""
@@ -148,7 +229,7 @@ class Mailbox:
         try:
             with self._wait_registry.over(lambda: f"the journal {self._journal.name} to be made shorter"):
                 self._journal.replace([(record.kind, record.body) for record in snapshot])
-        except sqlite3.Error as error:
+        except _UNWRITABLE as error:
             log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
         self._records_until_compaction = max(COMPACT_RECORDS_MIN, 2 * len(snapshot))
 
@@ -182,3 +263,7 @@ class Mailbox:
                 len(self._machine.members),
                 sum(not job.phase.ended for job in self._machine.jobs),
             )
+
+
+def _room(free_bytes: int | None) -> str:
+    return "" if free_bytes is None else f"; {free_bytes:,} bytes free on its disk"

@@ -88,7 +88,9 @@ class ReaderSession:
                     if self.job:
                         raise
                     silent_since = None
-                except (errors.Unavailable, errors.NotReady) as error:
+                except errors.NotReady as error:
+                    silent_since, last = None, f" ({error.what})"
+                except errors.Unavailable as error:
                     now = time.monotonic()
                     silent_since = now if silent_since is None else silent_since
                     if (now - silent_since) * 1000 >= self._grace_ms:
@@ -160,7 +162,11 @@ class ReaderSession:
                 self._ask()
                 self._send_reports()
                 answered = time.monotonic()
-            except (errors.Unavailable, errors.NotReady) as error:
+            except errors.NotReady as error:
+                # an answer: the coordinator is there, and waits itself, as for the disk of its journal
+                answered = time.monotonic()
+                log.debug("asked again soon: %s", error.what)
+            except errors.Unavailable as error:
                 if (time.monotonic() - answered) * 1000 >= self._grace_ms:
                     self._lose(errors.CoordinatorLost(f"{self._peer.name} has not answered: {error.what}"))
                     return
@@ -227,7 +233,7 @@ class ReaderSession:
                 with self.wait_registry.over(lambda: f"the {self._peer.name} to let this reader go"):
                     self._peer.call(methods.FOLLOW_JOB, goodbye, timeout_ms=CALL_TIMEOUT_MS)
                 return
-            except (errors.Unavailable, errors.NotReady) as error:
+            except errors.Unavailable as error:
                 if time.monotonic() >= until:
                     if self._reports:
                         log.warning("%d evaluations were not reported: %s", len(self._reports), error.what)

@@ -107,7 +107,9 @@ def _heartbeat(backend: Backend, request: wire.HeartbeatRequest) -> wire.Heartbe
     event = heartbeat_event(request)
     answer = backend.ask(event, effects.HeartbeatReply)
     residual = backend.residuals.wanted(JobId(request.caller.job), event.incarnation)
-    return heartbeat_reply(answer, backend.mailbox.term, residual)
+    reply = heartbeat_reply(answer, backend.mailbox.term, residual)
+    reply.undecided = backend.mailbox.waiting_for
+    return reply
 
 
 def leave_event(request: wire.LeaveRequest) -> events.MemberLeft:

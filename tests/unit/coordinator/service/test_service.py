@@ -217,34 +217,70 @@ def test_status_shows_members_and_jobs(yard: Yard) -> None:
 def test_coordinator_goes_on_from_its_records_when_its_journal_can_be_written_again(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def fail(_entries: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
     (worker,) = yard.run_job(ASYNC)
     worker.open_feed(samples=30)
     written = len(yard.journal.records())
     with monkeypatch.context() as full:
-        full.setattr(yard.journal, "append", fail)
+        full.setattr(yard.journal, "append", fill)
         with pytest.raises(errors.NotReady, match=r"journal in memory cannot be written \(database or disk is full\)"):
             worker.lease()
         if method == "replace":  # half of the room that is needed is none
             full.undo()
-            full.setattr(yard.journal, "replace", fail)
-            yard.clock.await_tick()
+            full.setattr(yard.journal, "replace", fill)
+            yard.pass_repair()
             with pytest.raises(errors.NotReady, match="cannot be written"):
-                worker.beat()
+                worker.lease()
         assert len(yard.journal.records()) == written
-    wait_until(lambda: answers(worker), "the coordinator to go on")
+    yard.pass_repair()
     assert worker.beat().job_state == wire.JOB_STATE_RUNNING
     assert worker.lease().lease.token == 1, "what was not written was not decided"
 
 
-def answers(worker: Worker) -> bool:
-    try:
-        worker.beat()
-    except errors.NotReady:
-        return False
-    return True
+def fill(_entries: object) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_members_are_answered_for_longer_than_a_lease_while_the_journal_cannot_be_written(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=30)
+    with monkeypatch.context() as full:
+        full.setattr(yard.journal, "append", fill)
+        full.setattr(yard.journal, "replace", fill)
+        with pytest.raises(errors.NotReady):
+            worker.lease()
+        for step in range(1, 21):
+            yard.clock.advance(500)
+            yard.beat_servers()
+            said = worker.beat(step=step, samples=10 * step)
+        assert said.undecided == "the journal in memory to be written (database or disk is full)"
+        assert said.job_state == wire.JOB_STATE_RUNNING
+        status = yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1)
+        assert (status.jobs[0].step, status.members[2].step) == (20, 20)
+        assert len(status.members) == 3
+    yard.pass_repair()
+    assert worker.beat().undecided == ""
+    assert worker.lease().lease.token == 1
+
+
+def test_nothing_that_was_not_recorded_is_told_while_the_journal_cannot_be_written(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = yard.run_job(sync_settings(2), workers=2)
+    ranks = [rank.rank for worker in (first, second) for rank in worker.beat().ranks]
+    assert ranks == [0, 1]
+    with monkeypatch.context() as full:
+        full.setattr(yard.journal, "append", fill)
+        full.setattr(yard.journal, "replace", fill)
+        with pytest.raises(errors.NotReady):
+            second.leave()
+        assert [rank.rank for rank in first.beat().ranks] == [0], "its rank would go to the first"
+        assert [rank.rank for rank in second.beat().ranks] == [1]
+        stopped = wire.StopJobRequest(job_name="default", reason="enough")
+        with pytest.raises(errors.NotReady):
+            yard.peer().call(methods.STOP_JOB, stopped, timeout_ms=1)
+        assert not first.beat().HasField("stop")
 
 
 def test_stopping_coordinator_is_not_ready(yard: Yard) -> None:

@@ -33,6 +33,7 @@ class FakeCoordinator:
         self.left: list[wire.LeaveRequest] = []
         self.refusals: dict[str, list[errors.ShardyardError]] = {}
         self.term = 1
+        self.undecided = ""
 
     def appear(self) -> None:
         service = Service("Coordinator")
@@ -56,7 +57,7 @@ class FakeCoordinator:
     def _heartbeat(self, request: wire.HeartbeatRequest, _: Context) -> wire.HeartbeatReply:
         self.beats.append(request)
         self._refuse("Heartbeat")
-        return wire.HeartbeatReply(term=self.term, generation=len(self.beats))
+        return wire.HeartbeatReply(term=self.term, generation=len(self.beats), undecided=self.undecided)
 
     def _leave(self, request: wire.LeaveRequest, _: Context) -> wire.LeaveReply:
         self.left.append(request)
@@ -251,6 +252,44 @@ def test_short_silence_is_borne(coordinator: FakeCoordinator, make: Callable[...
     member.enrolment.start()
     wait_until(lambda: len(member.replies) >= 2, "heartbeats after the silence")
     assert member.lost == []
+
+
+def test_a_coordinator_that_answers_that_it_is_not_ready_is_not_lost(
+    coordinator: FakeCoordinator, make: Callable[..., Member]
+) -> None:
+    coordinator.appear()
+    grace_ms = 100
+    coordinator.refusals["Register"] = [errors.NotReady("its disk is full")]
+    member = make(grace_ms=grace_ms)
+    member.enrolment._stop = CountedWait()
+    member.enrolment.register(patience_ms=grace_ms)
+    coordinator.refusals["Heartbeat"] = [errors.NotReady("its disk is full")] * 1_000_000
+    began = time.monotonic()
+    member.enrolment.start()
+    wait_until(lambda: (time.monotonic() - began) * 1_000 > 3 * grace_ms, "the time to pass")
+    coordinator.refusals.clear()
+    wait_until(lambda: bool(member.replies), "a heartbeat that is answered")
+    assert member.lost == []
+
+
+def test_what_a_coordinator_waits_for_that_decides_nothing_is_logged_once(
+    coordinator: FakeCoordinator, make: Callable[..., Member], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardyard.enrolment")
+    coordinator.appear()
+    coordinator.undecided = "the journal /j to be written"
+    member = make()
+    member.enrolment.register(patience_ms=0)
+    for _ in range(2):
+        member.enrolment.beat()
+    coordinator.undecided = ""
+    for _ in range(2):
+        member.enrolment.beat()
+    assert [message for message in caplog.messages if "decides" in message] == [
+        "coordinator at coordinator:1 decides nothing before it has waited for the journal /j to be written; worker 41 "
+        "continues",
+        "coordinator at coordinator:1 decides again",
+    ]
 
 
 def test_long_silence_is_the_loss_of_the_coordinator(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
