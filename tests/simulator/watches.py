@@ -46,6 +46,9 @@ class SimulatedJournal(Journal):
         self._require_room()
         super().replace(entries)
 
+    def make_room(self) -> None:
+        """The disk is as full as a run says, whatever is in the file."""
+
     def free_bytes(self) -> int | None:
         return 0
 

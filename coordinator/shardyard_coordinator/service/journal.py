@@ -43,6 +43,12 @@ AUDITED_JOBS_MAX: Final = 10_000
 PAGE_ENTRIES_MAX: Final = 20_000
 """Entries that are examined for one page of the audit."""
 PAGE_BYTES_MAX: Final = 4 << 20
+ROOM_BYTES: Final = 8 << 20
+"""Room that the journal's files have for records to come, each of both files. It lasts for some 10,000 data shards."""
+ROOM_OF_DISK: Final = 1 / 16
+"""The room is at most this part of what is free on the disk."""
+LOG_PAGES: Final = 32, 256
+"""The least and most pages of SQLite's log that are written before it begins anew. So it needs half of its room."""
 FORMAT: Final = 3
 """The format of the file and of its records, in SQLite's user_version. A new file has 0."""
 
@@ -159,6 +165,36 @@ class Journal:
             return None
         return found.f_bavail * found.f_frsize
 
+    def room_bytes(self) -> int:
+        """How much can be appended before the file grows."""
+        (pages,) = self._database.execute("PRAGMA freelist_count").fetchone()
+        return int(pages) * self._page_bytes()
+
+    def make_room(self) -> None:
+        """Lets the files grow for records to come, so that a full disk does not stop the coordinator at once: SQLite
+        uses pages that were freed again, and overwrites its log. Does nothing if there is enough room, or if the disk
+        has little."""
+        free = self.free_bytes()
+        if free is None:
+            return
+        wanted = min(ROOM_BYTES, int(free * ROOM_OF_DISK))
+        if self._log_bytes() >= wanted and self.room_bytes() >= wanted // 2:
+            return
+        least, most = LOG_PAGES
+        pages = min(max(wanted // self._page_bytes() // 2, least), most)
+        self._database.execute(f"PRAGMA wal_autocheckpoint={pages}")
+        try:
+            with self._transaction():
+                self._database.execute("CREATE TABLE IF NOT EXISTS room (body BLOB)")
+                self._database.execute("INSERT INTO room VALUES (zeroblob(?))", (wanted,))
+            # only now do the pages have their place in the file
+            self._database.execute("PRAGMA wal_checkpoint(RESTART)")
+        finally:
+            with self._transaction():
+                self._database.execute("DROP TABLE IF EXISTS room")
+            # the log is then overwritten from its start
+            self._database.execute("PRAGMA wal_checkpoint(RESTART)")
+
     def records(self) -> tuple[Record, ...]:
         """All records, the oldest first. Raises ConfigurationError if one is damaged or missing."""
         try:
@@ -206,7 +242,7 @@ class Journal:
                 )
                 self._database.execute("DELETE FROM terms WHERE term <= ?", (term - TERMS_KEPT,))
             # writes the tables into the file itself, so that a file that lost its log does not look like a new one
-            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._database.execute("PRAGMA wal_checkpoint(RESTART)")
         except _UNREADABLE as error:
             raise self._refused(str(error)) from error
         self._note(latest_record, term)
@@ -263,6 +299,17 @@ class Journal:
                 "DELETE FROM audited_jobs WHERE job NOT IN (SELECT job FROM audited_jobs ORDER BY first DESC LIMIT ?)",
                 (AUDITED_JOBS_MAX,),
             )
+
+    def _page_bytes(self) -> int:
+        (nbytes,) = self._database.execute("PRAGMA page_size").fetchone()
+        return int(nbytes)
+
+    def _log_bytes(self) -> int:
+        assert self._folder is not None
+        try:
+            return (self._folder / f"{FILE}-wal").stat().st_size
+        except OSError:
+            return 0
 
     def _note(self, record: int, term: int) -> None:
         if self._lock is not None:

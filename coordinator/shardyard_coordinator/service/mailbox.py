@@ -229,6 +229,7 @@ class Mailbox:
         try:
             with self._wait_registry.over(lambda: f"the journal {self._journal.name} to be made shorter"):
                 self._journal.replace([(record.kind, record.body) for record in snapshot])
+                self._journal.make_room()
         except _UNWRITABLE as error:
             log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
         self._records_until_compaction = max(COMPACT_RECORDS_MIN, 2 * len(snapshot))

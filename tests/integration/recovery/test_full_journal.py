@@ -100,3 +100,16 @@ def test_nothing_ends_while_the_journal_cannot_be_written(
     for server in yard.servers:
         server.wait_for(f"coordinator at {yard.address} decides again")
     end(yard, started, epochs)
+
+
+def test_training_goes_on_while_no_file_of_the_journal_can_grow(yard: RoleYard, probes: Probes) -> None:
+    started = begin(yard, probes, 5, ASYNC)
+    files = [yard.state / FILE, yard.state / f"{FILE}-wal"]
+    sizes = [file.stat().st_size for file in files]
+    with largest_file(yard.coordinator, min(sizes)):
+        steps = [computed(script) for script, _ in started]
+        until = time.monotonic() + FULL_S
+        wait_until(lambda: time.monotonic() >= until, "the time to pass")
+        assert min(computed(script) - former for (script, _), former in zip(started, steps, strict=True)) > 20
+        assert yard.status().waiting_for == ""
+    end(yard, started, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import sqlite3
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 
 from shardyard.domain.errors import ConfigurationError
 from shardyard_coordinator.records import Record
-from shardyard_coordinator.service.journal import FILE, FORMAT, LOCK, TERMS_KEPT, Journal
+from shardyard_coordinator.service.journal import FILE, FORMAT, LOCK, ROOM_BYTES, TERMS_KEPT, Journal
 
 WAL = FILE + "-wal"
 FLIPS = 1_000
 SQLITE_FREE_PAGES_AT = 36
 TRUNCATIONS = 100
+APPENDED_MAX = 500
 
 
 def test_records_are_there_when_the_journal_is_opened_again(tmp_path: Path) -> None:
@@ -59,6 +61,59 @@ def test_failed_append_leaves_no_record(tmp_path: Path) -> None:
         journal.append([("good", {}), ("bad", {"x": object()})])
     journal.append([("next", {})])
     assert [each.kind for each in journal.records()] == ["next"]
+    journal.close()
+
+
+def append_until_refused(journal: Journal) -> int:
+    body = {"job": 1, "feed": 0, "epoch": 0, "index": 9, "worker": 1 << 32, "token": 77, "first": 0}
+    for number in range(APPENDED_MAX):
+        try:
+            journal.append([("data_leased", body)])
+        except sqlite3.Error:
+            return number
+    return APPENDED_MAX
+
+
+@pytest.mark.parametrize("with_room", [False, True])
+def test_journal_takes_records_while_its_files_cannot_grow(tmp_path: Path, with_room: bool) -> None:
+    journal = Journal(tmp_path)
+    if with_room:
+        journal.make_room()
+        assert journal.room_bytes() >= ROOM_BYTES
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = max((tmp_path / name).stat().st_size for name in (FILE, WAL))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written, unlimited[1]))
+    try:
+        taken = append_until_refused(journal)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert taken == APPENDED_MAX if with_room else taken < 100
+    journal.close()
+    again = Journal(tmp_path)
+    assert len(again.records()) == taken
+    again.close()
+
+
+def test_room_is_made_again_when_half_of_it_is_used_up(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.make_room()
+    size = (tmp_path / FILE).stat().st_size
+    journal.append([("r", {"text": "x" * (ROOM_BYTES // 16)})])
+    journal.make_room()
+    assert journal.room_bytes() < ROOM_BYTES
+    journal.append([("r", {"text": "x" * (ROOM_BYTES // 4)})])
+    journal.make_room()
+    assert journal.room_bytes() >= ROOM_BYTES
+    assert (tmp_path / FILE).stat().st_size < size + ROOM_BYTES
+    assert len(journal.records()) == 2
+    journal.close()
+
+
+def test_room_is_a_small_part_of_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    monkeypatch.setattr(journal, "free_bytes", lambda: ROOM_BYTES)
+    journal.make_room()
+    assert ROOM_BYTES // 16 <= journal.room_bytes() < ROOM_BYTES // 8
     journal.close()
 
 
