@@ -8,6 +8,7 @@ PACKAGE = "shardyard.wire.v1"
 
 LAUNCH = Method(f"{PACKAGE}.Agent", "Launch", message(agent_pb2.LaunchRequest), message(agent_pb2.LaunchReply))
 WATCH = Method(f"{PACKAGE}.Agent", "Watch", message(agent_pb2.WatchRequest), message(agent_pb2.LaunchEvent), streams_out=True)
+READ_OUTPUT = Method(f"{PACKAGE}.Agent", "ReadOutput", message(agent_pb2.ReadOutputRequest), message(agent_pb2.OutputLines), streams_out=True)
 STOP = Method(f"{PACKAGE}.Agent", "Stop", message(agent_pb2.StopRequest), message(agent_pb2.StopReply))
 DESCRIBE_AGENT = Method(f"{PACKAGE}.Agent", "DescribeAgent", message(agent_pb2.DescribeAgentRequest), message(agent_pb2.DescribeAgentReply))
 

@@ -527,7 +527,7 @@ class AgentWorld:
         script = folder / "script.py"
         script.write_text("print('done')\n")
         self._agent = AgentService(
-            AgentPlan("127.0.0.1:1", 1), incarnation=lambda: 3, report_exit=lambda pid, exit_code: None
+            AgentPlan("127.0.0.1:1", 1, folder), incarnation=lambda: 3, report_exit=lambda pid, exit_code: None
         )
         launch = agent.LaunchRequest(
             script=str(script),
@@ -550,6 +550,10 @@ class AgentWorld:
                 encoded(agent.WatchRequest(launch=number, next_event=1)),
             ],
             "Stop": [encoded(agent.StopRequest(launch=number, grace_ms=100))],
+            "ReadOutput": [
+                encoded(agent.ReadOutputRequest(launch=number)),
+                encoded(agent.ReadOutputRequest(launch=number, process=0, tail=3, follow=True)),
+            ],
             "DescribeAgent": [encoded(agent.DescribeAgentRequest())],
         }
 

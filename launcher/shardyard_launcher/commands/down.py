@@ -123,11 +123,11 @@ def _purge(folder: Path, *, checkpoints: bool) -> str:
     words."""
     from shardyard.config.settings import COLD_FOLDER, WAL_FOLDER
     from shardyard_launcher.checkpoints.kept import kept_jobs
-    from shardyard_launcher.yard.state_file import JOURNAL, LOCK_FILE, LOGS
+    from shardyard_launcher.yard.state_file import JOURNAL, LAUNCHES, LOCK_FILE, LOGS
 
     saved = _checkpoints_in(folder)
     kept = [] if checkpoints else kept_jobs(saved)
-    for name in (LOGS, COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
+    for name in (LOGS, LAUNCHES, COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
         shutil.rmtree(folder / name, ignore_errors=True)
     if kept:
         for each in (folder / JOURNAL).iterdir():

@@ -128,6 +128,11 @@ def server(given: Given, bind: str, advertise: str | None) -> int:
     "--workers", type=click.IntRange(min=1), help="How many training processes a launch starts (default: yard.workers)."
 )
 @click.option(
+    "--state",
+    metavar="DIR",
+    help="Folder for what launches print, in `launches` below it (default: the setting yard.state).",
+)
+@click.option(
     "--allow-remote-launch",
     is_flag=True,
     help="Start programs for callers on other machines too. Anybody who reaches the port can then run programs here.",
@@ -139,6 +144,7 @@ def agent(
     bind: str,
     advertise: str | None,
     workers: int | None,
+    state: str | None,
     allow_remote_launch: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -158,6 +164,7 @@ def agent(
             bind=bind,
             advertise=advertise,
             workers=workers or settings.yard.workers,
+            state=Path(state or settings.yard.state),
             settings=settings,
             allow_remote_launch=allow_remote_launch,
             command=list(command) or None,

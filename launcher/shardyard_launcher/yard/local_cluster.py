@@ -225,7 +225,7 @@ class LocalCluster:
         if role == "server" and yard.wal == AUTO:
             own += ["--set", f"yard.wal={self._folder / WAL_FOLDER}"]
         if role == "agent":
-            own += ["--workers", str(yard.workers)]
+            own += ["--workers", str(yard.workers), "--state", str(self._folder)]
         return start_role(
             name,
             role,

@@ -21,6 +21,7 @@ from shardyard.config.settings import AUTO, CHECKPOINTS, NEVER, Settings
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import failpoint
 from shardyard_launcher.yard.role_process import RoleProcess
+from shardyard_worker.agent.launch_folders import FOLDER
 
 FORMAT: Final = 1
 STATE_FILE: Final = "yard.json"
@@ -28,6 +29,8 @@ LOCK_FILE: Final = "yard.lock"
 LOGS: Final = "logs"
 JOURNAL: Final = "coordinator"
 """The coordinator's own state folder, within."""
+LAUNCHES: Final = FOLDER
+"""What scripts have printed, which the agent keeps there."""
 SUPERVISOR: Final = "supervisor"
 RESTARTS_KEPT: Final = 50
 """The latest restarts that the file remembers."""

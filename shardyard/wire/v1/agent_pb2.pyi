@@ -60,14 +60,18 @@ class ProcessStarted(_message.Message):
     def __init__(self, local_index: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class ProcessOutput(_message.Message):
-    __slots__ = ("local_index", "standard_error", "line")
+    __slots__ = ("local_index", "standard_error", "line", "time_s", "by_agent")
     LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
     STANDARD_ERROR_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    BY_AGENT_FIELD_NUMBER: _ClassVar[int]
     local_index: int
     standard_error: bool
     line: str
-    def __init__(self, local_index: _Optional[int] = ..., standard_error: bool = ..., line: _Optional[str] = ...) -> None: ...
+    time_s: float
+    by_agent: bool
+    def __init__(self, local_index: _Optional[int] = ..., standard_error: bool = ..., line: _Optional[str] = ..., time_s: _Optional[float] = ..., by_agent: bool = ...) -> None: ...
 
 class ProcessExited(_message.Message):
     __slots__ = ("local_index", "pid", "exit_code", "will_restart", "ending")
@@ -107,6 +111,24 @@ class LaunchEvent(_message.Message):
     ended: LaunchEnded
     def __init__(self, number: _Optional[int] = ..., started: _Optional[_Union[ProcessStarted, _Mapping]] = ..., output: _Optional[_Union[ProcessOutput, _Mapping]] = ..., exited: _Optional[_Union[ProcessExited, _Mapping]] = ..., ended: _Optional[_Union[LaunchEnded, _Mapping]] = ...) -> None: ...
 
+class ReadOutputRequest(_message.Message):
+    __slots__ = ("launch", "process", "tail", "follow")
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    launch: int
+    process: int
+    tail: int
+    follow: bool
+    def __init__(self, launch: _Optional[int] = ..., process: _Optional[int] = ..., tail: _Optional[int] = ..., follow: bool = ...) -> None: ...
+
+class OutputLines(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[ProcessOutput]
+    def __init__(self, lines: _Optional[_Iterable[_Union[ProcessOutput, _Mapping]]] = ...) -> None: ...
+
 class StopRequest(_message.Message):
     __slots__ = ("launch", "grace_ms")
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
@@ -124,16 +146,28 @@ class DescribeAgentRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribedLaunch(_message.Message):
-    __slots__ = ("launch", "script", "running", "ended")
+    __slots__ = ("launch", "script", "running", "ended", "workers", "started_s", "ended_s", "ending", "pids", "next_event")
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_EVENT_FIELD_NUMBER: _ClassVar[int]
     launch: int
     script: str
     running: int
     ended: bool
-    def __init__(self, launch: _Optional[int] = ..., script: _Optional[str] = ..., running: _Optional[int] = ..., ended: bool = ...) -> None: ...
+    workers: int
+    started_s: float
+    ended_s: float
+    ending: LaunchEnded
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    next_event: int
+    def __init__(self, launch: _Optional[int] = ..., script: _Optional[str] = ..., running: _Optional[int] = ..., ended: bool = ..., workers: _Optional[int] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., ending: _Optional[_Union[LaunchEnded, _Mapping]] = ..., pids: _Optional[_Iterable[int]] = ..., next_event: _Optional[int] = ...) -> None: ...
 
 class DescribeAgentReply(_message.Message):
     __slots__ = ("workers", "launches")

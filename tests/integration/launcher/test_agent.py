@@ -34,6 +34,12 @@ DEADLINE_S = 30.0
 await_true = partial(wait_until, deadline_s=DEADLINE_S)
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an agent makes its state folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -60,7 +66,7 @@ class Bench:
         self.folder = folder
         self.exits: list[tuple[int, int]] = []
         self.service = AgentService(
-            AgentPlan("127.0.0.1:9", 2, threads=3),
+            AgentPlan("127.0.0.1:9", 2, folder, threads=3),
             incarnation=lambda: 42,
             report_exit=lambda pid, code: self.exits.append((pid, code)),
         )
@@ -455,9 +461,11 @@ def test_killed_agent_leaves_no_training_process(tmp_path: Path) -> None:
 
 KILLED_AGENT = """
 import sys
+from pathlib import Path
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.service import AgentPlan, AgentService
-service = AgentService(AgentPlan("127.0.0.1:9", 2), incarnation=lambda: 1, report_exit=lambda pid, code: None)
+plan = AgentPlan("127.0.0.1:9", 2, Path(sys.argv[1]).parent)
+service = AgentService(plan, incarnation=lambda: 1, report_exit=lambda pid, code: None)
 launch = service.launch(wire.LaunchRequest(script=sys.argv[1], working_directory="/"))
 wanted = 0
 while True:
@@ -522,7 +530,12 @@ def serve(coordinator: str, **given: Any) -> int:
     """Serves an agent that starts no processes for others. By default it has one worker and any free port."""
     rest: dict[str, Any] = {"bind": "127.0.0.1:0", "workers": 1, "command": None, "stop": threading.Event()} | given
     return agent_process.serve(
-        coordinator=coordinator, advertise=None, settings=Settings(), allow_remote_launch=False, **rest
+        coordinator=coordinator,
+        advertise=None,
+        state=Path("state"),
+        settings=Settings(),
+        allow_remote_launch=False,
+        **rest,
     )
 
 

@@ -37,6 +37,11 @@ class EventLog:
         with self._changed:
             return self._ended
 
+    @property
+    def next_number(self) -> int:
+        with self._changed:
+            return self._first + len(self._kept)
+
     def append(self, event: wire.LaunchEvent) -> None:
         """Numbers the event and keeps it."""
         with self._changed:

@@ -1,104 +1,43 @@
-"""Runs a launch: starts its processes, reads their output, notices when they end, sends them signals.
+"""Runs a launch: starts its processes, reads and keeps their output, notices when they end, sends them signals.
 
-Owns: the processes, pipes and the thread of one launch. It carries out what shardyard_worker.agent.supervision decides.
-Invariants: one thread starts, watches and reaps all processes of a launch and outlives them, since the kernel ties a
-process's parent-death signal to the thread that started it. Each process leads its own session. What it leaves in its
-process group is killed before it is reaped, while no other process can have its id. Must not know: gRPC, the
-coordinator, torch.
+Owns: the processes, pipes and the thread of one launch, and the log lines about its end. It carries out what
+shardyard_worker.agent.supervision decides. Invariants: one thread starts, watches and reaps all processes of a launch
+and outlives them, since the kernel ties a process's parent-death signal to the thread that started it. Each process
+leads its own session. What it leaves in its process group is killed before it is reaped, while no other process can
+have its id. Must not know: gRPC, the coordinator, torch.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import logging
 import os
-import re
 import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from shardyard.domain import limits
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block
 from shardyard_worker.agent.event_log import EventLog
+from shardyard_worker.agent.kept_output import KeptOutput
+from shardyard_worker.agent.launch_folders import Ending, LaunchFolder, LaunchRecord
+from shardyard_worker.agent.pipes import Pipe
 from shardyard_worker.agent.supervision import Effect, RecordedError, SendSignal, Spawn, Supervision
 
 log = logging.getLogger("shardyard.agent")
 
-READ_BYTES: Final = 64 * limits.KIB
 ERROR_FILE_BYTES_MAX: Final = limits.MIB
-_LINE_END: Final = re.compile(r"\r\n|\n|\r")
-
-
-class LineSplitter:
-    """Splits bytes into lines. A line longer than the limit comes in pieces."""
-
-    def __init__(self, characters_max: int = limits.OUTPUT_LINE_CHARACTERS_MAX) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters_max = characters_max
-        self._rest = ""
-
-    def feed(self, data: bytes) -> list[str]:
-        text = self._rest + self._decoder.decode(data)
-        # a carriage return at the end may be the first half of a line end
-        held = text.endswith("\r")
-        *lines, self._rest = _LINE_END.split(text[:-1] if held else text)
-        if held:
-            self._rest += "\r"
-        if len(self._rest) > self._characters_max:
-            lines.append(self._rest)
-            self._rest = ""
-        return self._cut(lines)
-
-    def finish(self) -> list[str]:
-        rest = (self._rest + self._decoder.decode(b"", final=True)).rstrip("\r")
-        self._rest = ""
-        return self._cut([rest]) if rest else []
-
-    def _cut(self, lines: list[str]) -> list[str]:
-        width = self._characters_max
-        return [line[begin : begin + width] for line in lines for begin in range(0, max(len(line), 1), width)]
-
-
-class _Pipe:
-    """One output stream of a process."""
-
-    def __init__(self, index: int, standard_error: bool, stream: IO[bytes]) -> None:
-        self.index = index
-        self.standard_error = standard_error
-        self.stream = stream
-        self._splitter = LineSplitter()
-        os.set_blocking(stream.fileno(), False)
-
-    def read(self) -> tuple[list[str], bool]:
-        """Returns the lines that are there now, and True once the stream has ended."""
-        try:
-            data = os.read(self.stream.fileno(), READ_BYTES)
-        except BlockingIOError:
-            return [], False
-        return self._splitter.feed(data) if data else self._splitter.finish(), not data
-
-    def drain(self) -> list[str]:
-        """Returns all that is left after the process has ended, even if another process still holds the other end."""
-        lines: list[str] = []
-        while True:
-            found, at_end = self.read()
-            lines += found
-            if at_end:
-                return lines
-            if not found:
-                return lines + self._splitter.finish()
 
 
 class _Child:
@@ -108,19 +47,27 @@ class _Child:
         self.index = index
         self.process = process
         self.error_file = error_file
-        self.pipes = [_Pipe(index, False, process.stdout), _Pipe(index, True, process.stderr)]
+        self.pipes = [Pipe(index, False, process.stdout), Pipe(index, True, process.stderr)]
         self.ended_fd = os.pidfd_open(process.pid)
 
 
 class RunningLaunch:
     """A launch and its thread. Any thread may call it; `report_exit` is called from the launch's own thread.
-    `wait_registry` explains long waits."""
+    `wait_registry` explains long waits. `folder`: its own, which it gives up at its end."""
 
     def __init__(
-        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], object], wait_registry: WaitRegistry
+        self,
+        record: LaunchRecord,
+        folder: LaunchFolder,
+        order: LaunchOrder,
+        *,
+        report_exit: Callable[[int, int], object],
+        wait_registry: WaitRegistry,
     ) -> None:
         self._wait_registry = wait_registry
-        self.number = number
+        self._folder = folder
+        self._output = KeptOutput(record.number, folder.path, order.workers)
+        self.record = record
         self.order = order
         self.events = EventLog()
         self._report_exit = report_exit
@@ -136,11 +83,19 @@ class RunningLaunch:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._closing = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"launch-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"launch-{record.number}", daemon=True)
+
+    @property
+    def number(self) -> int:
+        return self.record.number
 
     @property
     def running(self) -> int:
         return self._supervision.running
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in list(self._children.values())]
 
     def start(self) -> None:
         self._thread.start()
@@ -160,16 +115,17 @@ class RunningLaunch:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="shardyard-launch-", ignore_cleanup_errors=True) as folder:
-            self._folder = Path(folder)
-            try:
-                self._carry_out(self._supervision.begin())
-                while self._supervision.ended is None:
-                    self._wait()
-            finally:
-                for child in list(self._children.values()):
-                    self._reap(child)
-                self._close()
+        try:
+            self._carry_out(self._supervision.begin())
+            while self._supervision.ended is None:
+                self._wait()
+                self._output.flush()
+        finally:
+            for child in list(self._children.values()):
+                self._reap(child)
+            self._output.close()
+            self._folder.release()
+            self._close()
 
     def _close(self) -> None:
         with self._closing:
@@ -188,8 +144,11 @@ class RunningLaunch:
                     if child is not None:
                         _signal(child.process.pid, number)
                 case wire.LaunchEvent() as event:
+                    self._output.add(event)
                     if event.HasField("exited"):
                         self._on_exit(event.exited)
+                    elif event.HasField("ended"):
+                        self._on_end(event.ended)
                     self.events.append(event)
 
     def _on_exit(self, exited: wire.ProcessExited) -> None:
@@ -198,9 +157,30 @@ class RunningLaunch:
             log.warning("launch %d: %s %s; it is started again", self.number, who, exited.ending)
         self._report_exit(exited.pid, exited.exit_code)
 
+    def _on_end(self, ended: wire.LaunchEnded) -> None:
+        """Keeps how the launch ended, before those who watch it learn that."""
+        self._output.flush()
+        ending = Ending(time.time(), ended.exit_code, ended.first_error_index, ended.first_error)
+        self.record = replace(self.record, ended=ending)
+        try:
+            self._folder.end(self.record)
+        except OSError as error:
+            log.error("launch %d: its end is not kept (%s) in %s", self.number, error.strerror, self._folder.path)
+        what = f"launch {self.number} of {self.order.script}"
+        after = f"after {ending.time_s - self.record.started_s:.1f} s"
+        if not ended.exit_code:
+            log.info("%s ended well, %s", what, after)
+        elif ended.exit_code == -signal.SIGTERM:
+            log.info("%s has ended, %s: %s", what, after, ended.first_error)
+        else:
+            log.error(
+                "%s failed, %s; process %d failed first:\n%s\nits output is in %s",
+                *(what, after, ended.first_error_index, ended.first_error, self._folder.path),
+            )
+
     def _spawn(self, index: int, restarts: int) -> list[Effect]:
         order = self.order
-        error_file = self._folder / f"error-{index}-{restarts}.json"
+        error_file = self._folder.path / f"error-{index}-{restarts}.json"
         try:
             process = subprocess.Popen(
                 _command(order.script, order.arguments),
@@ -228,7 +208,7 @@ class RunningLaunch:
         ended: list[_Child] = []
         for key, _ in self._selector.select(timeout):
             match key.data:
-                case _Pipe() as pipe:
+                case Pipe() as pipe:
                     self._read(pipe)
                 case _Child() as child:
                     ended.append(child)
@@ -241,14 +221,14 @@ class RunningLaunch:
             self._carry_out(self._supervision.stop(self._stop_asked.popleft(), _now_ms()))
         self._carry_out(self._supervision.time_passed(_now_ms()))
 
-    def _read(self, pipe: _Pipe) -> None:
+    def _read(self, pipe: Pipe) -> None:
         lines, at_end = pipe.read()
         if at_end:
             self._selector.unregister(pipe.stream)
             pipe.stream.close()
         self._show(pipe, lines)
 
-    def _show(self, pipe: _Pipe, lines: list[str]) -> None:
+    def _show(self, pipe: Pipe, lines: list[str]) -> None:
         for line in lines:
             self._carry_out(self._supervision.printed(pipe.index, pipe.standard_error, line))
 
@@ -270,6 +250,7 @@ class RunningLaunch:
                 pipe.stream.close()
                 self._show(pipe, lines)
         error = read_error_file(child.error_file)
+        child.error_file.unlink(missing_ok=True)
         self._carry_out(self._supervision.exited(child.index, exit_code, error, now_s, _now_ms()))
 
 

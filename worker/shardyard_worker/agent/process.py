@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Final
 
 from shardyard.config.settings import Settings
@@ -124,6 +125,7 @@ def serve(
     bind: str,
     advertise: str | None,
     workers: int,
+    state: Path,
     settings: Settings,
     allow_remote_launch: bool,
     command: list[str] | None,
@@ -132,13 +134,15 @@ def serve(
 ) -> int:
     """Runs an agent until `stop` is set, or, with a `command` (script and arguments), until that script has ended.
 
-    Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `ready` is called
-    with the agent's address. Raises AddressInUse, CoordinatorUnavailable, and for a bad command InvalidRequest.
+    Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `state`: the
+    folder in which it keeps its launches. `ready` is called with the agent's address. Raises AddressInUse,
+    CoordinatorUnavailable, and for a bad command InvalidRequest.
     """
     logs.bind_process(role="agent")
     plan = AgentPlan(
         coordinator=coordinator,
         workers=workers,
+        state=state,
         allow_remote_launch=allow_remote_launch,
         device=settings.worker.device,
         threads=settings.worker.threads,

@@ -7,11 +7,13 @@ kept. Must not know: how processes are supervised (supervision, launch), the coo
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
-import secrets
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,28 +25,34 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
+from shardyard_worker.agent import launch_folders
 from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give
 from shardyard_worker.agent.launch import RunningLaunch
+from shardyard_worker.agent.launch_folders import LaunchFolders, LaunchRecord
+from shardyard_worker.agent.output_files import KeptLine, read_output
 from shardyard_worker.agent.supervision import STOP_GRACE_MS
 
 log = logging.getLogger("shardyard.agent")
 
 LAUNCHES_RUNNING_MAX: Final = 16
-LAUNCHES_ENDED_MAX: Final = 16
 RESTARTS_MAX: Final = 1_000
 GRACE_MS_MAX: Final = 60_000
 ARGUMENTS_MAX: Final = 4_096
 BLOCK_CHARACTERS_MAX: Final = limits.MIB
 """Characters of all arguments, or of the whole environment, of a launch."""
 WATCH_SLICE_MS: Final = 200
+STREAMS_MAX: Final = 48
+"""Callers who watch launches or follow output at a time, so that other calls are still served."""
 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """How an agent was started. `device` and `threads` are the settings of these names (section worker)."""
+    """How an agent was started. `state`: the folder in which it keeps its launches. `device` and `threads` are the
+    settings of these names (section worker)."""
 
     coordinator: str
     workers: int
+    state: Path
     allow_remote_launch: bool = False
     device: str = "auto"
     threads: int = 1
@@ -63,16 +71,21 @@ class AgentService:
         self._lock = threading.Lock()
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._folders = self._open_folders()
+        self._streams = threading.BoundedSemaphore(STREAMS_MAX)
         self.wait_registry = WaitRegistry(logger=log)
         """Explains all waits of this agent, in its log and to the coordinator."""
         self.service = Service("Agent")
         self.service.on(methods.LAUNCH, self._on_launch)
         self.service.on(methods.WATCH, self._on_watch)
+        self.service.on(methods.READ_OUTPUT, self._on_read_output)
         self.service.on(methods.STOP, self._on_stop)
         self.service.on(methods.DESCRIBE_AGENT, self._on_describe)
 
     def launch(self, request: wire.LaunchRequest) -> RunningLaunch:
-        """Starts a launch, unless the same request has started it before. Raises InvalidRequest, TooLarge, NotReady."""
+        """Starts a launch, unless the same request has started it before. Raises InvalidRequest, TooLarge, NotReady,
+        StorageUnavailable."""
         order = self._order(request)
         with self._lock:
             known = [each for each in self._launches.values() if order.key and each.order.key == order.key]
@@ -83,13 +96,45 @@ class AgentService:
             if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
                 raise errors.NotReady(f"the agent runs {LAUNCHES_RUNNING_MAX} launches already, as many as it takes")
             self._forget()
-            number = secrets.randbits(48) + 1
-            launch = self._launches[number] = RunningLaunch(
-                number, order, report_exit=self._report_exit, wait_registry=self.wait_registry
-            )
+            launch = self._begin(order)
+            self._launches[launch.number] = launch
             launch.start()
-        log.info("launch %d: %s in %d processes", number, order.script, order.workers)
+        log.info("launch %d: %s in %d processes", launch.number, order.script, order.workers)
         return launch
+
+    def _begin(self, order: LaunchOrder) -> RunningLaunch:
+        begun_s = time.time()
+
+        def describe(number: int) -> LaunchRecord:
+            return LaunchRecord(number, str(order.script), order.arguments, order.workers, begun_s)
+
+        try:
+            folder = self._folders.create(describe)
+        except OSError as error:
+            raise errors.StorageUnavailable(
+                f"there can be no folder for the launch in {self._folders.path}: {error.strerror}",
+                todo="see the free space of that disk, or start the agent with another folder (--state)",
+            ) from error
+        return RunningLaunch(
+            describe(int(folder.path.name)),
+            folder,
+            order,
+            report_exit=self._report_exit,
+            wait_registry=self.wait_registry,
+        )
+
+    def _open_folders(self) -> LaunchFolders:
+        """In the state folder; in a temporary one if that cannot be written."""
+        try:
+            return LaunchFolders(self._plan.state)
+        except OSError as error:
+            self._temporary = tempfile.TemporaryDirectory(prefix="shardyard-agent-", ignore_cleanup_errors=True)
+            log.warning(
+                "what launches print is kept in %s, until this agent ends, because %s cannot be written (%s); --state "
+                "names another folder",
+                *(self._temporary.name, self._plan.state, error.strerror),
+            )
+            return LaunchFolders(Path(self._temporary.name))
 
     def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
         """Stops all launches, waits for them, accepts no new ones."""
@@ -102,10 +147,12 @@ class AgentService:
             if not launch.join(grace_ms + 5_000):
                 log.error("launch %d has not ended in time", launch.number)
         self.wait_registry.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _forget(self) -> None:
         ended = [number for number, launch in self._launches.items() if launch.events.ended]
-        for number in ended[: max(0, len(ended) - LAUNCHES_ENDED_MAX + 1)]:
+        for number in ended[: max(0, len(ended) - launch_folders.ENDED_MAX + 1)]:
             del self._launches[number]
 
     def _order(self, request: wire.LaunchRequest) -> LaunchOrder:
@@ -145,8 +192,11 @@ class AgentService:
             key=request.key,
         )
 
+    def _admits(self, context: Context) -> bool:
+        return self._plan.allow_remote_launch or is_local_caller(context.peer)
+
     def _admit(self, context: Context, what: str) -> None:
-        if not self._plan.allow_remote_launch and not is_local_caller(context.peer):
+        if not self._admits(context):
             raise errors.LaunchRefused(
                 f"{context.peer} asked to {what}; this agent does that for callers on its own machine only",
                 why="whoever can launch can run any program as the agent's user",
@@ -157,7 +207,7 @@ class AgentService:
         with self._lock:
             launch = self._launches.get(number)
         if launch is None:
-            raise errors.NotFound(f"no launch {number}", why="the agent has restarted since, or has forgotten it")
+            raise _unknown(number)
         return launch
 
     def _on_launch(self, request: wire.LaunchRequest, context: Context) -> wire.LaunchReply:
@@ -171,15 +221,45 @@ class AgentService:
         self._admit(context, "watch a launch")
         launch = self._find(request.launch)
         wanted = request.next_event
-        while context.is_active():
-            found = launch.events.after(wanted, wait_ms=WATCH_SLICE_MS)
-            for event in found:
-                yield event
-                wanted = event.number + 1
-                if event.HasField("ended"):
+        with self._stream():
+            while context.is_active():
+                found = launch.events.after(wanted, wait_ms=WATCH_SLICE_MS)
+                for event in found:
+                    yield event
+                    wanted = event.number + 1
+                    if event.HasField("ended"):
+                        return
+                if not found and launch.events.ended:
                     return
-            if not found and launch.events.ended:
-                return
+
+    def _on_read_output(self, request: wire.ReadOutputRequest, context: Context) -> Iterator[wire.OutputLines]:
+        self._admit(context, "read what a launch has printed")
+        folder = self._folders.find(request.launch)
+        record = None if folder is None else folder.record()
+        if folder is None or record is None:
+            raise _unknown(request.launch)
+        if request.HasField("process") and request.process >= record.workers:
+            raise errors.InvalidRequest(
+                f"launch {record.number} has no process {request.process}; it has {record.workers}, counted from 0"
+            )
+        processes = [request.process] if request.HasField("process") else range(record.workers)
+        tail = request.tail if request.HasField("tail") else None
+        running = (lambda: folder.runs) if request.follow else None
+        with self._stream():
+            for lines in read_output(folder.path, processes, tail=tail, running=running, pause_s=WATCH_SLICE_MS / 1000):
+                if not context.is_active():
+                    return
+                if lines:
+                    yield wire.OutputLines(lines=map(_line, lines))
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        if not self._streams.acquire(blocking=False):
+            raise errors.NotReady(f"{STREAMS_MAX} callers watch launches of this agent already, as many as it serves")
+        try:
+            yield
+        finally:
+            self._streams.release()
 
     def _on_stop(self, request: wire.StopRequest, context: Context) -> wire.StopReply:
         self._admit(context, "stop a launch")
@@ -189,21 +269,51 @@ class AgentService:
         return wire.StopReply()
 
     def _on_describe(self, request: wire.DescribeAgentRequest, context: Context) -> wire.DescribeAgentReply:
-        del request, context
+        del request
         with self._lock:
-            launches = sorted(self._launches.items())
-        return wire.DescribeAgentReply(
-            workers=self._plan.workers,
-            launches=[
-                wire.DescribedLaunch(
-                    launch=number,
-                    script=str(launch.order.script),
-                    running=launch.running,
-                    ended=launch.events.ended,
-                )
-                for number, launch in launches
-            ],
-        )
+            ours = dict(self._launches)
+        described = []
+        for folder, record in self._folders.records():
+            launch = ours.get(record.number)
+            # an agent on the same folder describes what it runs itself
+            if launch is not None or not folder.runs:
+                described.append(_described(record, launch, whole=self._admits(context)))
+        return wire.DescribeAgentReply(workers=self._plan.workers, launches=described)
+
+
+def _unknown(number: int) -> errors.NotFound:
+    return errors.NotFound(f"no launch {number}", why="the agent has restarted since, or has forgotten it")
+
+
+def _described(record: LaunchRecord, launch: RunningLaunch | None, *, whole: bool) -> wire.DescribedLaunch:
+    """`whole`: with the error of the launch, which may show what others must not see."""
+    runs = launch is not None and not launch.events.ended
+    said = wire.DescribedLaunch(
+        launch=record.number,
+        script=record.script,
+        workers=record.workers,
+        started_s=record.started_s,
+        ended=not runs,
+    )
+    if launch is not None and runs:
+        said.running, said.next_event = launch.running, launch.events.next_number
+        said.pids.extend(launch.pids)
+    elif record.ended is not None:
+        ended = record.ended
+        said.ended_s = ended.time_s
+        said.ending.exit_code, said.ending.first_error_index = ended.exit_code, ended.first_error_index
+        said.ending.first_error = ended.first_error if whole else ""
+    return said
+
+
+def _line(kept: KeptLine) -> wire.ProcessOutput:
+    return wire.ProcessOutput(
+        local_index=kept.index,
+        standard_error=kept.kind != "out",
+        line=kept.text,
+        time_s=kept.time_s,
+        by_agent=kept.kind == "agt",
+    )
 
 
 def is_local_caller(peer: str) -> bool:

@@ -15,9 +15,11 @@ from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as wire
+from shardyard_worker.agent import launch_folders
 from shardyard_worker.agent import service as agent_service
 from shardyard_worker.agent.event_log import EventLog
-from shardyard_worker.agent.launch import LineSplitter, read_error_file
+from shardyard_worker.agent.launch import read_error_file
+from shardyard_worker.agent.pipes import LineSplitter
 from shardyard_worker.agent.service import AgentPlan, AgentService
 
 REMOTE = Context(peer="ipv4:10.1.2.3:999", is_active=lambda: True)
@@ -32,8 +34,10 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def service() -> Iterator[AgentService]:
-    made = AgentService(AgentPlan("127.0.0.1:1", 1), incarnation=lambda: 3, report_exit=lambda pid, code: None)
+def service(tmp_path: Path) -> Iterator[AgentService]:
+    made = AgentService(
+        AgentPlan("127.0.0.1:1", 1, tmp_path), incarnation=lambda: 3, report_exit=lambda pid, code: None
+    )
     yield made
     made.close(grace_ms=100)
 
@@ -107,7 +111,7 @@ def test_caller_on_another_machine_can_neither_stop_nor_watch(
 
 
 def test_remote_launch_can_be_allowed(script: Path) -> None:
-    plan = AgentPlan("127.0.0.1:1", 2, allow_remote_launch=True)
+    plan = AgentPlan("127.0.0.1:1", 2, script.parent, allow_remote_launch=True)
     service = AgentService(plan, incarnation=lambda: 3, report_exit=lambda pid, code: None)
     try:
         reply = ask(service, good(script), REMOTE)
@@ -143,7 +147,7 @@ def test_agent_bounds_the_launches_it_runs(
 
 
 def test_agent_forgets_old_launches(service: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_service, "LAUNCHES_ENDED_MAX", 2)
+    monkeypatch.setattr(launch_folders, "ENDED_MAX", 2)
     numbers = []
     for _ in range(4):
         numbers.append(ask(service, good(script)).launch)

@@ -1,0 +1,206 @@
+"""The folders of an agent's launches: what was launched, how it ended, and what it printed.
+
+    STATE/launches/482913/launch.json   the record of launch 482913
+    STATE/launches/482913/lock          held by the agent while the launch runs
+    STATE/launches/482913/0.log         see output_files
+
+Owns: the numbers of launches, their records, and which folders are deleted. Invariants: a number is given once, as long
+as its folder is there, to agents on the same folder too. A folder appears with its record and its lock. The folder of a
+launch that runs is not deleted. All is readable by the agent's user only. Must not know: processes, gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardyard.domain import limits
+
+FOLDER: Final = "launches"
+RECORD: Final = "launch.json"
+LOCK: Final = "lock"
+NEW: Final = ".new-"
+NUMBER_MIN, NUMBER_MAX = 100_000, 999_999
+"""Short enough to type. A random one, so that launches of several agents, and of an agent that has lost its folder,
+have different numbers."""
+ENDED_MAX: Final = 16
+"""How many ended launches are kept."""
+ENDED_BYTES_MAX: Final = 256 * limits.MIB
+"""How much ended launches keep together. The newest of them is kept in any case."""
+RECORD_BYTES_MAX: Final = 16 * limits.MIB
+ABANDONED_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`exit_code`: 0 if the launch ended well. `first_error`: of the process that failed first, `first_error_index`."""
+
+    time_s: float
+    exit_code: int
+    first_error_index: int
+    first_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRecord:
+    """Times are in seconds since 1970. `ended`: None while it runs, and for ever if its agent was killed."""
+
+    number: int
+    script: str
+    arguments: tuple[str, ...]
+    workers: int
+    started_s: float
+    ended: Ending | None = None
+
+
+class LaunchFolder:
+    """The folder of one launch. `lock`: the descriptor that holds its lock, in the agent that runs the launch."""
+
+    def __init__(self, path: Path, lock: int | None = None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @property
+    def runs(self) -> bool:
+        """Whether an agent runs the launch."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def record(self) -> LaunchRecord | None:
+        """None if the record is gone or damaged."""
+        try:
+            with (self.path / RECORD).open("rb") as stream:
+                entry = json.loads(stream.read(RECORD_BYTES_MAX))
+            return LaunchRecord(
+                number=int(entry["number"]),
+                script=str(entry["script"]),
+                arguments=tuple(map(str, entry["arguments"])),
+                workers=int(entry["workers"]),
+                started_s=float(entry["started_s"]),
+                ended=None if entry["ended"] is None else _ending(entry["ended"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def end(self, record: LaunchRecord) -> None:
+        """Writes the last record and gives up the lock. Raises OSError if the record could not be written."""
+        try:
+            _write(self.path, record)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class LaunchFolders:
+    """The folders of all launches in a state folder. Safe for several threads and processes."""
+
+    def __init__(self, state: Path) -> None:
+        """Raises OSError if the folder cannot be written."""
+        self.path = state.absolute() / FOLDER
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        with tempfile.TemporaryFile(dir=self.path):  # whether files can be made
+            pass
+
+    def create(self, describe: Callable[[int], LaunchRecord]) -> LaunchFolder:
+        """A folder for a new launch, whose number `describe` gets. Deletes old ones. Raises OSError."""
+        self._prune()
+        begun = Path(tempfile.mkdtemp(prefix=NEW, dir=self.path))
+        lock = os.open(begun / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while True:
+                number = NUMBER_MIN + secrets.randbelow(NUMBER_MAX - NUMBER_MIN + 1)
+                _write(begun, describe(number))
+                try:
+                    begun.rename(self.path / str(number))
+                    return LaunchFolder(self.path / str(number), lock)
+                except OSError as error:  # there is one of this number
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+        except BaseException:
+            os.close(lock)
+            shutil.rmtree(begun, ignore_errors=True)
+            raise
+
+    def find(self, number: int) -> LaunchFolder | None:
+        folder = LaunchFolder(self.path / str(number))
+        return folder if folder.path.is_dir() else None
+
+    def records(self) -> list[tuple[LaunchFolder, LaunchRecord]]:
+        """All launches that have a record, the newest first."""
+        found = []
+        for path in self._paths():
+            record = LaunchFolder(path).record()
+            if record is not None:
+                found.append((LaunchFolder(path), record))
+        return sorted(found, key=lambda each: -each[1].started_s)
+
+    def _paths(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return [path for path in self.path.iterdir() if path.name.isdecimal()]
+        return []
+
+    def _prune(self) -> None:
+        """Deletes ended launches beyond the bounds, and what an agent that was killed has begun."""
+        ended = [path for path in self._paths() if not LaunchFolder(path).runs]
+        nbytes = 0
+        for place, path in enumerate(sorted(ended, key=_changed_s, reverse=True)):
+            nbytes += _bytes_in(path)
+            if place >= ENDED_MAX - 1 or (place and nbytes > ENDED_BYTES_MAX):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.path.glob(f"{NEW}*"):
+            if not LaunchFolder(path).runs and time.time() - _changed_s(path) > ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _ending(entry: dict[str, Any]) -> Ending:
+    return Ending(
+        float(entry["time_s"]), int(entry["exit_code"]), int(entry["first_error_index"]), str(entry["first_error"])
+    )
+
+
+def _bytes_in(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(each.stat().st_size for each in path.iterdir())
+    return 0
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _write(folder: Path, record: LaunchRecord) -> None:
+    part = folder / (RECORD + ".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+        json.dump(dataclasses.asdict(record), stream)
+    os.replace(part, folder / RECORD)
