@@ -38,6 +38,8 @@ GROUPS_MAX: Final = 10_000
 PARTITIONS_MAX: Final = 4_096
 BLOCKS_MAX: Final = 250_000
 """Blocks of a job."""
+SLOTS_MAX: Final = 16
+"""State arrays of an optimizer, for each parameter."""
 LOGICAL_RANKS_MAX: Final = 4_096
 STALENESS_MAX: Final = 1_000_000
 SOURCES_PER_REQUEST_MAX: Final = 65_536

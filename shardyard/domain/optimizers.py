@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import PartitionId, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,51 @@ KINDS: dict[str, tuple[Setting, ...]] = {
     ),
     "ftrl": (Setting("lr", 0.1), Setting("beta", 1.0), Setting("l1", 0.0), Setting("l2", 0.0), _MAXIMIZE),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A state array of the parameter's shape and dtype. `name`: as in torch; `initial`: its first values."""
+
+    name: str
+    initial: float = 0.0
+
+
+def slots_of(kind: str, group: Sequence[float]) -> tuple[Slot, ...]:
+    """The state that the optimizer keeps of a parameter with these settings, in the order of KINDS."""
+    settings = dict(zip(setting_names(kind), group, strict=True))
+    momentum = (Slot("momentum_buffer"),) if settings.get("momentum") else ()
+    moments = (Slot("exp_avg"), Slot("exp_avg_sq"))
+    match kind:
+        case "sgd":
+            return momentum
+        case "adam" | "adamw":
+            return (*moments, Slot("max_exp_avg_sq")) if settings["amsgrad"] else moments
+        case "adagrad":
+            return (Slot("sum", settings["initial_accumulator_value"]),)
+        case "rmsprop":
+            mean = (Slot("grad_avg"),) if settings["centered"] else ()
+            return (Slot("square_avg"), *mean, *momentum)
+        case "adamax":
+            return Slot("exp_avg"), Slot("exp_inf")
+        case "lion":
+            return (Slot("exp_avg"),)
+        case "ftrl":
+            return Slot("z"), Slot("n")
+        case _:
+            return moments
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionSlots:
+    """The optimizer's state of one partition, without its arrays. `counts`: updates of each block. `slots`: the names
+    of the arrays, each in the places of the partition's payload. `version`: the partition's, where it was read."""
+
+    partition: PartitionId
+    counts: tuple[int, ...]
+    slots: tuple[str, ...]
+    version: Version | None = None
+
 
 WHOLE_VARIABLES = frozenset({"lamb"})
 """Optimizers whose update of an element depends on the whole variable. Their variables are not cut into blocks."""

@@ -42,6 +42,7 @@ READ_AUDIT = Method(f"{PACKAGE}.Coordinator", "ReadAudit", message(coordinator_p
 
 CREATE_PARTITIONS = Method(f"{PACKAGE}.ParameterServer", "CreatePartitions", message(parameter_server_pb2.CreatePartitionsRequest), message(parameter_server_pb2.CreatePartitionsReply))
 INITIALIZE = Method(f"{PACKAGE}.ParameterServer", "Initialize", FRAME, message(parameter_server_pb2.InitializeReply), streams_in=True)
+INITIALIZE_OPTIMIZER = Method(f"{PACKAGE}.ParameterServer", "InitializeOptimizer", FRAME, message(parameter_server_pb2.InitializeReply), streams_in=True)
 OPEN_PARTITIONS = Method(f"{PACKAGE}.ParameterServer", "OpenPartitions", message(parameter_server_pb2.OpenPartitionsRequest), message(parameter_server_pb2.OpenPartitionsReply))
 SAVE_CHECKPOINT = Method(f"{PACKAGE}.ParameterServer", "SaveCheckpoint", message(parameter_server_pb2.SaveCheckpointRequest), message(parameter_server_pb2.SaveCheckpointReply))
 FORGET_SOURCES = Method(f"{PACKAGE}.ParameterServer", "ForgetSources", message(parameter_server_pb2.ForgetSourcesRequest), message(parameter_server_pb2.ForgetSourcesReply))
@@ -58,4 +59,5 @@ UNPIN = Method(f"{PACKAGE}.ParameterServer", "Unpin", message(parameter_server_p
 PUSH_PULL = Method(f"{PACKAGE}.ParameterServer", "PushPull", FRAME, FRAME, streams_in=True, streams_out=True)
 LOOK_UP = Method(f"{PACKAGE}.ParameterServer", "LookUp", FRAME, FRAME)
 READ_ROWS = Method(f"{PACKAGE}.ParameterServer", "ReadRows", message(parameter_server_pb2.ReadRowsRequest), FRAME, streams_out=True)
+READ_OPTIMIZER = Method(f"{PACKAGE}.ParameterServer", "ReadOptimizer", message(parameter_server_pb2.ReadOptimizerRequest), FRAME, streams_out=True)
 DESCRIBE_SERVER = Method(f"{PACKAGE}.ParameterServer", "DescribeServer", message(parameter_server_pb2.DescribeServerRequest), message(parameter_server_pb2.DescribeServerReply))

@@ -284,6 +284,7 @@ class ServerWorld:
         return {
             "CreatePartitions": [encoded(each) for each in (create, again, other, restore)],
             "Initialize": [encoded(values), *([encoded(given)] if self.tables else [])],
+            "InitializeOptimizer": [encoded(server.OptimizerFrame(header={**read, "counts": [3]}))],
             "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],
             "SaveCheckpoint": [encoded(self._save(2))],
             "ForgetSources": [
@@ -341,6 +342,10 @@ class ServerWorld:
             ],
             "LookUp": [encoded(self._look_up()), *(encoded(self._look_up(**each)) for each in versions)],
             "ReadRows": [encoded(server.ReadRowsRequest(**read, table=0))],
+            "ReadOptimizer": [
+                encoded(server.ReadOptimizerRequest(**read)),
+                encoded(server.ReadOptimizerRequest(**read, number=2)),
+            ],
             "DescribeServer": [encoded(server.DescribeServerRequest())],
         }
 

@@ -10,7 +10,7 @@ Must not know: ledgers, versions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.domain.consistency import StaleRule
+from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import MIB
 from shardyard.domain.optimizers import WHOLE_VARIABLES
@@ -26,7 +27,7 @@ from shardyard_ps_server.partition.contribution import Contribution, PayloadLayo
 from shardyard_ps_server.values import kernels, optimizers, pieces
 from shardyard_ps_server.values.optimizers import LONE
 from shardyard_ps_server.values.pieces import Addresses, Array, Shares
-from shardyard_ps_server.values.versions import Bytes, aligned_empty
+from shardyard_ps_server.values.versions import Bytes, aligned_copy, aligned_empty
 
 _ITEM_BYTES_MAX = max(dtype.item_bytes for dtype in DType)
 
@@ -128,22 +129,55 @@ class DenseState:
         self._sums: dict[np.dtype[Any], Array] = {}
         self._staged = _as_floats(aligned_empty(STAGED_BYTES if payload.nbytes >= STAGED_BYTES_MIN else 0))
         self._whole_runs: list[_Run] | None = None
-        for index, spec in enumerate(self._variables):
-            if spec.kind is VariableKind.PARAMETER:
-                self._make_slots(index, layout.optimizer.groups[spec.group])
+        self._make_slots()
+        self._was_given = False
         self._state = [
             [self._slots[slot.name] for slot in self._optimizer.slots(settings) if slot.name in self._slots]
             for settings in layout.optimizer.groups
         ]
 
-    def _make_slots(self, index: int, settings: Sequence[float]) -> None:
-        for slot in self._optimizer.slots(settings):
-            if slot.name not in self._slots:
-                self._slots[slot.name] = aligned_empty(self._payload.nbytes)
-                self._slots[slot.name][:] = 0
-            if slot.initial:
-                start, stop = self._payload.spans[index]
-                self._slots[slot.name][start:stop].view(self._variables[index].dtype.value)[:] = slot.initial
+    def _make_slots(self) -> None:
+        for index, spec in enumerate(self._variables):
+            if spec.kind is not VariableKind.PARAMETER:
+                continue
+            for slot in self._optimizer.slots(self._groups[spec.group]):
+                if slot.name not in self._slots:
+                    self._slots[slot.name] = aligned_empty(self._payload.nbytes)
+                    self._slots[slot.name][:] = 0
+                if slot.initial:
+                    start, stop = self._payload.spans[index]
+                    self._slots[slot.name][start:stop].view(spec.dtype.value)[:] = slot.initial
+
+    # ---- the state that the optimizer begins with, and reads of it
+
+    def begin_anew(self) -> None:
+        """The state is that of an optimizer that has taken no step, whatever was given before."""
+        if self._was_given:
+            for name in self._slots:
+                self._slots[name][:] = 0
+            self._make_slots()
+            self.restore_counts([0] * len(self._counts))
+            self._was_given = False
+
+    def check_slots(self, counts: Sequence[int], slots: Collection[str]) -> None:
+        """Raises InvalidRequest unless it keeps state of these names, for so many blocks."""
+        if set(slots) != self._slots.keys() or len(counts) != len(self._counts):
+            raise InvalidRequest(
+                f"an optimizer's state of {len(counts)} blocks with {sorted(slots)}; expected {len(self._counts)}"
+                f" with {sorted(self._slots)}"
+            )
+
+    def begin_with(self, counts: Sequence[int], slots: Mapping[str, Bytes]) -> None:
+        """Sets the whole state: arrays of the payload's length. Raises what `check_slots` raises."""
+        self.check_slots(counts, slots)
+        for name, values in slots.items():
+            self._slots[name][:] = values
+        self.restore_counts(counts)
+        self._was_given = True
+
+    def copied_slots(self) -> dict[str, Bytes]:
+        """Copies of the state arrays. Raises TooLarge."""
+        return {name: aligned_copy(values) for name, values in self._slots.items()}
 
     # ---- checkpoints
 

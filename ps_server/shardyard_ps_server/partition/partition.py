@@ -185,12 +185,25 @@ class Partition:
     # ---- first values
 
     def set_values(self, payload: Bytes, check_current: Callable[[], None]) -> None:
-        """Overwrites the first values. Raises InvalidRequest if the partition is open."""
+        """Overwrites the first values; the optimizer begins without state. Raises InvalidRequest if the partition is
+        open."""
         with self.turn:
             check_current()
             if self.is_open:
                 raise InvalidRequest(f"first values for partition {self.id}, which is open")
             self.versions.values[:] = payload
+            self.dense.begin_anew()
+
+    def set_optimizer_state(
+        self, counts: Sequence[int], slots: Mapping[str, Bytes], check_current: Callable[[], None]
+    ) -> None:
+        """Sets the state that the optimizer begins with, after the first values. Raises InvalidRequest if the partition
+        is open, or keeps other state."""
+        with self.turn:
+            check_current()
+            if self.is_open:
+                raise InvalidRequest(f"the optimizer's first state for partition {self.id}, which is open")
+            self.dense.begin_with(counts, slots)
 
     def set_rows(self, rows: Sequence[PushedTableRows], check_current: Callable[[], None]) -> None:
         """Sets first values of rows, over those that are there. Raises InvalidRequest if the partition is open,

@@ -16,6 +16,7 @@ import numpy as np
 from shardyard.domain.errors import InvalidRequest, NotFound, NotReady
 from shardyard.domain.ids import Version
 from shardyard.domain.limits import PULL_WAIT_MS_MAX
+from shardyard.domain.optimizers import PartitionSlots
 from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.tables.row_ids import Ids
 from shardyard_ps_server.partition.partition import Partition
@@ -53,6 +54,25 @@ def hold_version(
             raise _passed(partition, wanted)
         partition.versions.hold(buffer)
         return Version(newest.life, wanted), buffer
+
+
+def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionSlots, dict[str, Bytes]]:
+    """The optimizer's state between two updates, copied; updates wait for the copy. Raises NotFound (facts: newest) if
+    the partition has another version than `number`, TooLarge."""
+    with partition.turn:
+        partition.check_whole()
+        with partition.changed:
+            version = partition.versions.newest
+        if number not in (None, version.number):
+            raise NotFound(
+                f"the optimizer's state at version {number} of partition {partition.id}, which is at {version.number}",
+                why="state changes in place, so only that of the newest version is there",
+                todo="read the newest",
+                facts={"newest": str(version.number)},
+            )
+        slots = partition.dense.copied_slots()
+        counts = tuple(partition.dense.counts.tolist())
+        return PartitionSlots(partition.id, counts, tuple(slots), version), slots
 
 
 def _await_version(partition: Partition, number: int, until: float) -> NotReadyPart | None:

@@ -38,6 +38,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.pushed_rows import Floats
 from shardyard_ps_server.service.exchange_stream import ExchangeStream, refuse_values, values_frames
+from shardyard_ps_server.service.optimizer_frames import OptimizerFrames
 from shardyard_ps_server.service.pull_order import runs_in_order
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -54,6 +55,8 @@ class Servicer:
         service = Service("ParameterServer")
         service.on(methods.CREATE_PARTITIONS, self.create_partitions)
         service.on(methods.INITIALIZE, self.initialize)
+        optimizers = OptimizerFrames(self._store)
+        service.on(methods.INITIALIZE_OPTIMIZER, optimizers.initialize)
         service.on(methods.OPEN_PARTITIONS, self.open_partitions)
         service.on(methods.SAVE_CHECKPOINT, self.save_checkpoint)
         service.on(methods.FORGET_SOURCES, self.forget_sources)
@@ -70,6 +73,7 @@ class Servicer:
         service.on(methods.PUSH_PULL, self.push_pull)
         service.on(methods.LOOK_UP, self.look_up)
         service.on(methods.READ_ROWS, self.read_rows)
+        service.on(methods.READ_OPTIMIZER, optimizers.read)
         service.on(methods.DESCRIBE_SERVER, self.describe)
         return service
 

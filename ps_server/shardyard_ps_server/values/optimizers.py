@@ -16,19 +16,12 @@ from typing import Final
 import numpy as np
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.optimizers import Slot, slots_of
 from shardyard_ps_server.values import kernels
 from shardyard_ps_server.values.pieces import Array, Bytes, Shares, Task
 
 LONE: Shares = np.empty(0, np.float64)
 """The shares of a single gradient: it is used as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A state array of the parameter's shape and dtype. `name`: as in torch; `initial`: its first values."""
-
-    name: str
-    initial: float = 0.0
 
 
 Update = Callable[[Sequence[float], int, Task, Sequence[Bytes]], None]
@@ -38,16 +31,15 @@ Update = Callable[[Sequence[float], int, Task, Sequence[Bytes]], None]
 class Optimizer:
     """An update rule. `settings` are one group's values in the order of KINDS[kind].
 
-    `slots(settings)`: the state that these settings need. `update(settings, count, task, state)`: update number `count`
-    of these elements (1 is their first). `state` has the arrays of `slots(settings)` in that order; they are updated in
-    place. NaN and infinity go through as in torch."""
+    `update(settings, count, task, state)`: update number `count` of these elements (1 is their first). `state` has the
+    arrays of `slots(settings)` in that order; they are updated in place. NaN and infinity go through as in torch."""
 
     kind: str
-    slots: Callable[[Sequence[float]], tuple[Slot, ...]]
     update: Update
 
-
-_MOMENTS: Final = (Slot("exp_avg"), Slot("exp_avg_sq"))
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
+        """The state that these settings need."""
+        return slots_of(self.kind, settings)
 
 
 def _sgd(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
@@ -57,11 +49,6 @@ def _sgd(settings: Sequence[float], count: int, task: Task, state: Sequence[Byte
     lr, momentum, dampening, decay, nesterov, maximize = settings
     scalars = _scalars(task, _sign(maximize), lr, decay, momentum, 1 - dampening)
     kernels.sgd(task, state[0] if momentum != 0 else None, scalars, count == 1, nesterov != 0)
-
-
-def _sgd_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
-    _, momentum, *_ = settings
-    return (Slot("momentum_buffer"),) if momentum != 0 else ()
 
 
 def _adam(
@@ -80,22 +67,12 @@ def _adam(
     kernels.adam(task, state[0], state[1], state[2] if amsgrad else None, scalars)
 
 
-def _adam_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
-    *_, amsgrad, _ = settings
-    return (*_MOMENTS, Slot("max_exp_avg_sq")) if amsgrad else _MOMENTS
-
-
 def _adagrad(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
     """Duchi et al., Adaptive Subgradient Methods for Online Learning and Stochastic Optimization (JMLR 12, 2011), as in
     torch.optim.Adagrad: `eps` is added to the root, and the rate is lr / (1 + (count - 1) * lr_decay)."""
     lr, lr_decay, weight_decay, _, eps, maximize = settings
     rate = lr / (1 + (count - 1) * lr_decay)
     kernels.adagrad(task, state[0], _scalars(task, _sign(maximize), rate, weight_decay, eps))
-
-
-def _adagrad_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
-    *_, initial_accumulator_value, _, _ = settings
-    return (Slot("sum", initial_accumulator_value),)
 
 
 def _rmsprop(settings: Sequence[float], _: int, task: Task, state: Sequence[Bytes]) -> None:
@@ -108,12 +85,6 @@ def _rmsprop(settings: Sequence[float], _: int, task: Task, state: Sequence[Byte
     buffer = more[0] if momentum != 0 else None
     scalars = _scalars(task, _sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps, momentum)
     kernels.rmsprop(task, square, mean, buffer, scalars)
-
-
-def _rmsprop_slots(settings: Sequence[float]) -> tuple[Slot, ...]:
-    *_, momentum, centered, _ = settings
-    mean = (Slot("grad_avg"),) if centered else ()
-    return (Slot("square_avg"), *mean, *((Slot("momentum_buffer"),) if momentum != 0 else ()))
 
 
 def _adamax(settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
@@ -182,24 +153,20 @@ def _ftrl(settings: Sequence[float], count: int, task: Task, state: Sequence[Byt
     kernels.ftrl(task, state[0], state[1], _scalars(task, _sign(maximize), lr, beta, l1, l2), count == 1)
 
 
-def _always(*slots: Slot) -> Callable[[Sequence[float]], tuple[Slot, ...]]:
-    return lambda _: slots
-
-
 _BY_KIND: Final = {
     rule.kind: rule
     for rule in (
-        Optimizer("sgd", _sgd_slots, _sgd),
-        Optimizer("adam", _adam_slots, _adam),
-        Optimizer("adamw", _adam_slots, partial(_adam, decoupled=True)),
-        Optimizer("adagrad", _adagrad_slots, _adagrad),
-        Optimizer("rmsprop", _rmsprop_slots, _rmsprop),
-        Optimizer("adamax", _always(Slot("exp_avg"), Slot("exp_inf")), _adamax),
-        Optimizer("nadam", _always(*_MOMENTS), _nadam),
-        Optimizer("radam", _always(*_MOMENTS), _radam),
-        Optimizer("lamb", _always(*_MOMENTS), _lamb),
-        Optimizer("lion", _always(Slot("exp_avg")), _lion),
-        Optimizer("ftrl", _always(Slot("z"), Slot("n")), _ftrl),
+        Optimizer("sgd", _sgd),
+        Optimizer("adam", _adam),
+        Optimizer("adamw", partial(_adam, decoupled=True)),
+        Optimizer("adagrad", _adagrad),
+        Optimizer("rmsprop", _rmsprop),
+        Optimizer("adamax", _adamax),
+        Optimizer("nadam", _nadam),
+        Optimizer("radam", _radam),
+        Optimizer("lamb", _lamb),
+        Optimizer("lion", _lion),
+        Optimizer("ftrl", _ftrl),
     )
 }
 

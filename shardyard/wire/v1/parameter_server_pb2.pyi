@@ -778,6 +778,48 @@ class RowsFrame(_message.Message):
     data: bytes
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class ReadOptimizerRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "partition", "number")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    partition: int
+    number: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class OptimizerHeader(_message.Message):
+    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    partition: int
+    version: _common_pb2.Version
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OptimizerFrame(_message.Message):
+    __slots__ = ("header", "offset", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: OptimizerHeader
+    offset: int
+    data: bytes
+    def __init__(self, header: _Optional[_Union[OptimizerHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class DescribeServerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -24,6 +24,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.fan_out import FanOut, Make
 from shardyard_worker.exchange.norm_sums import NormSums
+from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.request_builder import Order, RequestBuilder, ServerRequest
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
@@ -76,6 +77,7 @@ class ServerGroup:
         self._requests = RequestBuilder(session.caller, map_, self._owned, buffers, self._overlap, coding, order)
         self._fan_out = FanOut(session, map_, self._streams, buffers, self._requests, follows=follows)
         self.rows = RowReads(session, map_, self._owned, self._fan_out, self._streams)
+        self.optimizer = OptimizerExchange(session, map_, self._owned, self._fan_out, buffers.layout)
         self._landed: set[Incarnation] = set()
         """The servers whose part of the current pull has come."""
         self._incoming: dict[Incarnation, tuple[PulledPart, ...]] = {}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel, UnsupportedOptimizer
+from shardyard.domain.optimizers import OptimizerSpec
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.embedding.table import tables_of
@@ -21,6 +23,7 @@ from shardyard_worker.optimizers.grad_scaler import SCALER_COUNTS, JobScaler, un
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.optimizers.script_steps import refuse_steps
 from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
+from shardyard_worker.optimizers.torch_state import TorchState, VariableState, from_torch, to_torch
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.variables import StepInput, Variable
@@ -60,8 +63,9 @@ def prepare(
     counts = [] if scaler is None else [Variable(SCALER_COUNTS, scaler.state)]
     rows = TableBinding(tables, optimizer.param_groups) if tables else None
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
-    prepared = ServerOptimizer(optimizer, spec.kind, step, rows)
-    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows)
+    state = _state_of(optimizer, spec, parameters)
+    prepared = ServerOptimizer(optimizer, spec.kind, step, rows, partial(_fetched_state, loop, spec))
+    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows, state=state)
     loop.at_end.callback(refuse_steps(optimizer).remove)
     if schedule is not None:
         schedule.follow()
@@ -85,6 +89,35 @@ def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:
         )
     if scaler.is_enabled():
         loop.scaler = scaler
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, parameters: Sequence[Variable]
+) -> dict[int, VariableState]:
+    """The state that the optimizer has, from steps that it took or from a file, by the places of the parameters."""
+    found = {}
+    for at, parameter in enumerate(parameters):
+        state, group = optimizer.state.get(parameter.target), spec.groups[parameter.spec.group]
+        if state:
+            given = from_torch(spec.kind, group, state, parameter.target, parameter.spec.name)
+            found.update({} if given is None else {at: given})
+    return found
+
+
+def _fetched_state(loop: TrainingLoop, spec: OptimizerSpec) -> dict[torch.Tensor, TorchState]:
+    if loop.session.has_left:
+        raise InvalidRequest(
+            "optimizer.state_dict() after the job was left",
+            why="the state is on the servers, and this process has left them",
+            todo="call it inside of `with sy.connect() as job:`",
+        )
+    variables = loop.need_trainer().variables
+    found = {}
+    for at, state in loop.optimizer_state().items():
+        variable = variables[at]
+        as_torch = to_torch(spec.kind, spec.groups[variable.spec.group], state, variable.spec.shape)
+        found.update({variable.target: as_torch} if as_torch else {})
+    return found
 
 
 class _GradientStep:

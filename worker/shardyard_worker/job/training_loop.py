@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
-from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.modes import strategy_for
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.feed import Feed
 from shardyard_worker.data.sync_feed import LocalFeed
+from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
+from shardyard_worker.optimizers.torch_state import VariableState
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.remote_rows import RemoteRows
@@ -127,13 +130,14 @@ class TrainingLoop:
         *,
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
+        state: Mapping[int, VariableState] | None = None,
     ) -> Trainer:
-        """Registers the variables and gets their initial values. `settings` returns the optimizer's current
-        settings."""
+        """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
+        `state`: what the optimizer begins with if this worker gives the initial values."""
         self.check_first()
         self.unprepared.close()
         with self.session.interrupts:
-            trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy)
+            trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
             self.trainer, self.settings = trainer, settings
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
             if tables is not None:
@@ -245,6 +249,27 @@ class TrainingLoop:
             counts = cache.counts
             found = {"hits": counts.hits, "misses": counts.misses, "age": counts.age}
             self._metrics.log({f"cached_rows_{name}": value for name, value in found.items()})
+
+    def optimizer_state(self) -> dict[int, VariableState]:
+        """The optimizer's state on the servers, by the places of the parameters among the variables: of the version
+        that the model holds in a synchronous job, else the newest."""
+        trainer = self.need_trainer()
+        parameters = [at for at, each in enumerate(trainer.variables) if each.spec.kind is VariableKind.PARAMETER]
+        with self.session.interrupts:
+            self.finish_pushes()
+            trainer.values.complete()
+            while True:
+                strategy, read = self.present_strategy(), trainer.router.optimizer.read
+                try:
+                    return read(parameters, strategy.rows_version())
+                except MapChanged:
+                    strategy.follow_map()
+                except NotFound as error:
+                    if "newest" not in error.facts:
+                        raise
+                    # other workers take steps without this one
+                    with contextlib.suppress(MapChanged):
+                        return read(parameters, None)
 
     # ---- the end
 

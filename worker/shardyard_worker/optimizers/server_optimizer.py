@@ -9,6 +9,7 @@ push travels.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from shardyard.domain.errors import UnsupportedOptimizer
 from shardyard.domain.optimizers import OptimizerSpec, make_group, setting_names
 from shardyard_worker.optimizers import extra
+from shardyard_worker.optimizers.torch_state import TorchState
 
 Group = dict[str, Any]
 
@@ -57,11 +59,6 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
             todo=_ALTERNATIVES,
         )
     name = _name(type(optimizer))
-    if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise UnsupportedOptimizer(
-            f"{name} has taken steps already; its state would be lost",
-            todo="give job.prepare an optimizer that has not taken a step",
-        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedOptimizer(
             f"{name} with a hook for its steps, which would not be called any more",
@@ -70,11 +67,6 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     for index, group in enumerate(optimizer.param_groups):
         _check_options(name, kind, index, group)
     return OptimizerSpec(kind, tuple(settings_of(kind, group) for group in optimizer.param_groups))
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    # Adagrad has state from the start, at step 0
-    return bool(state["step"] > 0) if "step" in state else bool(state)
 
 
 def settings_of(kind: str, group: Group) -> tuple[float, ...]:
@@ -125,6 +117,8 @@ class Scaled:
 
 
 Contribute = Callable[["ServerOptimizer", Scaled | None], None]
+FetchState = Callable[[], Mapping[torch.Tensor, TorchState]]
+"""Fetches the state of each parameter that has one, as torch has it."""
 
 
 class TrainedRows(Protocol):
@@ -141,7 +135,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
 
     It shares its parameter groups with the optimizer that it was made of, so that learning-rate schedulers built on
-    either work. Its state lives on the servers; `state` here is empty.
+    either work. Its state lives on the servers; `state` here is empty, and `state_dict` fetches it.
     """
 
     _step_supports_amp_scaling = True
@@ -153,12 +147,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         kind: str,
         contribute: Contribute,
         rows: TrainedRows | None = None,
+        fetch_state: FetchState = dict,
     ):
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = original.param_groups
         self._kind = kind
         self._contribute = contribute
         self._rows = rows
+        self._fetch_state = fetch_state
         self._settings: tuple[tuple[float, ...], ...] | None = None
         self._found: list[list[Any]] = []
         self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
@@ -215,12 +211,36 @@ class ServerOptimizer(torch.optim.Optimizer):
         """The gradients of table rows, which may be changed in place. None without tables."""
         return None if self._rows is None else self._rows.gradients()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's format, fetched from the servers. Plain torch can load it: the same class, over the same
+        parameters. Tensors are on the CPU, float32 or float64.
+
+        Synchronous: the state of the step whose values the model holds, so save both between two steps. Asynchronous:
+        the newest state. Rows of tables are not in it. Raises InvalidRequest after the job was left, JobFailed.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with sy.connect() as job:
+        ...     model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters()))
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     state = optimizer.state_dict()
+        >>> torch.optim.Adam(model.parameters()).load_state_dict(state)
+        >>> state["state"][0]["step"]
+        tensor(1.)
+        """
+        self.state = defaultdict(dict, self._fetch_state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Raises an error: the state is not in this process."""
         raise UnsupportedOptimizer(
             "load_state_dict on the optimizer of a job",
-            why="its state lives on the servers, and begins with the job",
-            todo="set what you need in param_groups, for example group['lr']",
+            why="its state is on the servers since job.prepare",
+            todo="call optimizer.load_state_dict before job.prepare, which gives the state to the servers; model and"
+            " state of a whole run come back with `shardyard checkpoint restore`",
         )
 
     def add_param_group(self, param_group: Group) -> None:

@@ -7,7 +7,7 @@ versions. Must not know: how a push is named (strategies).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.optimizers.torch_state import VariableState
 from shardyard_worker.rows.row_cache import RowCache
 from shardyard_worker.rows.row_codec import EncodedRows
 from shardyard_worker.session.session import Session
@@ -57,10 +58,11 @@ class Trainer:
         tables: TableBinding | None = None,
         *,
         context: Callable[[], StepContext],
+        state: Mapping[int, VariableState] | None = None,
     ) -> None:
         """Registers the variables, and waits until the servers have initial values. `tables`: the model's, if it has
-        any. `context`: returns the strategy of the job's current mode; it is called from the first step on. Raises
-        ConfigurationError."""
+        any. `context`: returns the strategy of the job's current mode; it is called from the first step on. `state`:
+        what the optimizer begins with if this worker gives the initial values. Raises ConfigurationError."""
         self.session = session
         self.optimizer = optimizer
         self.variables = tuple(variables)
@@ -83,8 +85,8 @@ class Trainer:
         try:
             self.pushes.follow(reply)
             if reply.initializer:
-                self._initialize()
-            self._await_values()
+                self._initialize(state or {})
+            self._await_values(state or {})
         except BaseException:
             self.close()
             raise
@@ -237,10 +239,10 @@ class Trainer:
 
     # ---- first values
 
-    def _initialize(self) -> None:
+    def _initialize(self, state: Mapping[int, VariableState]) -> None:
         caller = self.session.caller
         while True:
-            self.reach(self._give_values)
+            self.reach(partial(self._give_values, state))
             generation = self.link.router.generation
             request = wire.CommitVariablesRequest(caller=common_messages.caller_to_wire(caller), generation=generation)
             try:
@@ -252,15 +254,17 @@ class Trainer:
                 log.info("gave the servers their first values")
                 return
 
-    def _give_values(self, router: ServerGroup) -> None:
+    def _give_values(self, state: Mapping[int, VariableState], router: ServerGroup) -> None:
         name = PushName(SourceKey(WorkerSource(self.session.caller.incarnation)), Token(0), 0, 0)
         self.link.buffers.fill([variable.target for variable in self.variables])
         router.initialize(PushRequest(name, PushKind.VALUES, 0.0))
+        if state:
+            router.optimizer.give(state)
         for table in () if self.link.tables is None else self.link.tables.first_rows():
             for piece in table.cut():
                 router.initialize_rows(name, EncodedRows([piece]))
 
-    def _await_values(self) -> None:
+    def _await_values(self, state: Mapping[int, VariableState]) -> None:
         """Waits until the servers have initial values. Another worker gives them, or this one if that worker dies."""
         answer = ExchangeResult()
         with self.session.wait_registry.over(lambda: f"first values: {explain(answer)}"):
@@ -270,7 +274,7 @@ class Trainer:
                     return
                 self.session.check()
                 if self.session.initializer:
-                    self._initialize()
+                    self._initialize(state)
 
 
 def explain(answer: ExchangeResult) -> str:

@@ -13,7 +13,7 @@ from shardyard.wire.method import Method
 from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 FILES = (agent_pb2, coordinator_pb2, parameter_server_pb2)
-FRAMES = {"PushFrame", "PullFrame", "LookUpFrame", "RowsFrame"}
+FRAMES = {"PushFrame", "PullFrame", "LookUpFrame", "RowsFrame", "OptimizerFrame"}
 
 
 def declared() -> dict[str, MethodDescriptor]:

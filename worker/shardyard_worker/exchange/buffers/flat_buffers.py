@@ -50,7 +50,7 @@ class FlatBuffers:
         slots: int = 1,
         copies: DeviceCopies | None = None,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._copies = copies
         self._slots = slots
         self._slot = 0
@@ -77,7 +77,7 @@ class FlatBuffers:
         self._copier.close()
 
     def _allocate(self, server: Incarnation, partitions: tuple[PartitionId, ...], shareable: bool) -> None:
-        parts = [self._layout.partitions[partition] for partition in partitions]
+        parts = [self.layout.partitions[partition] for partition in partitions]
         begins, total = [], 0
         for part in parts:
             begins.append(total)
@@ -88,7 +88,7 @@ class FlatBuffers:
             partitions,
             tuple(begins),
             total,
-            tuple(pieces_of(self._layout, part) for part in parts),
+            tuple(pieces_of(self.layout, part) for part in parts),
             tuple(PushPart(part.partition, part.payload_bytes) for part in parts),
             tuple(PushPart(part.partition, 0) for part in parts),
             memory,
@@ -107,13 +107,13 @@ class FlatBuffers:
         return tuple(found)
 
     def _view(self, index: int, pieces: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        spec = self._layout.variables[index]
+        spec = self.layout.variables[index]
         return pieces[0].view(spec.shape) if len(pieces) == 1 and spec.kind is VariableKind.PARAMETER else None
 
     def take_over(self, old: FlatBuffers) -> None:
         """Copies the filled-in gradients and the current values from the buffers of an earlier map of the same layout.
         Nothing refers to `old` afterwards."""
-        assert old._layout is self._layout or old._layout == self._layout
+        assert old.layout is self.layout or old.layout == self.layout
         assert old._slots == self._slots
         self._slot = old._slot
         for index, places in enumerate(self._where):
@@ -144,7 +144,7 @@ class FlatBuffers:
         return self._by_server[server].nbytes
 
     def payload_bytes(self, partition: PartitionId) -> int:
-        return self._layout.partitions[partition].payload_bytes
+        return self.layout.partitions[partition].payload_bytes
 
     # ---- towards the servers
 
@@ -162,7 +162,7 @@ class FlatBuffers:
         for index, tensor in enumerate(sent):
             if tensor is None or tensor is views[index]:
                 continue
-            check_tensor(self._layout.variables[index], tensor)
+            check_tensor(self.layout.variables[index], tensor)
             if self._copies is not None:
                 if self._copies.carries(tensor):
                     wanted.append(self._wanted(index, tensor))
@@ -182,7 +182,7 @@ class FlatBuffers:
     def take(self, index: int, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Begins to copy a gradient that a GPU has just computed, so that `fill` need not copy it. Returns a function
         that waits for the end of the copy; None: `fill` will copy it."""
-        spec = self._layout.variables[index]
+        spec = self.layout.variables[index]
         fits = tuple(gradient.shape) == spec.shape and fits_dtype(spec, gradient)
         if self._copies is None or not fits or gradient.layout is not torch.strided:
             return None
@@ -224,7 +224,7 @@ class FlatBuffers:
         parts: list[PushPart] = []
         pieces: list[memoryview] = []
         for index, partition in enumerate(buffers.partitions):
-            part = self._layout.partitions[partition]
+            part = self.layout.partitions[partition]
             ends = [*(block.position for block in part.blocks[1:]), part.payload_bytes]
             present = [
                 (block.position, end)
@@ -258,7 +258,7 @@ class FlatBuffers:
         buffers = self._by_server[server]
         if not absent:
             return buffers.whole
-        parts = [self._layout.partitions[partition] for partition in buffers.partitions]
+        parts = [self.layout.partitions[partition] for partition in buffers.partitions]
         return tuple([PushPart(part.partition, part.payload_bytes, absent_blocks(part, absent)) for part in parts])
 
     def encode(self, sent: Sequence[torch.Tensor | None], encode: Encode) -> Codes:
@@ -271,7 +271,7 @@ class FlatBuffers:
         for buffers in self._by_server.values():
             for partition in buffers.partitions:
                 codes[partition] = []
-                for block in self._layout.partitions[partition].blocks:
+                for block in self.layout.partitions[partition].blocks:
                     tensor = flat[block.variable]
                     if tensor is not None:
                         places.append(codes[partition])
@@ -288,7 +288,7 @@ class FlatBuffers:
         pieces: list[memoryview] = []
         for partition in self._by_server[server].partitions:
             sizes = tuple(len(code) for code in codes[partition])
-            missing = absent_blocks(self._layout.partitions[partition], absent) if sizes else ()
+            missing = absent_blocks(self.layout.partitions[partition], absent) if sizes else ()
             parts.append(PushPart(partition, sum(sizes), missing, sizes))
             pieces += codes[partition]
         return tuple(parts), pieces
