@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardyard_launcher.commands import doctor, roles, supervisor, up_run
+from shardyard_launcher.commands import doctor, launches, roles, supervisor, up_run
 from shardyard_launcher.commands.audit import audit
 from shardyard_launcher.commands.checkpoint import checkpoint
 from shardyard_launcher.commands.down import down
@@ -73,7 +73,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 
 for command in (
     *(roles.coordinator, roles.server, roles.agent),
-    *(up_run.up, down, up_run.run, supervisor.supervisor),
+    *(up_run.up, down, up_run.run, supervisor.supervisor, launches.logs, launches.attach),
     *(checkpoint, quarantined, audit, stop, drain, set_, evaluate, doctor.doctor),
 ):
     shardyard.add_command(command)

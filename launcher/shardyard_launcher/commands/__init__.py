@@ -3,8 +3,8 @@
 In: options and settings. Out: text or JSON on standard output, and an exit code. JSON is a promise to scripts: names
 stay, new ones may come. `cli` lists the commands.
 
-- A yard on this machine: `up_run`, `down`; `supervisor`, which `up` leaves behind; `resume_notice`, what `up` says of
-  jobs that it found. Read these first.
+- A yard on this machine: `up_run`, `down`; `supervisor`, which `up` leaves behind. Read these first.
+- Scripts that agents run: `launches`.
 - One role in the foreground: `roles`. A script that evaluates: `evaluate`.
 - Look: `audit`, `quarantine`, `doctor`; `shardyard status` has a folder of its own, `status`.
 - Change: `set`, `stop`, `checkpoint`.

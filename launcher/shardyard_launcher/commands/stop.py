@@ -24,8 +24,13 @@ if TYPE_CHECKING:
     "--reason", default="", metavar="TEXT", help="Why. `shardyard status` shows it, and the scripts can read it."
 )
 @click.option("--wait", is_flag=True, help="Wait until the job has ended and its last checkpoint is written.")
+@click.option(
+    "--launch",
+    metavar="LAUNCH",
+    help="End the processes of this launch instead, whatever they do. Its number, or the name of its script.",
+)
 @yard_options
-def stop(settings: Settings, job: str | None, reason: str, wait: bool) -> int:
+def stop(settings: Settings, job: str | None, reason: str, wait: bool, launch: str | None) -> int:
     """Stop a job before its data ends.
 
     The workers finish their present step, and a last checkpoint is written. JOB is a job's name. Without it, the only
@@ -37,6 +42,10 @@ def stop(settings: Settings, job: str | None, reason: str, wait: bool) -> int:
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
     from shardyard_launcher.yard.state_file import coordinator_of
 
+    if launch is not None:
+        if job or reason:
+            raise click.UsageError("--launch goes with neither a job nor a reason: it ends processes, not a job")
+        return _end_launch(coordinator_of(settings), launch)
     with CoordinatorClient(coordinator_of(settings)) as client:
         request = wire.StopJobRequest(job_name=job or "", reason=reason)
         reply = client.call(methods.STOP_JOB, request, "to stop the job")
@@ -45,6 +54,18 @@ def stop(settings: Settings, job: str | None, reason: str, wait: bool) -> int:
         else:
             click.echo(f"job {reply.job_name} was told to stop before, {describe_stop(reply.stop)}")
         return _await_end(client, reply) if wait else 0
+
+
+def _end_launch(coordinator: str, wanted: str) -> int:
+    from shardyard_launcher.scripts.launches import end_launch, find_launch
+
+    found = find_launch(coordinator, wanted)
+    if not found.runs:
+        click.echo(f"{found.title} has ended before")
+        return 0
+    ended = end_launch(found)
+    click.echo(f"{found.title} {'has ended' if ended else 'is told to end, and has not ended yet'}")
+    return 0 if ended else 1
 
 
 def _await_end(client: CoordinatorClient, stopped: wire.StopJobReply) -> int:

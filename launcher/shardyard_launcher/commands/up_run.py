@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,6 +30,8 @@ from shardyard_launcher.terminal.options import (
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.wire.v1 import agent_pb2 as agent_wire
+    from shardyard_launcher.scripts.launches import FoundLaunch
     from shardyard_launcher.scripts.script import Script
     from shardyard_launcher.yard.running_yard import RunningYard
 
@@ -75,7 +77,7 @@ def up(
             _report_jobs(yard, given.loaded.settings, signals)
         code = 0
         if command:
-            script = _script(command, given, whole=True, workers=0)
+            script = _script(command, given, {}, whole=True, workers=0)
             settings = given.loaded.settings
             code = _follow(
                 yard.state.coordinator, yard.state.agent, script, settings, signals, yard.check, sys.stdout, began
@@ -94,10 +96,22 @@ def up(
 @click.command(context_settings=_PASSES_ARGUMENTS)
 @click.option("--coordinator", metavar=ADDRESS, help="Run the script on the yard of this coordinator. Start nothing.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
+@click.option(
+    "--env",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="An environment variable for the script. Without a value, that of this command.",
+)
+@click.option(
+    "--detach", is_flag=True, help="Return when the script has started, and leave it running (with --coordinator)."
+)
 @script_options()
 def run(
     coordinator: str | None,
     workers: int | None,
+    variables: tuple[str, ...],
+    detach: bool,
     config: str | None,
     sets: tuple[str, ...],
     log_format: str | None,
@@ -106,26 +120,44 @@ def run(
     """Run a script on a yard of its own.
 
     The yard is started for the script, on free ports, and stopped when the script ends. With --coordinator, the script
-    runs on a yard that is up already.
+    runs on a yard that is up already. Ctrl-C stops the script. If the terminal is closed, a script on a yard that was
+    up already goes on.
     """
+    from shardyard_launcher.terminal.variables import given_variables
+
     own: dict[str, object] = {"coordinator": coordinator, "yard.workers": workers, "log.format": log_format}
     given = load_given(config, sets, own)
     require_script(command[0])
     settings = given.loaded.settings
+    environment = given_variables(variables, os.environ)
+    if detach and not settings.coordinator:
+        raise _no_yard_to_stay_in()
     with StopSignals() as signals:
         if settings.coordinator:
             from shardyard_launcher.scripts.script import find_agent
 
-            script = _script(command, given, whole=False, workers=workers or 0)
+            script = _script(command, given, environment, whole=False, workers=workers or 0)
             agent = find_agent(settings.coordinator)
+            if detach:
+                return _leave_running(agent, script, given, signals)
             # the agent and the script notice what happens to a yard that was not started here
-            code = _follow(settings.coordinator, agent, script, settings, signals, list, sys.stderr)
+            code = _follow(settings.coordinator, agent, script, settings, signals, list, sys.stderr, announced=True)
         else:
-            code = _run_alone(given, command, signals)
+            code = _run_alone(given, command, environment, signals)
     return signals.exit_code or code
 
 
-def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
+def _no_yard_to_stay_in() -> Exception:
+    from shardyard.domain.errors import ConfigurationError
+
+    return ConfigurationError(
+        "--detach needs --coordinator",
+        why="without it, the yard is started for the script, and ends with the command",
+        todo="start a yard with `shardyard up`, which prints the coordinator's address, and give that address",
+    )
+
+
+def _run_alone(given: Given, command: tuple[str, ...], environment: Mapping[str, str], signals: StopSignals) -> int:
     from shardyard_launcher.yard.local_cluster import Interrupted, LocalCluster, await_last_checkpoints
     from shardyard_launcher.yard.temp_folder import run_folder
 
@@ -141,7 +173,7 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
 
         try:
             cluster.start(stop=signals.stop)
-            script = _script(command, given, whole=True, workers=0)
+            script = _script(command, given, environment, whole=True, workers=0)
             code = _follow(cluster.coordinator, cluster.state.agent, script, settings, signals, poll, sys.stderr)
             if code == 0:
                 await_last_checkpoints(cluster.coordinator, signals.stop, poll)
@@ -194,45 +226,110 @@ def _note_differences(settings: Settings, yard: RunningYard) -> None:
         )
 
 
+def follow_launch(coordinator: str, found: FoundLaunch, settings: Settings, signals: StopSignals) -> int:
+    """Shows a launch that was found, from where it is, until it has ended or a signal comes. Returns the exit status of
+    the command. The launch is not stopped."""
+    if found.runs:
+        code = _follow(coordinator, found.agent.address, found, settings, signals, list, sys.stderr)
+        return 0 if signals.exit_code == 130 else signals.exit_code or code
+    ending = found.described.ending
+    if not found.described.HasField("ending"):
+        click.echo(
+            f"{found.title} has ended with its agent; `shardyard logs {found.number}` shows its output", err=True
+        )
+        return 1
+    click.echo(f"{found.title} has ended; `shardyard logs {found.number}` shows its output", err=True)
+    return _report_end(Path(found.described.script), found.described.workers, ending, ending.first_error)
+
+
 def _follow(
     coordinator: str,
     agent: str,
-    script: Script,
+    script: Script | FoundLaunch,
     settings: Settings,
     signals: StopSignals,
     check: Callable[[], list[str]],
     progress_to: TextIO,
     began: int | None = None,
+    *,
+    announced: bool = False,
 ) -> int:
-    """Runs a script and shows it. Returns its exit status. Errors of the yard are printed here, so that the caller can
-    clean up and continue."""
+    """Runs a script, or follows a launch, and shows it. Returns its exit status. Errors of the yard are printed here,
+    so that the caller can clean up and continue. `announced`: says first which launch it is, and how it is stopped."""
     from shardyard.domain import errors
     from shardyard_launcher.scripts.progress import FirstStep, display_for
-    from shardyard_launcher.scripts.script import ScriptRun
+    from shardyard_launcher.scripts.script import Script, ScriptRun
     from shardyard_launcher.terminal.error_output import print_error
 
     launched = ScriptRun(coordinator, agent, script, settings)
     try:
         with display_for(lambda: launched.workers, progress_to) as display:
-            ended = launched.follow(FirstStep(display, began), stop=signals.stop, check=check)
+            ended = launched.start(display, stop=signals.stop) if announced else None
+            if ended is None:
+                if announced and launched.number:
+                    display.note(
+                        f"launch {launched.number}; Ctrl-C stops it. If this terminal is closed, it goes on, and "
+                        f"`shardyard attach {launched.number}` follows it"
+                    )
+                shown = FirstStep(display, began) if isinstance(script, Script) else display
+                ended = launched.follow(shown, stop=signals.stop, check=check)
     except errors.ShardyardError as error:
         print_error(error)
         return 1
     finally:
         launched.close()
     if ended is None:
-        click.echo("stopped", err=True)
+        click.echo("stopped" if isinstance(script, Script) else f"detached; {script.title} goes on", err=True)
         return signals.exit_code or 130
-    if ended.exit_code:
-        which = f"; process {ended.first_error_index} failed first" if launched.workers > 1 else ""
-        said = textwrap.indent(textwrap.dedent(launched.first_error(ended)), "  ")
-        click.echo(f"error: {script.path} failed{which}:\n{said}", err=True)
+    path = script.path if isinstance(script, Script) else Path(script.described.script)
+    return _report_end(path, launched.workers, ended, launched.first_error(ended))
+
+
+def _report_end(script: Path, workers: int, ended: agent_wire.LaunchEnded, first_error: str) -> int:
+    """Says why a script has not ended well, if it has not. Returns its exit status."""
+    if ended.stopped:
+        click.echo(f"{script} was stopped", err=True)
+    elif ended.exit_code:
+        which = f"; process {ended.first_error_index} failed first" if workers > 1 else ""
+        said = textwrap.indent(textwrap.dedent(first_error), "  ")
+        click.echo(f"error: {script} failed{which}:\n{said}", err=True)
     return exit_status(ended.exit_code)
+
+
+def _leave_running(agent: str, script: Script, given: Given, signals: StopSignals) -> int:
+    """Launches a script, and returns when its processes have started."""
+    from shardyard.config.assignments import Layer
+    from shardyard_launcher.scripts.progress import NotesOnly
+    from shardyard_launcher.scripts.script import ScriptRun
+
+    settings = given.loaded.settings
+    launched = ScriptRun(settings.coordinator, agent, script, settings)
+    try:
+        ended = launched.start(NotesOnly(), stop=signals.stop)
+        if ended is not None:
+            return _report_end(script.path, launched.workers, ended, ended.first_error)
+        if signals.exit_code is not None:
+            launched.stop(NotesOnly())
+            click.echo("stopped", err=True)
+            return signals.exit_code
+    finally:
+        launched.close()
+    by_flag = given.loaded.origins["coordinator"].layer is Layer.FLAG
+    option = f" --coordinator {settings.coordinator}" if by_flag else ""
+    processes = f"{launched.workers} process{'es'[: 2 * (launched.workers != 1)]}"
+    lines = [
+        f"launch {launched.number} of {script.path} has started, in {processes}",
+        f"  see what it prints:  shardyard logs {launched.number} --follow{option}",
+        f"  follow it:           shardyard attach {launched.number}{option}",
+        f"  stop it:             shardyard stop --launch {launched.number}{option}",
+    ]
+    click.echo("\n".join(lines))
+    return 0
 
 
 def _report_jobs(yard: RunningYard, settings: Settings, signals: StopSignals) -> None:
     from shardyard.domain import errors
-    from shardyard_launcher.commands.resume_notice import report_jobs
+    from shardyard_launcher.checkpoints.resume_notice import report_jobs
     from shardyard_launcher.terminal.error_output import print_error
 
     try:
@@ -241,13 +338,17 @@ def _report_jobs(yard: RunningYard, settings: Settings, signals: StopSignals) ->
         print_error(error)
 
 
-def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int) -> Script:
+def _script(
+    command: tuple[str, ...], given: Given, environment: Mapping[str, str], *, whole: bool, workers: int
+) -> Script:
+    """`environment`: variables for this script, beside those that every script gets."""
     from shardyard_launcher.scripts.script import Script, launch_environment
 
+    inherited = launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole)
     return Script(
         path=Path(command[0]),
         arguments=command[1:],
-        environment=launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole),
+        environment={**inherited, **environment},
         workers=workers,
         restarts_max=given.loaded.settings.yard.restarts_max,
         restarts_window_ms=given.loaded.settings.yard.restarts_window_ms,

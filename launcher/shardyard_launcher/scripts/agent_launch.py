@@ -57,6 +57,11 @@ class AgentLaunch:
         return bool(self._launch)
 
     @property
+    def number(self) -> int:
+        """The launch's number, by which commands name it; 0 before it is launched."""
+        return self._launch
+
+    @property
     def name(self) -> str:
         return self._peer.name
 
@@ -70,10 +75,15 @@ class AgentLaunch:
             self._note_silence(error)
             self._closing.wait(SLICE_S)
             return None
-        self.silence, self._launch = None, reply.launch
-        self._watcher = threading.Thread(target=self._watch, name="watch-launch", daemon=True)
-        self._watcher.start()
+        self.silence = None
+        self.watch(reply.launch, 0)
         return reply
+
+    def watch(self, launch: int, next_event: int) -> None:
+        """From now on this is the launch of that number. Its events come from `next_event` on."""
+        self._launch = launch
+        self._watcher = threading.Thread(target=self._watch, args=(next_event,), name="watch-launch", daemon=True)
+        self._watcher.start()
 
     def take(self) -> agent_wire.LaunchEvent | None:
         """The next event; None if none comes within SLICE_S. Raises NotFound, after all events, if the agent does not
@@ -110,8 +120,7 @@ class AgentLaunch:
         since_s = time.monotonic() if self.silence is None else self.silence.since_s
         self.silence = Silence(since_s, error)
 
-    def _watch(self) -> None:
-        wanted = 0
+    def _watch(self, wanted: int) -> None:
         while not self._closing.is_set():
             request = agent_wire.WatchRequest(launch=self._launch, next_event=wanted)
             try:

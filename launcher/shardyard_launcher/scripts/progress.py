@@ -140,6 +140,19 @@ def _row(line: str) -> Text:
     return Text(" ".join(line.split()), style="bold", no_wrap=True, overflow="ellipsis")
 
 
+class NotesOnly:
+    """Prints notes, on standard error, and nothing else."""
+
+    def output(self, index: int, standard_error: bool, line: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        _write(sys.stderr, text)
+
+    def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
+        pass
+
+
 class FirstStep:
     """A display that prints once how long the first step of the script's job took to come: since this command began,
     and since `began` (seconds since 1970), if an installation comes before this command."""

@@ -30,6 +30,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.scripts.agent_launch import STOP_MS_MAX, AgentLaunch
+from shardyard_launcher.scripts.launches import FoundLaunch
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_worker.agent.error_report import ShownOutput
 
@@ -98,23 +99,18 @@ def launch_environment(
 class ScriptRun:
     """One script on the agents of a yard, at first on that at address `agent`. For one thread; others, its own, read
     events and poll the status. `settings`: how long a silent agent is waited for, and how often the script is launched
-    again."""
+    again.
 
-    def __init__(self, coordinator: str, agent: str, script: Script, settings: Settings) -> None:
+    With a launch that was found in the place of a script, that launch is followed from where it is. It is neither
+    launched again nor stopped.
+    """
+
+    def __init__(self, coordinator: str, agent: str, script: Script | FoundLaunch, settings: Settings) -> None:
         self._coordinator = GrpcNetwork().connect(
             coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable
         )
         self._launch = AgentLaunch(agent)
-        self._request = agent_wire.LaunchRequest(
-            script=str(script.path.absolute()),
-            arguments=script.arguments,
-            working_directory=os.getcwd(),
-            environment=script.environment,
-            workers=script.workers,
-            restarts_max=script.restarts_max,
-            restarts_window_ms=script.restarts_window_ms,
-            key=secrets.randbits(KEY_BITS) + 1,
-        )
+        self._request = _request_for(script) if isinstance(script, Script) else None
         self._grace_ms = settings.membership.coordinator_grace_ms
         self._restarts = RestartPolicy(
             restarts_max=settings.yard.restarts_max,
@@ -127,13 +123,32 @@ class ScriptRun:
         self._shown = ShownOutput()
         self.workers = 0
         """How many processes it has; 0 before it is launched."""
+        if isinstance(script, FoundLaunch):
+            self.workers = script.described.workers
+            self._pids.update(script.described.pids)
+            self._launch.watch(script.number, script.described.next_event)
+
+    @property
+    def number(self) -> int:
+        """The number of its launch; 0 before it is launched."""
+        return self._launch.number
+
+    def start(self, display: Display, *, stop: threading.Event) -> agent_wire.LaunchEnded | None:
+        """Launches the script, and waits until all its processes have started, it has ended, or `stop` is set. Returns
+        None unless it has ended. Raises what `follow` raises. Call `follow` or `stop` after that."""
+        ended: agent_wire.LaunchEnded | None = None
+        while ended is None and len(self._pids) < max(self.workers, 1) and not stop.is_set():
+            ended = self._continue(display)
+            self._bear_silence(display)
+        return ended
 
     def follow(
         self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
         """Launches the script, and shows what happens, and what `check` reports, until it has ended. Returns None if
         `stop` was set first. Raises what `check` raises, what the agent answers (InvalidRequest, LaunchRefused), and
-        Unavailable when the agent does not come back. The script's processes are stopped in any case."""
+        Unavailable when the agent does not come back. The script's processes are stopped in any case, unless the launch
+        was found."""
         ended: agent_wire.LaunchEnded | None = None
         poller = _StatusPoller(self._coordinator)
         try:
@@ -150,7 +165,8 @@ class ScriptRun:
         finally:
             poller.close()
             if ended is None:
-                self._stop(display)
+                if self._request is not None:
+                    self.stop(display)
             else:
                 self._show_last(display)
 
@@ -165,6 +181,7 @@ class ScriptRun:
     def _continue(self, display: Display) -> agent_wire.LaunchEnded | None:
         """Launches, if the script is not launched; otherwise shows the next event. Takes a moment at most."""
         if not self._launch.is_launched:
+            assert self._request is not None
             reply = self._launch.launch(self._request)
             if reply is not None:
                 self.workers = reply.workers
@@ -177,6 +194,12 @@ class ScriptRun:
 
     def _launch_again(self, display: Display, what: str, cause: errors.ShardyardError) -> None:
         """The agent has lost the launch. Another process takes its place, and the script is launched there."""
+        if self._request is None:
+            raise errors.Unavailable(
+                f"{what}; the script is not launched again",
+                why="only the command that has launched a script launches it again",
+                todo="`shardyard status` shows whether it was launched again, `shardyard logs` what it has printed",
+            ) from cause
         decided = self._restarts.died("agent", time.monotonic_ns() // 1_000_000)
         if isinstance(decided, GivenUp):
             raise errors.Unavailable(
@@ -246,7 +269,7 @@ class ScriptRun:
             status = self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=2_000)
             display.progress(status, frozenset(self._pids), last=True)
 
-    def _stop(self, display: Display) -> None:
+    def stop(self, display: Display) -> None:
         """Stops the launch and shows what it still prints."""
         try:
             if not self._launch.stop(GRACE_MS):
@@ -258,6 +281,19 @@ class ScriptRun:
         except errors.ShardyardError as error:
             # its processes die with it
             display.note(f"the agent no longer answers: {error.what}")
+
+
+def _request_for(script: Script) -> agent_wire.LaunchRequest:
+    return agent_wire.LaunchRequest(
+        script=str(script.path.absolute()),
+        arguments=script.arguments,
+        working_directory=os.getcwd(),
+        environment=script.environment,
+        workers=script.workers,
+        restarts_max=script.restarts_max,
+        restarts_window_ms=script.restarts_window_ms,
+        key=secrets.randbits(KEY_BITS) + 1,
+    )
 
 
 class _StatusPoller:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.status.launches import launch_as_json
 from shardyard_launcher.status.report import LocalReport, Server, YardReport, enum_text, mode_of
 
 
@@ -23,6 +24,7 @@ def to_json(report: YardReport) -> str:
             "members": [_member(member) for member in status.members],
             "jobs": [_job(report, job) for job in status.jobs],
             "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
+            "launches": [launch_as_json(launch) for launch in report.launches],
             "local": None if report.local is None else _local(report.local),
         },
         indent=2,

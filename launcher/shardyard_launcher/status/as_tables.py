@@ -16,6 +16,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.status import words
+from shardyard_launcher.status.launches import launches_table
 from shardyard_launcher.status.report import LocalReport, YardReport, enum_text, mode_of
 from shardyard_launcher.terminal.tables import new_table
 
@@ -32,12 +33,18 @@ def as_tables(report: YardReport) -> RenderableType:
         _title("members"),
         _members_table(report),
         *_local_tables(report.local),
+        *_launches(report),
     ]
     if not status.jobs:
         parts.append(Text("no jobs yet"))
     for job in sorted(status.jobs, key=lambda job: job.job):
         parts += _job_tables(report, job)
     return Group(*parts)
+
+
+def _launches(report: YardReport) -> list[RenderableType]:
+    table = launches_table(report.launches)
+    return [] if table is None else [_title("launches"), table]
 
 
 def _local_tables(local: LocalReport | None) -> list[RenderableType]:
@@ -78,7 +85,8 @@ def _members_table(report: YardReport) -> Table:
     for member in sorted(report.status.members, key=lambda m: (m.role, m.incarnation)):
         worker = member.role == wire.ROLE_WORKER
         said = report.servers.get(member.incarnation)
-        says = said.what if isinstance(said, errors.ShardyardError) else ""
+        asked = report.agents.get(member.incarnation) if said is None else said
+        says = asked.what if isinstance(asked, errors.ShardyardError) else ""
         if isinstance(said, server_wire.DescribeServerReply):
             says = _of_server(said)
         if worker:

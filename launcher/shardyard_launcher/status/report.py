@@ -6,7 +6,7 @@ Owns: the questions, and the sums over servers. Must not know: which command ask
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.scripts.launches import Described, FoundLaunch, ask_agents, list_launches
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from shardyard_launcher.yard.running_yard import RunningYard
 from shardyard_launcher.yard.state_file import RoleRestart, read_state
@@ -34,12 +35,17 @@ Server = server_wire.DescribeServerReply | errors.ShardyardError
 
 @dataclass(frozen=True)
 class YardReport:
-    """`servers`: by incarnation, what each server reports, or why it did not answer."""
+    """`servers`, `agents`: by incarnation, what each reports, or why it did not answer."""
 
     coordinator: str
     status: wire.StatusReply
     servers: Mapping[int, Server]
     local: LocalReport | None = None
+    agents: Mapping[int, Described] = field(default_factory=dict)
+
+    @property
+    def launches(self) -> list[FoundLaunch]:
+        return list_launches(list(self.status.members), self.agents)
 
     @property
     def answers(self) -> list[server_wire.DescribeServerReply]:
@@ -138,7 +144,7 @@ def ask(network: Network, coordinator: str, local: LocalReport | None = None) ->
                 servers[member.incarnation] = _describe(network, member)
     finally:
         wait_registry.close()
-    return YardReport(coordinator, status, servers, local)
+    return YardReport(coordinator, status, servers, local, ask_agents(network, list(status.members)))
 
 
 def _describe(network: Network, member: wire.MemberStatus) -> Server:

@@ -115,6 +115,14 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def read_error_until(process: subprocess.Popen[str], wanted: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if wanted in line:
+            return
+    pytest.fail(f"standard error ended before {wanted!r}")
+
+
 def read_until(process: subprocess.Popen[str], wanted: str) -> None:
     assert process.stdout is not None
     seen = []
@@ -311,6 +319,52 @@ def test_yard_that_trains_is_saved_before_it_goes_down(shell: Shell) -> None:
     assert (listed[-1]["number"], listed[-1]["step"]) == tuple(map(int, saved.groups()))
     finish(running)
     assert shell.processes() == []
+
+
+WAITS = """
+    import os, pathlib, sys, time
+
+    print("has", os.environ["GREETING"], flush=True)
+    while not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    print("went on", flush=True)
+    sys.exit(5)
+"""
+
+
+def test_script_outlives_the_terminals_of_those_who_started_and_followed_it(shell: Shell) -> None:
+    """It is left running, attached to, left again by Ctrl-C. Another one loses its terminal. No output is lost."""
+    assert shell.up("--set", "yard.servers=1", "--set", "yard.workers=1").returncode == 0
+    coordinator = shell.status()["coordinator"]
+    script, go = shell.script(WAITS), shell.folder / "go"
+    shell.environment["GREETING"] = "hello"
+    at = ("--coordinator", coordinator)
+    detached = shell.run("run", *at, "--detach", "--env", "GREETING", script, str(go))
+    assert detached.returncode == 0, detached.stderr
+    number = re.match(r"launch (\d{6}) of .*/script.py has started, in 1 process\n", detached.stdout)
+    assert number is not None, detached.stdout
+    follower = shell.start("attach", *at, number[1])
+    read_error_until(follower, "Ctrl-C detaches")
+    follower.send_signal(signal.SIGINT)
+    assert finish(follower).returncode == 0
+    owner = shell.start("run", *at, "--env", "GREETING=bye", script, str(go))
+    read_until(owner, "has bye")
+    owner.send_signal(signal.SIGHUP)
+    assert finish(owner).returncode == -signal.SIGHUP
+    running = [each["launch"] for each in shell.status()["launches"] if each["running"]]
+    assert len(running) == 2
+    follower = shell.start("attach", *at, number[1])
+    read_error_until(follower, "Ctrl-C detaches")
+    go.touch()
+    ended = finish(follower)
+    assert (ended.returncode, "went on" in ended.stdout) == (5, True)
+    for launch, printed in zip(sorted(running, key=lambda each: str(each) != number[1]), ("hello", "bye"), strict=True):
+        shown = shell.run("logs", *at, "--follow", str(launch))
+        assert shown.stdout.splitlines() == [f"has {printed}", "went on"]
+        assert "[agent] the launch has failed" in shown.stderr
+    log = (shell.state / "logs" / "agent.log").read_text()
+    assert f"launch {number[1]} of {script} failed, after" in log
+    assert shell.down("--now").returncode == 0
 
 
 @pytest.mark.long("coordinator")

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.commands.resume_notice import describe_job
+from shardyard_launcher.checkpoints.resume_notice import describe_job
 from shardyard_launcher.status.as_json import to_json
 from shardyard_launcher.status.as_tables import as_tables
 from shardyard_launcher.status.report import YardReport

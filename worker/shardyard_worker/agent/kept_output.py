@@ -41,9 +41,8 @@ class KeptOutput:
                 gone = event.exited
                 then = "; it is started again" if gone.will_restart else ""
                 self._add(gone.local_index, "agt", f"process {gone.local_index} (pid {gone.pid}) {gone.ending}{then}")
-            case "ended" if event.ended.exit_code:
-                why = " ".join(message_of(event.ended.first_error.splitlines()) or ["it failed"])
-                self._add(event.ended.first_error_index, "agt", f"the launch has ended: {why}")
+            case "ended":
+                self._add(event.ended.first_error_index, "agt", _describe_end(event.ended))
 
     def flush(self) -> None:
         for index in sorted(self._added):
@@ -64,3 +63,12 @@ class KeptOutput:
     def _add(self, index: int, kind: Kind, text: str) -> None:
         self._files[index].add(kind, text, time.time())
         self._added.add(index)
+
+
+def _describe_end(ended: wire.LaunchEnded) -> str:
+    if ended.stopped:
+        return "the launch was stopped"
+    if not ended.exit_code:
+        return "the launch has ended well"
+    why = " ".join(message_of(ended.first_error.splitlines()) or ["no error is known"])
+    return f"the launch has failed: {why}"

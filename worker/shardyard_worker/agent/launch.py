@@ -160,7 +160,7 @@ class RunningLaunch:
     def _on_end(self, ended: wire.LaunchEnded) -> None:
         """Keeps how the launch ended, before those who watch it learn that."""
         self._output.flush()
-        ending = Ending(time.time(), ended.exit_code, ended.first_error_index, ended.first_error)
+        ending = Ending(time.time(), ended.exit_code, ended.first_error_index, ended.first_error, stopped=ended.stopped)
         self.record = replace(self.record, ended=ending)
         try:
             self._folder.end(self.record)
@@ -170,8 +170,8 @@ class RunningLaunch:
         after = f"after {ending.time_s - self.record.started_s:.1f} s"
         if not ended.exit_code:
             log.info("%s ended well, %s", what, after)
-        elif ended.exit_code == -signal.SIGTERM:
-            log.info("%s has ended, %s: %s", what, after, ended.first_error)
+        elif ended.stopped:
+            log.info("%s was stopped, %s", what, after)
         else:
             log.error(
                 "%s failed, %s; process %d failed first:\n%s\nits output is in %s",

@@ -45,12 +45,14 @@ ABANDONED_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`exit_code`: 0 if the launch ended well. `first_error`: of the process that failed first, `first_error_index`."""
+    """`exit_code`: 0 if the launch ended well. `first_error`: of the process that failed first, `first_error_index`.
+    `stopped`: somebody has ordered the end."""
 
     time_s: float
     exit_code: int
     first_error_index: int
     first_error: str
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,11 @@ class LaunchFolders:
 
 def _ending(entry: dict[str, Any]) -> Ending:
     return Ending(
-        float(entry["time_s"]), int(entry["exit_code"]), int(entry["first_error_index"]), str(entry["first_error"])
+        time_s=float(entry["time_s"]),
+        exit_code=int(entry["exit_code"]),
+        first_error_index=int(entry["first_error_index"]),
+        first_error=str(entry["first_error"]),
+        stopped=entry["stopped"] is True,
     )
 
 

@@ -301,6 +301,7 @@ def _described(record: LaunchRecord, launch: RunningLaunch | None, *, whole: boo
     elif record.ended is not None:
         ended = record.ended
         said.ended_s = ended.time_s
+        said.ending.stopped = ended.stopped
         said.ending.exit_code, said.ending.first_error_index = ended.exit_code, ended.first_error_index
         said.ending.first_error = ended.first_error if whole else ""
     return said

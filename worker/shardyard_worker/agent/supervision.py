@@ -229,7 +229,8 @@ class Supervision:
                 exit_code=first.exit_code, first_error_index=first.index, first_error=first.text
             )
         elif self._stop_asked:
-            self.ended = wire.LaunchEnded(exit_code=-signal.SIGTERM, first_error="the launch was stopped")
+            what = "the launch was stopped"
+            self.ended = wire.LaunchEnded(exit_code=-signal.SIGTERM, first_error=what, stopped=True)
         else:
             self.ended = wire.LaunchEnded()
         return [wire.LaunchEvent(ended=self.ended)]

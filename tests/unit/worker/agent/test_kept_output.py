@@ -327,7 +327,7 @@ def test_output_of_a_launch_can_be_read_after_the_agent_was_replaced(agent: Agen
     assert printed[-1] == (True, "ValueError: no")
     agents = [line.line for line in lines if line.by_agent]
     assert re.fullmatch(r"process 0 started with pid \d+", agents[0])
-    assert agents[-1] == "the launch has ended: ValueError: no"
+    assert agents[-1] == "the launch has failed: ValueError: no"
     assert (said.script, said.ended, said.workers, said.running) == (str(script), True, 1, 0)
     assert said.started_s <= said.ended_s <= time.time()
     assert said.ending.exit_code == 1
