@@ -282,7 +282,7 @@ class DrainTaken:
 class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
     worker takes over. `restored_generation`: the generation with which the whole job last went back to a checkpoint.
-    `checkpoint`: the newest one. `consistency`: set for a job that was switched. `switch_point`: set while the
+    `checkpoint`: the newest one. `world_size`: as in Joined. `consistency`: set for a job that was switched. `switch_point`: set while the
     job changes between synchronous and asynchronous updates."""
 
     job_state: JobPhase | None = None
@@ -291,6 +291,7 @@ class HeartbeatReply:
     ranks: tuple[RankLease, ...] = ()
     chief: bool = False
     workers: int = 0
+    world_size: int = 1
     fenced: tuple[Incarnation, ...] = ()
     initializer: bool = False
     recovering: bool = False
@@ -305,12 +306,17 @@ class HeartbeatReply:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
+    """`number`: the worker's number among the job's living workers. `world_size`: above all those numbers, and at least
+    the number of workers expected."""
+
     job: JobId
     settings: JobSettings
     started: bool
     ranks: tuple[RankLease, ...]
     logical_ranks: int
     chief: bool
+    number: int = 0
+    world_size: int = 1
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None

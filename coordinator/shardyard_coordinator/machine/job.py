@@ -42,7 +42,7 @@ DRAINED: Final = "left in order"
 def join(job: JobState, worker: Incarnation, now_ms: int) -> list[Effect]:
     job.roster.enter(worker)
     given = [] if job.ranks is None else job.ranks.join(worker, now_ms)
-    return job.records([("worker_joined", {"worker": worker}), *(each.entry for each in given)])
+    return job.records([job.roster.joined(worker), *(each.entry for each in given)])
 
 
 def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
@@ -143,7 +143,9 @@ def restore_joined(job: JobState, body: Body) -> None:
     """Applies the record `worker_joined`. Raises DamagedRecord."""
     worker = Incarnation(body.number("worker", least=1))
     require(worker not in job.workers, f"worker {worker} joins twice")
-    job.roster.enter(worker)
+    number = body.number("number", most=limits.MEMBERS_MAX)
+    require(number not in job.roster.numbers.values(), f"worker {worker} joins with the number of another")
+    job.roster.enter_as(worker, number)
     if job.ranks is not None:
         job.ranks.enter(worker)
 

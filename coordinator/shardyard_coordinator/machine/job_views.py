@@ -23,6 +23,7 @@ def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
         ranks=ranks_of(job, worker),
         chief=job.roster.chief == worker,
         workers=len(job.workers),
+        world_size=_world_size(job),
         initializer=job.deployment.initializer == worker and job.deployment.stage is Stage.CREATED,
         recovering=job.recovery.needed,
         feedback=residuals.for_worker(job, worker),
@@ -42,11 +43,17 @@ def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:
         ranks=ranks_of(job, worker),
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
         chief=job.roster.chief == worker,
+        number=job.roster.numbers[worker],
+        world_size=_world_size(job),
         stop=job.stopping.stop,
         checkpoint=job.book.committed,
         consistency=job.consistency,
         switch_point=job.pending_switch.switch_point,
     )
+
+
+def _world_size(job: JobState) -> int:
+    return max(job.settings.workers_expected, job.roster.numbers_end)
 
 
 def ranks_of(job: JobState, worker: Incarnation) -> tuple[RankLease, ...]:

@@ -1,8 +1,8 @@
 """The workers of one job: the living, those that departed, and how long the job waits for more.
 
-Owns: the living workers; the departed workers, as long as servers must refuse them; since when the job has had no
+Owns: the living workers and their numbers; the departed workers, as long as servers must refuse them; since when the job has had no
 worker, and when it is over for that reason. Invariants: after a chief has said goodbye, no worker is chief. A worker
-that joins puts off the end. Memory does not grow with the number of departed workers. Must not know: what workers
+that joins puts off the end. A worker keeps its number while it lives, and no other living worker has it. Memory does not grow with the number of departed workers. Must not know: what workers
 compute, when their work is free, how a job ends.
 """
 
@@ -24,6 +24,8 @@ class Roster:
     def __init__(self, now_ms: int) -> None:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
+        self.numbers: dict[Incarnation, int] = {}
+        """Of each living worker, from 0: the lowest number that was free when it joined."""
         self.fenced: list[Incarnation] = []
         """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
@@ -53,8 +55,18 @@ class Roster:
         """Whether the last worker has finished all work and the time for late workers is over."""
         return self._over_at_ms is not None and now_ms >= self._over_at_ms
 
+    @property
+    def numbers_end(self) -> int:
+        """The highest number of a living worker, plus 1."""
+        return max(self.numbers.values(), default=-1) + 1
+
     def enter(self, worker: Incarnation) -> None:
+        taken = set(self.numbers.values())
+        self.enter_as(worker, min(set(range(len(taken) + 1)) - taken))
+
+    def enter_as(self, worker: Incarnation, number: int) -> None:
         self.living = sorted([*self.living, worker])
+        self.numbers[worker] = number
         self._over_at_ms = None
 
     def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
@@ -63,6 +75,7 @@ class Roster:
             self.goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.living = [each for each in self.living if each != worker]
+        del self.numbers[worker]
         self.last_lost = f"worker {worker}, {how}"
         if not self.living:
             self.rest(now_ms)
@@ -96,8 +109,11 @@ class Roster:
                 "finishes": self._over_at_ms is not None,
             },
         )
-        joined: list[Entry] = [("worker_joined", {"worker": worker}) for worker in self.living]
+        joined = [self.joined(worker) for worker in self.living]
         return [*joined, *([gone] if self.last_lost else [])]
+
+    def joined(self, worker: Incarnation) -> Entry:
+        return "worker_joined", {"worker": worker, "number": self.numbers[worker]}
 
     def restore(self, body: Body, now_ms: int) -> None:
         """Applies the record of the departed workers. Raises DamagedRecord."""

@@ -233,7 +233,7 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,7 @@ class HeartbeatReply(_message.Message):
     SAVE_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     RESTORED_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
@@ -267,12 +268,13 @@ class HeartbeatReply(_message.Message):
     save_residual: SaveResidual
     feedback: _containers.RepeatedCompositeFieldContainer[CheckpointResidual]
     restored_generation: int
+    world_size: int
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
     undecided: str
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("left_ms", "empty")
@@ -347,7 +349,7 @@ class JoinJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
-    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint", "consistency", "switch_point")
+    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "number", "world_size", "stop", "checkpoint", "consistency", "switch_point")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +357,8 @@ class JoinJobReply(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
@@ -366,11 +370,13 @@ class JoinJobReply(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankLease]
     logical_ranks: int
     chief: bool
+    number: int
+    world_size: int
     stop: Stop
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
-    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., number: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesRequest(_message.Message):
     __slots__ = ("caller", "variables", "optimizer", "tables")

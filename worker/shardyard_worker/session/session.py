@@ -100,6 +100,9 @@ class Session:
         """The logical ranks that this worker had at the last heartbeat."""
         self.initializer = False
         self.chief = False
+        self.number = 0
+        """This worker's number among the job's living workers."""
+        self.world_size = 1
         self.generation = Generation(0)
         self.recovering = False
         self.step_barrier = StepBarrier()
@@ -139,6 +142,7 @@ class Session:
         self.seed = reply.seed
         self.logical_ranks = reply.logical_ranks
         self.chief = reply.chief
+        self.number, self.world_size = reply.number, max(1, reply.world_size)
         self.ranks = lease_messages.rank_leases_from_wire(reply.ranks)
         self._take_news(reply)
         bind_process(job=wanted.name)
@@ -295,6 +299,7 @@ class Session:
         self.ranks = lease_messages.rank_leases_from_wire(reply.ranks)
         self.initializer = reply.initializer
         self.chief = reply.chief
+        self.world_size = max(1, reply.world_size)
         self.recovering = reply.recovering
         with self._lock:
             is_newer = reply.generation > self.generation

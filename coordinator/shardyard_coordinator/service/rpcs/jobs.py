@@ -33,6 +33,8 @@ def join_job_reply(joined: Joined) -> wire.JoinJobReply:
         ranks=lease_messages.rank_leases_to_wire(joined.ranks),
         logical_ranks=joined.logical_ranks,
         chief=joined.chief,
+        number=joined.number,
+        world_size=joined.world_size,
         stop=parts.stop(joined.stop),
         consistency=parts.consistency(joined.consistency),
         switch_point=parts.switch_point(joined.switch_point),

@@ -89,6 +89,7 @@ def heartbeat_reply(
         ranks=lease_messages.rank_leases_to_wire(answer.ranks),
         chief=answer.chief,
         workers=answer.workers,
+        world_size=0 if answer.job_state is None else answer.world_size,
         fenced=answer.fenced,
         recovering=answer.recovering,
         initializer=answer.initializer,
