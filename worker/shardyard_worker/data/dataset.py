@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from shardyard.domain.epochs import Indices
 from shardyard.domain.errors import UnseekableDataset
+from shardyard_worker.data.files.record_files import FileRecords
 from shardyard_worker.data.loader_processes import LoaderProcesses, LoaderSettings, ReadBatch, Reading, Seed, read
-from shardyard_worker.data.record_files import FileRecords
 from shardyard_worker.data.seeding import seed_everything, states, undisturbed
 
 READ_HERE = LoaderSettings()

@@ -1,0 +1,1 @@
+"""Data sets over lists of files: `record_files` finds records, `file_sources` reads their bytes."""
