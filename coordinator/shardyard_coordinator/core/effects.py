@@ -282,8 +282,8 @@ class DrainTaken:
 class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
     worker takes over. `restored_generation`: the generation with which the whole job last went back to a checkpoint.
-    `checkpoint`: the newest one. `world_size`: as in Joined. `consistency`: set for a job that was switched. `switch_point`: set while the
-    job changes between synchronous and asynchronous updates."""
+    `checkpoint`: the newest one. `world_size`: as in Joined. `consistency`: set for a job that was switched.
+    `switch_point`: set while the job changes between synchronous and asynchronous updates."""
 
     job_state: JobPhase | None = None
     failure: ShardyardError | None = None

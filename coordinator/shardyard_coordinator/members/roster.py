@@ -1,9 +1,10 @@
 """The workers of one job: the living, those that departed, and how long the job waits for more.
 
-Owns: the living workers and their numbers; the departed workers, as long as servers must refuse them; since when the job has had no
-worker, and when it is over for that reason. Invariants: after a chief has said goodbye, no worker is chief. A worker
-that joins puts off the end. A worker keeps its number while it lives, and no other living worker has it. Memory does not grow with the number of departed workers. Must not know: what workers
-compute, when their work is free, how a job ends.
+Owns: the living workers and their numbers; the departed workers, as long as servers must refuse them; since when the
+job has had no worker, and when it is over for that reason. Invariants: after a chief has said goodbye, no worker is
+chief. A worker that joins puts off the end. A worker keeps its number while it lives, and no other living worker has
+it. Memory does not grow with the number of departed workers. Must not know: what workers compute, when their work is
+free, how a job ends.
 """
 
 from __future__ import annotations

@@ -94,5 +94,5 @@ def note_progress(session: Session, answer: ExchangeResult, sending: StepInput |
     """Reports a push's samples, and the step, in the next heartbeat."""
     fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
     if sending is not None and sending.coded and fresh:
-        session.progress.samples += round(sending.weight)
+        session.progress.samples += round(sending.weight) if sending.samples is None else sending.samples
     session.reached(step)

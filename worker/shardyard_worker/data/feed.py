@@ -64,6 +64,12 @@ class FeedSettings:
     drop_last: bool
     accumulate: int = 1
 
+    def check(self) -> None:
+        """Raises InvalidRequest."""
+        if self.batch_size < 1 or self.epochs < 0 or self.accumulate < 1:
+            got = f"batch_size {self.batch_size}, epochs {self.epochs}, accumulate {self.accumulate}"
+            raise InvalidRequest(f"{got}; expected at least 1, 0 and 1")
+
 
 class Feed(ABC):
     """One call of `job.batches`. `work`: the work of the last batch that was yielded."""

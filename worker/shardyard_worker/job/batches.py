@@ -36,9 +36,7 @@ def open_batches(
     if loop.trainer is None:
         raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
     _refuse_nesting(loop)
-    if settings.batch_size < 1 or settings.epochs < 0 or settings.accumulate < 1:
-        got = f"batch_size {settings.batch_size}, epochs {settings.epochs}, accumulate {settings.accumulate}"
-        raise InvalidRequest(f"{got}; expected at least 1, 0 and 1")
+    settings.check()
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(

@@ -1,10 +1,12 @@
-"""What a script gives to `job.batches`: a data set and how to read it, or a torch DataLoader that says both.
+"""What a script gives to `job.batches`: a data set and how to read it, or a torch DataLoader that says both; and how
+many steps that makes.
 
 Must not know: feeds, leases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.feed import FeedSettings
@@ -62,6 +65,28 @@ def reader_of(
         given.collate_fn, given.num_workers or 0, bool(given.pin_memory), prefetch_factor=given.prefetch_factor
     )
     return Reader(data, device, settings), given
+
+
+def steps_of(
+    data: Dataset[Any] | DataLoader[Any] | int, given: DataArguments, ranks: int, *, epochs: int, accumulate: int
+) -> int:
+    """The steps that the data makes in a job with so many logical ranks; 0: an asynchronous job. Raises
+    InvalidRequest."""
+    if isinstance(data, DataLoader):
+        given, data = _arguments_of(data, given), data.dataset
+    if not isinstance(data, int | Sized):
+        raise InvalidRequest(
+            f"the steps of a {type(data).__name__}, which has no length",
+            todo="give the number of its samples instead: job.steps_total(samples, batch_size=...)",
+        )
+    settings = given.feed_settings(epochs=epochs, accumulate=accumulate)
+    settings.check()
+    samples = data if isinstance(data, int) else len(data)
+    # without ranks, a step has the batches of one push; a data shard has whole pushes
+    if ranks or not settings.drop_last:
+        plan = EpochPlan(samples, settings.batch_size, ranks or 1, settings.drop_last, accumulate)
+        return plan.steps_per_epoch * epochs
+    return -(-(samples // settings.batch_size) // accumulate) * epochs
 
 
 def _settings_of(loader: DataLoader[Any]) -> LoaderSettings:

@@ -42,7 +42,9 @@ class JobMember:
         self.name: str = session.settings.job.name
         """The job's name."""
         self.seed: int = session.seed
-        """The job's seed. All workers have the same."""
+        """The job's seed. All workers have the same. Until `prepare` or `register` they also draw the same numbers, so
+        that all build the same model. From then on each worker draws numbers of its own, from this seed and
+        `job.rank`, and in job.batches those of each batch's name."""
         self._session = session
         self._metrics = metrics
         self._files = files
@@ -71,6 +73,22 @@ class JobMember:
         so its work is done once.
         """
         return self._session.chief
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among the job's living workers, from 0: for example, to read a part of the data that no
+        other worker reads. It is the lowest number that no living worker had when this one joined, and stays the same.
+        A worker that joins after another has died takes up that one's number. Logical ranks are something else: the
+        parts of a synchronous step, which move between workers."""
+        self._loop.own_data.is_divided = True
+        return self._session.number
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers that the job expects (`job.workers_expected`), or one more than the highest `job.rank`
+        of a living worker, if that is more. It does not shrink when a worker dies, since another may come in its
+        place: until then, nobody reads the part of the data that has its rank."""
+        return self._session.world_size
 
     @property
     def should_stop(self) -> bool:

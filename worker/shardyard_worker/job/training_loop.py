@@ -24,6 +24,8 @@ from shardyard_worker.consistency.modes import strategy_for
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.feed import Feed
+from shardyard_worker.data.own_data import ForwardSamples, OwnData
+from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.data.sync_feed import LocalFeed
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.job.callbacks import Callbacks
@@ -41,6 +43,8 @@ log = logging.getLogger("shardyard.worker")
 
 Groups = tuple[tuple[float, ...], ...]
 
+OWN_NUMBERS = 2
+"""In the seed of a worker's own random numbers, where those of batches have 0 (synchronous) or 1."""
 LOOK_AHEAD_METRIC = "look_ahead_hits"
 """The share of the rows that forwards needed that were already fetched, since look-ahead began."""
 
@@ -66,6 +70,9 @@ class TrainingLoop:
         """The optimizer's current settings."""
         self.own_steps = 0
         """Steps outside job.batches."""
+        self.own_data = OwnData()
+        self.samples: ForwardSamples | None = None
+        """Counts the samples of steps outside job.batches."""
         self.scaler: JobScaler | None = None
         self.unprepared = UnpreparedSteps()
         self.at_end = contextlib.ExitStack()
@@ -136,6 +143,9 @@ class TrainingLoop:
         `state`: what the optimizer begins with if this worker gives the initial values."""
         self.check_first()
         self.unprepared.close()
+        if model is not None:
+            self.samples = ForwardSamples(model)
+            self.at_end.callback(self.samples.close)
         with self.session.interrupts:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
             self.trainer, self.settings = trainer, settings
@@ -146,6 +156,7 @@ class TrainingLoop:
                 )
                 tables.begin(self.rows)
             self._last_step = self.follow_mode().step
+        seed_everything(self.session.seed, OWN_NUMBERS, self.session.number)
         return trainer
 
     def begin_rounds(self, local: LocalRounds) -> None:
@@ -220,9 +231,14 @@ class TrainingLoop:
 
     def _count(self, sending: StepInput | None) -> bool:
         """Pushes a step. Returns whether the work is this worker's."""
+        samples = None if self.samples is None else self.samples.take()
         if self.feed is not None:
             self.feed.push(sending)
             return self.feed.work is None or not self.feed.work.lost
+        if self.samples is not None:
+            self.own_data.look()
+        if sending is not None and samples:
+            sending = replace(sending, samples=samples)
         self.own_steps += 1
         try:
             self.present_strategy().contribute(None, sending, self.upcoming)

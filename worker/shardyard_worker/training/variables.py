@@ -83,6 +83,8 @@ class StepInput:
     highest: int = 0
     """The highest next sequence of its data shard over all partitions, when it was leased. Earlier batches have been
     counted."""
+    samples: int | None = None
+    """How many samples it counts as, for people. None: its weight."""
 
 
 @dataclass(frozen=True)
