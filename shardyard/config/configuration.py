@@ -34,20 +34,24 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
 """Environment variables with a short name, and their settings."""
 CONFIG_VARIABLE: Final = "SHARDYARD_CONFIG"
 """The variable with the path of the settings file. Callers read it and pass the path to `load`."""
+RUN_ID_VARIABLE: Final = "SHARDYARD_RUN_ID"
+"""Names the launch that a training process belongs to, over all its restarts."""
+RUN_NUMBER_VARIABLE: Final = "SHARDYARD_RUN_NUMBER"
+PID_VARIABLE: Final = "SHARDYARD_PID"
+"""The process that an agent started, to tell it from those that its script starts."""
 PROCESS_VARIABLES: Final = frozenset(
     {
         CONFIG_VARIABLE,
         "SHARDYARD_AGENT",
-        "SHARDYARD_LAUNCH",
         "SHARDYARD_LOCAL_INDEX",
-        "SHARDYARD_LOCAL_COUNT",
-        "SHARDYARD_RESTART",
         "SHARDYARD_ERROR_FILE",
-        "SHARDYARD_PID",
+        PID_VARIABLE,
+        RUN_ID_VARIABLE,
+        RUN_NUMBER_VARIABLE,
         "SHARDYARD_FOLLOWS",
     }
 )
-"""Variables that an agent sets to tell its training processes about themselves. They are not settings."""
+"""Variables that tell a training process about itself. They are not settings. An agent sets them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@
     |   |-- StaleIncarnation
     |   |   |-- WorkerQuarantined
     |   |-- StaleToken  StaleGeneration  StaleTerm
-    |   |-- SequenceGap  StraddlingRange
+    |   |-- SequenceGap  StraddlingRange  RunFinished
     |-- NotFound                    no such job, partition, launch, version
     |   |-- CheckpointNotFound  VersionPassed
     |-- NotReady                    ask again later
@@ -225,6 +225,14 @@ class SequenceGap(Refused):
 class StraddlingRange(Refused):
     why = "a part of this range was applied already; applying all of it would count that part twice"
     todo = "send the rest as a range of its own"
+
+
+class RunFinished(Refused):
+    why = "the job of this launch has done its work; to join again would train all of it again"
+    todo = (
+        "do nothing if this process was started again after the end: shardyard.connect ends it with exit code 0; for a "
+        "new run start a new launch, or set another SHARDYARD_RUN_ID"
+    )
 
 
 class NotFound(ShardyardError):

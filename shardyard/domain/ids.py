@@ -53,6 +53,18 @@ class MemberRole(enum.Enum):
     AGENT = "agent"
 
 
+@dataclass(frozen=True, slots=True)
+class RunName:
+    """The run of a launch: what was started together, with all restarts of its processes. `id`: of the launch.
+    `number`: from 1, since a script may train several jobs, one after the other."""
+
+    id: str
+    number: int = 1
+
+    def __str__(self) -> str:
+        return repr(self.id) if self.number == 1 else f"{self.id!r} ({self.number})"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
     """`number`: how many updates were applied. `life`: how often the partition was restored (rule A10)."""

@@ -451,7 +451,9 @@ class CoordinatorWorld:
             ],
             "JoinJob": [
                 encoded(wire.JoinJobRequest(caller=lone, name="default", settings_json=settings)),
-                encoded(wire.JoinJobRequest(caller=caller, name="default", settings_json=settings)),
+                encoded(
+                    wire.JoinJobRequest(caller=caller, name="default", settings_json=settings, run_id="x", run_number=1)
+                ),
             ],
             "RegisterVariables": [encoded(variables)],
             "CommitVariables": [encoded(wire.CommitVariablesRequest(caller=caller, generation=1))],

@@ -285,7 +285,9 @@ def messages() -> dict[str, Message]:
             chief=True,
             workers=2,
         ),
-        "JoinJobRequest": coordinator.JoinJobRequest(caller=CALLER, name="digits", settings_json='{"name":"digits"}'),
+        "JoinJobRequest": coordinator.JoinJobRequest(
+            caller=CALLER, name="digits", settings_json='{"name":"digits"}', run_id="x", run_number=1
+        ),
         "JoinJobReply": coordinator.JoinJobReply(
             job=(1 << 32) + 7, settings_json='{"name":"digits"}', started=True, seed=1, logical_ranks=2, chief=True
         ),

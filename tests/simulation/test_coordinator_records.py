@@ -12,7 +12,7 @@ import pytest
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard.domain.consistency import ConsistencyMode, Durability, SwitchPoint, UpdateMode
 from shardyard.domain.errors import ShardyardError
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, Term, Token
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, RunName, Term, Token
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, LeasedSource, RankSource, WorkerSource
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
@@ -137,7 +137,7 @@ class Fuzz:
 
     def _hire(self, settings: JobSettings) -> Incarnation:
         worker = self._register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, settings.name, settings))
+        answer = self.handle(events.JobJoined(worker, settings.name, settings, RunName(settings.name)))
         assert isinstance(answer, effects.Joined)
         self.jobs[worker] = answer.job
         return worker

@@ -13,7 +13,7 @@ from shardyard.checkpoints.manifest import FileRef, ResidualFile
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
-from shardyard.domain.ids import Caller, Generation, JobId, MemberRole, Token
+from shardyard.domain.ids import Caller, Generation, JobId, MemberRole, RunName, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataLease
 from shardyard.domain.variables import DType, VariableSpec
@@ -114,12 +114,15 @@ def worker(stage: Stage, name: str, *, pid: str = "0") -> None:
 
 
 @verb
-def join(stage: Stage, name: str, *, settings: str = "default", pid: str = "0") -> list[str]:
-    """A worker joins the job that its settings name. It registers first, if it has not registered."""
+def join(stage: Stage, name: str, *, settings: str = "default", pid: str = "0", run: str = "") -> list[str]:
+    """A worker joins the job that its settings name. It registers first, if it has not registered. `run`: the id of its
+    launch, or ID/NUMBER."""
     if name not in stage.members:
         worker(stage, name, pid=pid)
     given = stage.settings[settings]
-    reaction = stage.react(events.JobJoined(stage.members[name], given.name, given))
+    launch, _, number = run.partition("/")
+    of = RunName(launch, int(number or 1)) if launch else None
+    reaction = stage.react(events.JobJoined(stage.members[name], given.name, given, of))
     for each in stage.yard.effects:
         if isinstance(each, effects.Reply) and isinstance(each.answer, effects.Joined):
             stage.callers[name] = Caller(each.answer.job, stage.members[name])

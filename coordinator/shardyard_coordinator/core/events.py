@@ -13,7 +13,7 @@ from shardyard.checkpoints.manifest import ResidualFile
 from shardyard.config.settings import JobSettings
 from shardyard.domain.consistency import ConsistencyMode
 from shardyard.domain.errors import ShardyardError
-from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Token
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, RunName, Token
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataShardSource, LeasedSource, PushName, Source, SourceKey
 from shardyard.domain.tables.table_settings import TableSettings
@@ -96,6 +96,7 @@ class JobJoined(Event):
     incarnation: Incarnation
     name: str
     settings: JobSettings
+    run: RunName | None = None
 
 
 @dataclass(frozen=True, slots=True)

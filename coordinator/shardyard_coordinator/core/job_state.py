@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import Consistency, Durability, UpdateMode
-from shardyard.domain.ids import Incarnation, JobId
+from shardyard.domain.ids import Incarnation, JobId, RunName
 from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSource
 from shardyard_coordinator.core.effects import Effect, JobPhase, records_of
 from shardyard_coordinator.members.evaluations import Evaluations
@@ -22,6 +22,7 @@ from shardyard_coordinator.members.nonfinite import NotFinite
 from shardyard_coordinator.members.progress import Progress
 from shardyard_coordinator.members.readers import Readers
 from shardyard_coordinator.members.roster import Roster
+from shardyard_coordinator.members.runs import Runs
 from shardyard_coordinator.modes.mode_setting import ModeSetting, settings_of
 from shardyard_coordinator.modes.pending_switch import PendingSwitch
 from shardyard_coordinator.modes.stopping import Stopping
@@ -84,6 +85,7 @@ class JobState:
     restored: Restored | None = None
     origin: RestorePoint | None = None
     checkpoint_residuals: CheckpointResiduals = field(default_factory=CheckpointResiduals)
+    runs: Runs = field(default_factory=Runs)
     readers: Readers = field(default_factory=Readers)
     evaluations: Evaluations = field(default_factory=Evaluations)
     last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)
@@ -163,6 +165,15 @@ class JobState:
             raise errors.NotFound(
                 f"{self.title} is finished", why="its last worker has left", todo="join again: that starts a new run"
             )
+
+    def require_in_run(self, run: RunName) -> None:
+        """Raises the job's failure, or RunFinished: for a process of the run that comes after the job's end."""
+        if self.failure is not None:
+            raise self.failure.anew()
+        if self.phase is JobPhase.FINISHED:
+            stop = self.stopping.stop
+            how = f"was stopped ({stop.reason})" if stop is not None and stop.reason else "is finished"
+            raise errors.RunFinished(f"{self.title} of run {run} {how}, at step {self.progress.step:,}")
 
     def require_joinable(self) -> None:
         """Raises NotReady between the time when a job's last worker leaves and the job's end."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.domain import errors, limits
-from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.ids import Generation, Incarnation, RunName
 from shardyard_coordinator.core.effects import Effect, JobPhase, LogMessage
 from shardyard_coordinator.core.events import CheckpointTaken, MemberLeft
 from shardyard_coordinator.core.job_state import JobState
@@ -39,10 +39,10 @@ DRAINED: Final = "left in order"
 # ---- workers
 
 
-def join(job: JobState, worker: Incarnation, now_ms: int) -> list[Effect]:
+def join(job: JobState, worker: Incarnation, run: RunName | None, now_ms: int) -> list[Effect]:
     job.roster.enter(worker)
     given = [] if job.ranks is None else job.ranks.join(worker, now_ms)
-    return job.records([job.roster.joined(worker), *(each.entry for each in given)])
+    return job.records([*job.runs.join(run), job.roster.joined(worker), *(each.entry for each in given)])
 
 
 def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:

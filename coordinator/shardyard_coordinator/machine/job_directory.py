@@ -13,7 +13,7 @@ from typing import Final
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors, limits
-from shardyard.domain.ids import Incarnation, JobId, Term
+from shardyard.domain.ids import Incarnation, JobId, RunName, Term
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import DropJob, Effect, LogMessage, Persist, Reply, RestorePlanned
 from shardyard_coordinator.core.job_state import JobState, new_job
@@ -48,6 +48,27 @@ class JobDirectory:
 
     def unfinished(self, name: str) -> JobState | None:
         return next((job for job in self if job.settings.name == name and not job.phase.ended), None)
+
+    def to_join(self, name: str, run: RunName | None) -> JobState | None:
+        """The unfinished job of that name that a process of the run joins; None: it starts one. Raises RunFinished or
+        the job's failure if the run's job has ended, NotReady while the launch's former run goes on."""
+        unfinished = self.unfinished(name)
+        if run is None:
+            return unfinished
+        known = [(job, number) for job in self if (number := job.runs.number_of(run.id)) and job.settings.name == name]
+        for job, number in known:
+            if number == run.number:
+                job.require_in_run(run)
+                return job
+            if number > run.number:
+                raise errors.RunFinished(f"run {run} of job {name!r} ended before run {number} of its launch began")
+        if unfinished is not None and unfinished in [job for job, _ in known]:
+            raise errors.NotReady(
+                f"{unfinished.title} is the former run of this launch, and is not finished",
+                why="other processes of the launch train it",
+                todo="join when it is finished",
+            )
+        return unfinished
 
     def find(self, name: str) -> JobState:
         """The latest job of that name; if `name` is empty, the only unfinished job. Raises NotFound, InvalidRequest."""

@@ -26,6 +26,7 @@ def entries(job: JobState) -> list[Entry]:
     """Records that rebuild this job, in this order."""
     return [
         ("job_started", {"settings": job.settings.model_dump(mode="json")}),
+        *job.runs.entries(),
         *job.roster.entries(),
         *job.mode.entries(),
         *job.pending_switch.entries(),
@@ -113,6 +114,7 @@ def _mode(job: JobState, kind: str, body: Body, _: int) -> None:
 
 
 _KINDS: Final[tuple[tuple[str, Restore], ...]] = (
+    ("run_joined", lambda job, _, body, __: job.runs.restore(body)),
     ("worker_joined", lambda job, _, body, __: life.restore_joined(job, body)),
     ("worker_gone", lambda job, _, body, now_ms: life.restore_gone(job, body, now_ms)),
     ("worker_freed", lambda job, _, body, now_ms: fencing.restore_freed(job, body, now_ms)),

@@ -340,14 +340,14 @@ class Machine:
                 )
             ]
         effects: list[Effect] = []
-        found = self._jobs.unfinished(event.name)
+        found = self._jobs.to_join(event.name, event.run)
         if found is not None:
             found.require_joinable()
             job = found
         else:
             job, effects = self._jobs.start(event.settings, worker.title, now_ms)
         worker.job = job.id
-        effects += life.join(job, worker.incarnation, now_ms)
+        effects += life.join(job, worker.incarnation, event.run, now_ms)
         return [*effects, Reply(job_views.joined(job, worker.incarnation, started=found is None))]
 
     def _job_of(self, caller: Caller) -> JobState:

@@ -5,6 +5,7 @@ has run out, how far a job is. What becomes of a lost worker's work is decided i
 
 - `membership`: the members of the yard, their incarnations and leases. Read it first.
 - `roster`: the workers of one job, those that departed, and how long the job waits for more.
+- `runs`: the launches that have joined one job.
 - `progress`: step, samples and rate, from the workers' reports.
 - `nonfinite`: how many gradients of each worker were not finite.
 - `readers`: the readers of one job, and for how long its values stay for them.

@@ -142,6 +142,7 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         evaluation=_evaluation(job.evaluations.latest),
         best=_best(job.evaluations.best),
         readers=len(job.readers),
+        runs=job.runs.ids,
         dropped=min(work_verdicts.dropped(job), _UINT64_MAX),
         tables=[
             wire.TableStatus(name=table.name, dim=table.dim, optimizer=table.optimizer, rows=min(rows, _UINT64_MAX))

@@ -342,13 +342,15 @@ def _script(
     command: tuple[str, ...], given: Given, environment: Mapping[str, str], *, whole: bool, workers: int
 ) -> Script:
     """`environment`: variables for this script, beside those that every script gets."""
+    from shardyard.config.configuration import RUN_ID_VARIABLE
     from shardyard_launcher.scripts.script import Script, launch_environment
+    from shardyard_worker.agent.environment import run_id_of
 
     inherited = launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole)
     return Script(
         path=Path(command[0]),
         arguments=command[1:],
-        environment={**inherited, **environment},
+        environment={**inherited, RUN_ID_VARIABLE: run_id_of(os.environ), **environment},
         workers=workers,
         restarts_max=given.loaded.settings.yard.restarts_max,
         restarts_window_ms=given.loaded.settings.yard.restarts_window_ms,

@@ -77,6 +77,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "evaluation": _optional(job, "evaluation", _evaluation),
         "best": _optional(job, "best", _best),
         "readers": job.readers,
+        "runs": list(job.runs),
         "generation": job.map.generation,
         "tables": [report.table(job.job, table) for table in job.tables],
         "partitions": [

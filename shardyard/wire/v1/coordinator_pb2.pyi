@@ -339,14 +339,18 @@ class ReportExitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class JoinJobRequest(_message.Message):
-    __slots__ = ("caller", "name", "settings_json")
+    __slots__ = ("caller", "name", "settings_json", "run_id", "run_number")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_NUMBER_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     name: str
     settings_json: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
+    run_id: str
+    run_number: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ..., run_id: _Optional[str] = ..., run_number: _Optional[int] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
     __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "number", "world_size", "stop", "checkpoint", "consistency", "switch_point")
@@ -943,7 +947,7 @@ class RestoredStatus(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., partitions: _Optional[int] = ..., leased_again: _Optional[int] = ..., logs: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "not_finite", "workers_quarantined", "stop", "local_steps", "rows_at_once", "evaluation", "best", "readers", "dropped", "tables", "consistency")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "not_finite", "workers_quarantined", "stop", "local_steps", "rows_at_once", "evaluation", "best", "readers", "dropped", "tables", "consistency", "runs")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -978,6 +982,7 @@ class JobStatus(_message.Message):
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -1012,7 +1017,8 @@ class JobStatus(_message.Message):
     dropped: int
     tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
     consistency: SwitchStatus
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_at_once: bool = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[BestModel, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
+    runs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_at_once: bool = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[BestModel, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ..., runs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SwitchStatus(_message.Message):
     __slots__ = ("consistency", "servers", "behind", "step", "unfinished")

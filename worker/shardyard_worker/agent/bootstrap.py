@@ -87,6 +87,8 @@ def _text(error: BaseException) -> str:
 def main() -> None:
     parent_pid, script = int(sys.argv[1]), sys.argv[2]
     die_with_parent(parent_pid, signal.SIGKILL)
+    # processes that the script starts have other ids: nobody starts them again
+    os.environ["SHARDYARD_PID"] = str(os.getpid())
     try:
         run_script(script, sys.argv[3:])
     except (SystemExit, KeyboardInterrupt):

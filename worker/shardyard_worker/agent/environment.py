@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from shardyard.config.configuration import PID_VARIABLE, RUN_ID_VARIABLE, RUN_NUMBER_VARIABLE
 
 WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
 _GPU_DEVICE: Final = re.compile(r"nvidia([0-9]+)")
@@ -34,6 +37,8 @@ class LaunchOrder:
     """They are given out in turn, one to each process."""
     coordinator: str
     agent: int
+    run_id: str
+    """Names the launch, over all restarts of its processes."""
     key: int = 0
     """Names the request, which may be sent again; 0: it is not."""
 
@@ -42,6 +47,7 @@ def environment_block(order: LaunchOrder, index: int, error_file: str) -> dict[s
     """The environment of process `index`: the launch's, thread counts if that has none, one GPU if there are any, and
     the variables from which `shardyard.connect` learns its place."""
     block = dict(order.environment)
+    block.pop(RUN_NUMBER_VARIABLE, None)  # of a script that started this agent
     if order.threads:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             block.setdefault(name, str(order.threads))
@@ -57,7 +63,15 @@ def environment_block(order: LaunchOrder, index: int, error_file: str) -> dict[s
         "SHARDYARD_AGENT": str(order.agent),
         "SHARDYARD_LOCAL_INDEX": str(index),
         "SHARDYARD_ERROR_FILE": error_file,
+        RUN_ID_VARIABLE: order.run_id,
     }
+
+
+def run_id_of(environment: Mapping[str, str]) -> str:
+    """The id of a launch that a process with this environment orders: the one that is given there, or a new one. What
+    a training script orders is not part of that script's launch."""
+    given = "" if PID_VARIABLE in environment else environment.get(RUN_ID_VARIABLE, "")
+    return given or secrets.token_hex(8)
 
 
 def gpus_to_give(base: Mapping[str, str], device: str, present: Sequence[str]) -> tuple[str, ...]:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from shardyard.config.configuration import RUN_ID_VARIABLE
 from shardyard.domain import errors, limits
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent import launch_folders
-from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give
+from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give, run_id_of
 from shardyard_worker.agent.launch import RunningLaunch
 from shardyard_worker.agent.launch_folders import LaunchFolders, LaunchRecord
 from shardyard_worker.agent.output_files import KeptLine, read_output
@@ -189,6 +190,7 @@ class AgentService:
             gpus=gpus_to_give(environment, plan.device, gpus_present()),
             coordinator=plan.coordinator,
             agent=self._incarnation(),
+            run_id=request.environment.get(RUN_ID_VARIABLE) or run_id_of(os.environ),
             key=request.key,
         )
 

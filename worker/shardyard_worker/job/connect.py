@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 
 import torch
 
 from shardyard.config.settings import Settings
+from shardyard.domain.errors import RunFinished, ShardyardError
 from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
@@ -17,22 +19,27 @@ from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job.job import Job
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import MetricLog
+from shardyard_worker.session.run_name import end_run, run_of
 from shardyard_worker.session.session import Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter, open_writer
+
+log = logging.getLogger("shardyard.worker")
 
 
 def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
     """Joins the settings' job in the yard at `settings.coordinator`. Starts it if there is none of that name.
 
     `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job. Raises
-    CoordinatorUnavailable, ConfigurationError, JobFailed.
+    CoordinatorUnavailable, ConfigurationError, JobFailed. Raises SystemExit(0) if this process was started again after
+    the run of its launch was finished.
     """
     tune_malloc()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     membership = _membership(os.environ)
     metrics = MetricLog()
-    session = Session(network or GrpcNetwork(), settings.coordinator, settings, membership, metrics.take)
+    run = run_of(os.environ)
+    session = Session(network or GrpcNetwork(), settings.coordinator, settings, membership, metrics.take, run=run)
     files: TensorBoardWriter | None = None
     try:
         with session.interrupts:
@@ -40,15 +47,25 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
             session.join()
             who = f"worker-{session.caller.incarnation}"
             files = open_writer(settings.metrics.tensorboard, job=settings.job.name, who=who)
-    except BaseException:
+    except BaseException as error:
         if files is not None:
             files.close()
-        session.leave("could not join")
+        session.leave("could not join", lost=isinstance(error, ShardyardError) and error.new_process_helps)
         if on_close is not None:
             on_close()
+        if isinstance(error, RunFinished):
+            log.info("%s: nothing is left to do, and this process ends", error.what)
+            raise SystemExit(0) from None
         raise
     seed_everything(session.seed)
-    return Job(session, device, metrics, files, on_close)
+
+    def close() -> None:
+        if not session.has_lost_the_yard:  # another connect of this process would go on with the same run
+            end_run(os.environ)
+        if on_close is not None:
+            on_close()
+
+    return Job(session, device, metrics, files, close)
 
 
 def _membership(environment: Mapping[str, str]) -> Membership:

@@ -123,6 +123,10 @@ class JobMember:
 
     def close(self, error: str = "") -> None:
         """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
+        self._close(error)
+
+    def _close(self, error: str, *, lost: bool = False) -> None:
+        """`lost`: the script failed because this process has lost the yard."""
         if self._closed:
             return
         with self._session.interrupts:
@@ -130,8 +134,8 @@ class JobMember:
             atexit.unregister(self._close_at_exit)
             try:
                 self._loop.finish(error)
-            except ShardyardError as lost:
-                error = error or f"{lost.code}: {lost}"
+            except ShardyardError as failure:
+                error, lost = error or f"{failure.code}: {failure}", lost or failure.new_process_helps
                 raise
             finally:
                 files, self._files = self._files, None
@@ -140,14 +144,18 @@ class JobMember:
                 self._loop.at_end.close()
                 if self._loop.trainer is not None:
                     self._loop.trainer.close()
-                self._session.leave(error)
+                self._session.leave(error, lost=lost)
                 if self._on_close is not None:
                     self._on_close()
 
     def _close_at_exit(self) -> None:
         """Leaves the job of a script without `with`. At exit Python still has the script's error, if there was one."""
-        error = getattr(sys, "last_value", None)
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        self._close_by(getattr(sys, "last_value", None))
+
+    def _close_by(self, error: BaseException | None) -> None:
+        """Leaves the job after a script that ended by this error."""
+        lost = isinstance(error, ShardyardError) and error.new_process_helps
+        self._close("" if error is None else f"{type(error).__name__}: {error}", lost=lost)
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +163,7 @@ class JobMember:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close("" if kind is None else f"{kind.__name__}: {error}")
+        self._close_by(error)
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._state}>"

@@ -17,7 +17,7 @@ from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings, Settings
 from shardyard.domain import errors
 from shardyard.domain.consistency import Consistency, UpdateMode
-from shardyard.domain.ids import Caller, Generation, JobId
+from shardyard.domain.ids import Caller, Generation, JobId, RunName
 from shardyard.domain.push_names import RankLease
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.waits import WaitRegistry
@@ -83,14 +83,17 @@ class Session:
         settings: Settings,
         membership: Membership,
         metrics: Callable[[], dict[str, float]] = dict,
+        *,
+        run: RunName | None = None,
     ) -> None:
-        """`metrics` returns those for the next heartbeat."""
+        """`metrics` returns those for the next heartbeat. `run`: what this process belongs to, if that is known."""
         self.network = network
         self.settings = settings
         self.progress = Progress()
         self.wait_registry = WaitRegistry(logger=log)
         """Explains all waits of this worker, in its log and to the coordinator."""
         self._metrics = metrics
+        self._run = run
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._lock = threading.Lock()
         self._failure: errors.ShardyardError | None = None
@@ -123,7 +126,8 @@ class Session:
     # ---- joining and leaving
 
     def join(self) -> None:
-        """Registers, and joins the job of the settings' name or starts it. Raises CoordinatorUnavailable, ..."""
+        """Registers, and joins the job of the settings' name or starts it. Raises CoordinatorUnavailable, RunFinished,
+        ..."""
         self._membership.register(patience_ms=self.settings.worker.retry_budget_ms)
         bind_process(role="worker", id=self._membership.incarnation)
         wanted = self.settings.job
@@ -131,6 +135,8 @@ class Session:
             caller=common_messages.caller_to_wire(self.caller),
             name=wanted.name,
             settings_json=wanted.model_dump_json(),
+            run_id="" if self._run is None else self._run.id,
+            run_number=0 if self._run is None else self._run.number,
         )
         reply = self.ask(methods.JOIN_JOB, request)
         self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
@@ -150,13 +156,26 @@ class Session:
         _log_differences(wanted, self.job_settings)
         self._membership.start()
 
-    def leave(self, error: str = "") -> None:
-        """Leaves the job and the yard. A second call does nothing."""
+    @property
+    def has_lost_the_yard(self) -> bool:
+        """This process is no member any more, or cannot reach the coordinator. A new process can go on."""
+        with self._lock:
+            return self._failure is not None and self._failure.new_process_helps
+
+    def leave(self, error: str = "", *, lost: bool = False) -> None:
+        """Leaves the job and the yard. A second call does nothing. `error`: why the script failed, if it did. `lost`:
+        it failed because this process has lost the yard. Then the coordinator is not told, and takes this for a death:
+        the job goes on, and waits for another process."""
+        lost = lost or self.has_lost_the_yard
         with self._lock:
             if self.has_left:
                 return
             self.has_left = True
             has_failed = self._failure is not None
+        if lost:
+            self._membership.stop()
+            self._close()
+            return
         if not has_failed:
             try:
                 self._membership.beat_last()  # so that `status` shows a finished job completely
@@ -169,6 +188,9 @@ class Session:
         is_lost = self._membership.leave(error, patience_ms=patience_ms, pushed=pushed, residual_lost=residual_lost)
         if is_lost and residual_lost:
             log.warning("the residual of this worker is lost with it (2-norm %.3g)", residual_lost)
+        self._close()
+
+    def _close(self) -> None:
         self._peer.close()
         self.wait_registry.close()
 

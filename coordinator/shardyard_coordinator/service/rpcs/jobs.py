@@ -21,7 +21,8 @@ from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decide
 
 def join_job_event(request: wire.JoinJobRequest) -> events.JobJoined:
     settings = parse_job_settings(request.settings_json)
-    return events.JobJoined(Incarnation(request.caller.incarnation), request.name, settings)
+    run = parts.run_name(request.run_id, request.run_number)
+    return events.JobJoined(Incarnation(request.caller.incarnation), request.name, settings, run)
 
 
 def join_job_reply(joined: Joined) -> wire.JoinJobReply:

@@ -9,6 +9,7 @@ from typing import Final
 from shardyard.domain import limits
 from shardyard.domain.consistency import Consistency, Stop, SwitchPoint
 from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.ids import RunName
 from shardyard.wire import common_messages, lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core.effects import Draining, JobPhase
@@ -36,6 +37,15 @@ STATES: Final[dict[JobPhase, wire.JobState]] = {
 
 def job_name(name: str) -> str:
     return common_messages.text(name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+
+
+def run_name(launch: str, number: int) -> RunName | None:
+    common_messages.text(launch, "the id of a run", limits.RUN_ID_CHARACTERS_MAX)
+    if not launch:
+        return None
+    if not 1 <= number <= limits.RUN_NUMBER_MAX:
+        raise MalformedPayload(f"run number {number} of a launch; expected 1 to {limits.RUN_NUMBER_MAX}")
+    return RunName(launch, number)
 
 
 def metric_name(name: str) -> str:

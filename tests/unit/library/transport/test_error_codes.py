@@ -54,6 +54,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.StaleTerm: ABORTED,
     errors.SequenceGap: grpc.StatusCode.OUT_OF_RANGE,
     errors.StraddlingRange: ABORTED,
+    errors.RunFinished: ABORTED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.CheckpointNotFound: grpc.StatusCode.NOT_FOUND,
     errors.VersionPassed: grpc.StatusCode.NOT_FOUND,

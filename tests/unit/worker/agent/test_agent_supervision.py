@@ -302,18 +302,19 @@ def test_ended_launch_takes_no_more_events() -> None:
 def block(environment: dict[str, str], *, threads: int = 0, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     """That of the second of four processes."""
     here = Path("/")
-    order = LaunchOrder(here, (), here, environment, 4, 0, 1, threads, gpus, "10.0.0.1:7070", 12)
+    order = LaunchOrder(here, (), here, environment, 4, 0, 1, threads, gpus, "10.0.0.1:7070", 12, "x")
     return environment_block(order, 1, "/tmp/error.json")
 
 
 def test_block_tells_a_process_its_place() -> None:
-    assert block({"HOME": "/h", "SHARDYARD_AGENT": "old"}) == {
+    assert block({"HOME": "/h", "SHARDYARD_AGENT": "old", "SHARDYARD_RUN_NUMBER": "3"}) == {
         "HOME": "/h",
         "SHARDYARD_COORDINATOR": "10.0.0.1:7070",
         "SHARDYARD_AGENT": "12",
         "SHARDYARD_LOCAL_INDEX": "1",
         "SHARDYARD_WORKERS": "4",
         "SHARDYARD_ERROR_FILE": "/tmp/error.json",
+        "SHARDYARD_RUN_ID": "x",
     }
 
 
