@@ -318,7 +318,7 @@ class CoordinatorLost(JobFailed):
 
 class WorkerFailed(JobFailed):
     why = "a training script raised an exception"
-    todo = "read its traceback in the log of this worker"
+    todo = "read its traceback: `shardyard logs` shows what a script has printed that an agent runs"
 
 
 class NonFiniteGradient(JobFailed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from shardyard.config.settings import Settings
     from shardyard.wire.v1 import agent_pb2 as agent_wire
 
-FOLLOW_TIMEOUT_MS: Final = 30 * 24 * 3_600_000
-READ_TIMEOUT_MS: Final = 60_000
 LINES_MAX: Final = 1_000_000_000
 
 _launch = click.argument("launch", required=False)
@@ -40,26 +39,25 @@ def logs(
     """Show what a launch has printed.
 
     LAUNCH is its number, as `shardyard status` shows it, or the name of its script. Without it, the launch that runs is
-    used, or the newest. Agents keep the output of their latest launches, of those that have ended too.
+    used, or the newest. Agents keep the output of their latest launches, of those that have ended too. If the yard of
+    the state folder is down, the output is read from the folder.
     """
-    from shardyard.transport.grpc_client import GrpcNetwork
-    from shardyard.wire import methods
-    from shardyard.wire.v1 import agent_pb2 as agent_wire
-    from shardyard_launcher.scripts.launches import find_launch
-    from shardyard_launcher.yard.state_file import coordinator_of
+    from shardyard_launcher.scripts import launches
+    from shardyard_launcher.yard.state_file import coordinator_of, read_state
 
-    found = find_launch(coordinator_of(settings), launch)
+    folder = Path(settings.yard.state)
+    if not settings.coordinator and read_state(folder) is None and launches.has_launches(folder):
+        found = launches.find_launch_in(folder, launch)
+        click.echo(f"no yard is up in {folder}; what follows is in its folder", err=True)
+        batches = launches.read_kept(folder, found, process=process, tail=tail)
+    else:
+        found = launches.find_launch(coordinator_of(settings), launch)
+        batches = launches.read_output_of(found, process=process, tail=tail, follow=follow)
     several = process is None and found.described.workers > 1
-    request = agent_wire.ReadOutputRequest(launch=found.number, process=process, tail=tail, follow=follow)
-    timeout_ms = FOLLOW_TIMEOUT_MS if follow else READ_TIMEOUT_MS
-    peer = GrpcNetwork().connect(found.agent.address, name="agent")
-    try:
-        for lines in peer.receive(methods.READ_OUTPUT, request, timeout_ms=timeout_ms):
-            for line in lines.lines:
-                _show(line, several=several, timestamps=timestamps)
-            sys.stdout.flush()
-    finally:
-        peer.close()
+    for lines in batches:
+        for line in lines:
+            _show(line, several=several, timestamps=timestamps)
+        sys.stdout.flush()
     return 0
 
 

@@ -56,6 +56,13 @@ def stop(settings: Settings, job: str | None, reason: str, wait: bool, launch: s
         return _await_end(client, reply) if wait else 0
 
 
+def _why(failed: wire.JobStatus) -> str:
+    from shardyard.transport.error_codes import from_detail
+
+    failure = from_detail(failed.failure)
+    return f": {failure.what}" + (f"\n  what to do: {failure.todo_text}" if failure.todo_text else "")
+
+
 def _end_launch(coordinator: str, wanted: str) -> int:
     from shardyard_launcher.scripts.launches import end_launch, find_launch
 
@@ -74,8 +81,7 @@ def _await_end(client: CoordinatorClient, stopped: wire.StopJobReply) -> int:
 
     for found in client.watch(stopped.job, lambda: f"job {stopped.job_name} to end"):
         if found is None or found.state == wire.JOB_STATE_FAILED:
-            why = f": {found.failure.what}" if found is not None else ""
-            click.echo(f"job {stopped.job_name} has failed{why}", err=True)
+            click.echo(f"job {stopped.job_name} has failed{'' if found is None else _why(found)}", err=True)
             return 1
         if found.state == wire.JOB_STATE_FINISHED:
             click.echo(f"job {stopped.job_name} is finished, at step {found.step:,}")

@@ -1,11 +1,13 @@
-"""The launches of a yard's agents: which there are, and which one a person means.
+"""The launches of a yard's agents: which there are, which one a person means, what it has printed.
 
 Must not know: what is shown of a launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,8 +21,13 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_worker.agent.launch_folders import LaunchFolders
+from shardyard_worker.agent.output_files import read_output
+from shardyard_worker.agent.service import describe, output_of, processes_meant
 
 ASK_TIMEOUT_MS: Final = 1_500
+READ_TIMEOUT_MS: Final = 60_000
+FOLLOW_TIMEOUT_MS: Final = 30 * 24 * 3_600_000
 END_GRACE_MS: Final = 5_000
 LATE_MS: Final = 10_000
 NAMED_MAX: Final = 8
@@ -67,6 +74,58 @@ def end_launch(found: FoundLaunch) -> bool:
     finally:
         wait_registry.close()
         peer.close()
+
+
+def read_output_of(
+    found: FoundLaunch, *, process: int | None, tail: int | None, follow: bool
+) -> Iterator[Sequence[agent_wire.ProcessOutput]]:
+    """What a launch has printed, in batches; with `follow` also what it prints until it has ended. Raises what the
+    agent answers."""
+    request = agent_wire.ReadOutputRequest(launch=found.number, process=process, tail=tail, follow=follow)
+    peer = GrpcNetwork().connect(found.agent.address, name="agent")
+    wait_registry = WaitRegistry()
+    try:
+        batches = peer.receive(
+            methods.READ_OUTPUT, request, timeout_ms=FOLLOW_TIMEOUT_MS if follow else READ_TIMEOUT_MS
+        )
+        while True:
+            # one that is followed may be silent
+            with nullcontext() if follow else wait_registry.over(lambda: f"the {peer.name} to read its files"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch.lines
+    finally:
+        wait_registry.close()
+        peer.close()
+
+
+# ---- a folder whose agent is gone
+
+
+def has_launches(state: Path) -> bool:
+    return bool(LaunchFolders(state).records())
+
+
+def find_launch_in(state: Path, wanted: str | None) -> FoundLaunch:
+    """As `find_launch`, among those that an agent has left in its state folder."""
+    here = wire.MemberStatus(role=wire.ROLE_AGENT, host=os.uname().nodename)
+    records = LaunchFolders(state).records()
+    return choose([FoundLaunch(here, describe(record, None, whole=True)) for _, record in records], wanted)
+
+
+def read_kept(
+    state: Path, found: FoundLaunch, *, process: int | None, tail: int | None
+) -> Iterator[Sequence[agent_wire.ProcessOutput]]:
+    """As `read_output_of`, from an agent's state folder. Raises InvalidRequest."""
+    folder = LaunchFolders(state).find(found.number)
+    processes = processes_meant(found.number, found.described.workers, process)
+    if folder is not None:
+        for batch in read_output(folder.path, processes, tail=tail, running=None, pause_s=0.0):
+            yield [output_of(line) for line in batch]
+
+
+# ---- of agents
 
 
 def ask_agents(network: Network, members: list[wire.MemberStatus]) -> dict[int, Described]:

@@ -207,6 +207,22 @@ def test_logs_say_which_of_several_processes_has_printed(yard: Yard, capsys: pyt
     assert "has no process 2" in capsys.readouterr().err
 
 
+def test_logs_of_a_yard_that_is_down_are_read_from_its_folder(
+    yard: Yard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = yard.launch(PRINTS)
+    yard.agent.close()
+    for named in ((), (number,), ("train",)):
+        assert main(["logs", "--state", str(tmp_path), "--process", "0", *named]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "line 0\nline 1\nline 2\nline 3\n"
+        assert captured.err.startswith(f"no yard is up in {tmp_path}; what follows is in its folder\n")
+    assert main(["logs", "--state", str(tmp_path), "--process", "1"]) == 1
+    assert "has no process 1" in capsys.readouterr().err
+    assert main(["logs", "--state", str(tmp_path / "none")]) == 1
+    assert "no yard is up" in capsys.readouterr().err
+
+
 def test_attach_to_a_launch_that_has_ended_has_its_exit_code(yard: Yard, capsys: pytest.CaptureFixture[str]) -> None:
     number = yard.launch("raise SystemExit(3)\n")
     assert yard.run("attach") == 3

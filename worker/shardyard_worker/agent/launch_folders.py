@@ -122,8 +122,10 @@ class LaunchFolders:
     """The folders of all launches in a state folder. Safe for several threads and processes."""
 
     def __init__(self, state: Path) -> None:
-        """Raises OSError if the folder cannot be written."""
         self.path = state.absolute() / FOLDER
+
+    def prepare(self) -> None:
+        """Before `create`. Raises OSError if the folder cannot be written."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
         with tempfile.TemporaryFile(dir=self.path):  # whether files can be made

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -126,8 +126,9 @@ class AgentService:
 
     def _open_folders(self) -> LaunchFolders:
         """In the state folder; in a temporary one if that cannot be written."""
+        folders = LaunchFolders(self._plan.state)
         try:
-            return LaunchFolders(self._plan.state)
+            folders.prepare()
         except OSError as error:
             self._temporary = tempfile.TemporaryDirectory(prefix="shardyard-agent-", ignore_cleanup_errors=True)
             log.warning(
@@ -135,7 +136,9 @@ class AgentService:
                 "names another folder",
                 *(self._temporary.name, self._plan.state, error.strerror),
             )
-            return LaunchFolders(Path(self._temporary.name))
+            folders = LaunchFolders(Path(self._temporary.name))
+            folders.prepare()
+        return folders
 
     def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
         """Stops all launches, waits for them, accepts no new ones."""
@@ -240,11 +243,8 @@ class AgentService:
         record = None if folder is None else folder.record()
         if folder is None or record is None:
             raise _unknown(request.launch)
-        if request.HasField("process") and request.process >= record.workers:
-            raise errors.InvalidRequest(
-                f"launch {record.number} has no process {request.process}; it has {record.workers}, counted from 0"
-            )
-        processes = [request.process] if request.HasField("process") else range(record.workers)
+        one = request.process if request.HasField("process") else None
+        processes = processes_meant(record.number, record.workers, one)
         tail = request.tail if request.HasField("tail") else None
         running = (lambda: folder.runs) if request.follow else None
         with self._stream():
@@ -252,7 +252,7 @@ class AgentService:
                 if not context.is_active():
                     return
                 if lines:
-                    yield wire.OutputLines(lines=map(_line, lines))
+                    yield wire.OutputLines(lines=map(output_of, lines))
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
@@ -279,7 +279,7 @@ class AgentService:
             launch = ours.get(record.number)
             # an agent on the same folder describes what it runs itself
             if launch is not None or not folder.runs:
-                described.append(_described(record, launch, whole=self._admits(context)))
+                described.append(describe(record, launch, whole=self._admits(context)))
         return wire.DescribeAgentReply(workers=self._plan.workers, launches=described)
 
 
@@ -287,8 +287,9 @@ def _unknown(number: int) -> errors.NotFound:
     return errors.NotFound(f"no launch {number}", why="the agent has restarted since, or has forgotten it")
 
 
-def _described(record: LaunchRecord, launch: RunningLaunch | None, *, whole: bool) -> wire.DescribedLaunch:
-    """`whole`: with the error of the launch, which may show what others must not see."""
+def describe(record: LaunchRecord, launch: RunningLaunch | None, *, whole: bool) -> wire.DescribedLaunch:
+    """`launch`: None if this process does not run it. `whole`: with the error of the launch, which may show what others
+    must not see."""
     runs = launch is not None and not launch.events.ended
     said = wire.DescribedLaunch(
         launch=record.number,
@@ -309,7 +310,16 @@ def _described(record: LaunchRecord, launch: RunningLaunch | None, *, whole: boo
     return said
 
 
-def _line(kept: KeptLine) -> wire.ProcessOutput:
+def processes_meant(launch: int, workers: int, one: int | None) -> Sequence[int]:
+    """All processes of a launch, or the one that is named. Raises InvalidRequest."""
+    if one is None:
+        return range(workers)
+    if one >= workers:
+        raise errors.InvalidRequest(f"launch {launch} has no process {one}; it has {workers}, counted from 0")
+    return [one]
+
+
+def output_of(kept: KeptLine) -> wire.ProcessOutput:
     return wire.ProcessOutput(
         local_index=kept.index,
         standard_error=kept.kind != "out",

@@ -51,6 +51,8 @@ ALLOWED: Final[dict[str, str]] = {
     "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
     "runtime/failpoints.py:_sleep:sleep": "a test has asked for it",
     "launcher/checkpoints/export.py:_write_torch:fsync": "a command at work on a file of its own",
+    "launcher/scripts/launches.py:_describe:call": OUTSIDE,
+    "launcher/scripts/launches.py:read_output_of:receive": "it reads nothing yet",
     "worker/agent/launch_folders.py:LaunchFolders.create:flock": "nobody knows the file yet",
     "worker/agent/output_files.py:read_output:sleep": "idle: a person follows what a script prints",
     "launcher/yard/local_cluster.py:LocalCluster._record_and_release:wait": "RunningRole.wait explains itself",

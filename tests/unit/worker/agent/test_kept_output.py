@@ -178,6 +178,12 @@ def record(number: int, **changed: Any) -> LaunchRecord:
     return LaunchRecord(number, **(given | changed))
 
 
+def folders_in(state: Path) -> LaunchFolders:
+    made = LaunchFolders(state)
+    made.prepare()
+    return made
+
+
 def ended(folder: LaunchFolder, time_s: float) -> LaunchFolder:
     folder.end(record(int(folder.path.name), ended=Ending(time_s, 0, 0, "")))
     os.utime(folder.path, (time_s, time_s))
@@ -185,7 +191,7 @@ def ended(folder: LaunchFolder, time_s: float) -> LaunchFolder:
 
 
 def test_record_of_a_launch_outlives_its_agent(tmp_path: Path) -> None:
-    folder = LaunchFolders(tmp_path).create(record)
+    folder = folders_in(tmp_path).create(record)
     number = int(folder.path.name)
     assert launch_folders.NUMBER_MIN <= number <= launch_folders.NUMBER_MAX
     found = LaunchFolders(tmp_path).find(number)
@@ -199,7 +205,7 @@ def test_record_of_a_launch_outlives_its_agent(tmp_path: Path) -> None:
 
 
 def test_folders_are_for_their_user_only(tmp_path: Path) -> None:
-    folder = LaunchFolders(tmp_path).create(record)
+    folder = folders_in(tmp_path).create(record)
     paths = [folder.path.parent, folder.path, *folder.path.iterdir()]
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o700, 0o700, 0o600, 0o600]
     folder.release()
@@ -208,7 +214,7 @@ def test_folders_are_for_their_user_only(tmp_path: Path) -> None:
 def test_number_that_is_taken_is_not_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by another agent on the same folder either."""
     monkeypatch.setattr(launch_folders, "NUMBER_MAX", launch_folders.NUMBER_MIN + 2)
-    made = [LaunchFolders(tmp_path).create(record) for _ in range(3)]
+    made = [folders_in(tmp_path).create(record) for _ in range(3)]
     assert len({folder.path for folder in made}) == 3
     for folder in made:
         found = folder.record()
@@ -219,7 +225,7 @@ def test_number_that_is_taken_is_not_given_again(tmp_path: Path, monkeypatch: py
 
 def test_oldest_ended_launches_are_deleted_and_no_running_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_folders, "ENDED_MAX", 3)
-    folders = LaunchFolders(tmp_path)
+    folders = folders_in(tmp_path)
     running = folders.create(record)
     os.utime(running.path, (1.0, 1.0))
     old = [ended(folders.create(record), 100.0 + number) for number in range(4)]
@@ -233,7 +239,7 @@ def test_oldest_ended_launches_are_deleted_and_no_running_one(tmp_path: Path, mo
 
 def test_ended_launches_that_printed_much_are_deleted_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_folders, "ENDED_BYTES_MAX", 5_000)
-    folders = LaunchFolders(tmp_path)
+    folders = folders_in(tmp_path)
     for number in range(4):
         folder = folders.create(record)
         (folder.path / "0.log").write_bytes(b"x" * 4_000)
@@ -244,7 +250,7 @@ def test_ended_launches_that_printed_much_are_deleted_sooner(tmp_path: Path, mon
 
 
 def test_what_a_killed_agent_has_begun_goes(tmp_path: Path) -> None:
-    folders = LaunchFolders(tmp_path)
+    folders = folders_in(tmp_path)
     fresh, stale = (tmp_path / "launches" / f".new-{name}" for name in ("fresh", "stale"))
     for path in (fresh, stale):
         path.mkdir()
@@ -255,7 +261,7 @@ def test_what_a_killed_agent_has_begun_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"number": 1}', b"null", b'{"number": "x"}'])
 def test_damaged_record_is_no_launch(tmp_path: Path, content: bytes) -> None:
-    folders = LaunchFolders(tmp_path)
+    folders = folders_in(tmp_path)
     path = tmp_path / "launches" / "123456"
     path.mkdir()
     (path / "launch.json").write_bytes(content)
@@ -363,7 +369,7 @@ def test_reader_that_has_gone_ends_the_reading(agent: AgentService, script: Path
 
 
 def test_launch_of_a_killed_agent_has_ended_and_nobody_knows_how(agent: AgentService, tmp_path: Path) -> None:
-    folder = LaunchFolders(tmp_path).create(record)
+    folder = folders_in(tmp_path).create(record)
     number = int(folder.path.name)
     folder.release()  # as the kernel does for a process that is gone
     said = described(agent, number)
