@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ STATUS_TIMEOUT_MS: Final = 2_000
 STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordinator": 5_000}
 """How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
 supervisor that is stopped while the yard starts ends all the others first."""
+logger = logging.getLogger("shardyard.supervisor")
+
 SETTINGS_FILE: Final = "settings.yaml"
 
 _LOST: Final[dict[str, type[errors.ShardyardError]]] = {
@@ -130,6 +133,7 @@ class LocalCluster:
         self._restarted: list[RoleRestart] = []
         self._news: list[str] = []
         """What has happened and `poll` has not returned yet."""
+        self._is_unwritten = False
         self._settings_file = self._folder / SETTINGS_FILE
         self._environment = environment_of_roles()
 
@@ -179,6 +183,8 @@ class LocalCluster:
         """Checks the processes, and restarts dead ones when it is time. Returns what is new since the last call, in
         words. Call it several times a second. A call takes no longer than the start of a process."""
         now_ms = int(time.monotonic() * 1000)
+        if self._is_unwritten:
+            self._changed_if_possible()
         news, self._news = self._news, []
         for slot in self._slots:
             if slot.given_up:
@@ -190,7 +196,7 @@ class LocalCluster:
                 slot.running.read_ready()  # its successor listens where it has listened
                 news.append(self._on_exit(slot, slot.running.ending, now_ms))
             elif slot.becomes_ready():
-                self._changed()
+                self._changed_if_possible()
                 news.append(f"{slot.running.process} is ready at {slot.running.process.address}")
         return news
 
@@ -289,11 +295,18 @@ class LocalCluster:
             self._on_change(self.state)
 
     def _changed_if_possible(self) -> None:
-        """For changes that only readers of the state file need."""
+        """For changes that only readers of the state file need: `poll` tries again if the disk is full."""
         try:
             self._changed()
-        except OSError:
-            return
+            self._is_unwritten = False
+        except OSError as error:
+            if not self._is_unwritten:
+                logger.warning(
+                    "the state in %s cannot be written (%s); `shardyard status` shows a former one, and the yard stays",
+                    self._folder,
+                    error,
+                )
+            self._is_unwritten = True
 
     def _await(self, missing: Callable[[], str], begun: float, stop: threading.Event) -> None:
         left = wait_until(missing, begun + READY_MS_MAX / 1000, stop)

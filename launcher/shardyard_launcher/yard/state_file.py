@@ -99,7 +99,11 @@ class YardState:
             }
         )
         part = folder / (STATE_FILE + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
+        try:
+            part.write_text(text + "\n", encoding="utf-8")
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         failpoint("yard.before_rename")
         os.replace(part, folder / STATE_FILE)
         failpoint("yard.after_rename")

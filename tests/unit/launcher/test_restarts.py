@@ -132,6 +132,31 @@ def test_yard_is_taken_over_with_what_was_under_way(tmp_path: Path) -> None:
     assert states[-1].processes[0].ready
 
 
+def test_supervisor_outlives_a_full_disk_and_writes_the_state_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "server-0.log"
+    log.write_text("")
+    living = RoleProcess("server-0", "server", os.getpid(), psutil.Process().create_time(), log, "127.0.0.1:5")
+    states: list[YardState] = []
+    cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True, on_change=states.append)
+    cluster.adopt(YardState((living,)))
+
+    def full(_: YardState) -> None:
+        raise OSError(28, "No space left on device")
+
+    cluster._on_change = full
+    log.write_text("ready 127.0.0.1:5\n")
+    (news,) = cluster.poll()
+    assert "is ready at 127.0.0.1:5" in news
+    assert cluster.poll() == []
+    assert not states[-1].processes[0].ready
+    assert caplog.text.count(f"the state in {tmp_path} cannot be written ([Errno 28] No space left on device)") == 1
+    cluster._on_change = states.append
+    assert cluster.poll() == []
+    assert states[-1].processes[0].ready
+
+
 def test_wait_for_a_process_that_was_started_again_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
