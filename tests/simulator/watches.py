@@ -50,7 +50,7 @@ class SimulatedJournal(Journal):
         """The disk is as full as a run says, whatever is in the file."""
 
     def free_bytes(self) -> int | None:
-        return 0
+        return None
 
     def _require_room(self) -> None:
         if self._process.world.now < current_yard().journal_full_until:

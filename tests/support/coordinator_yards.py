@@ -46,8 +46,8 @@ class ManualClock:
     def await_tick(self) -> None:
         """Waits until the ticker has handled the present time."""
         seen = self._ticks
-        # its first look may be an old one; at its third the tick of the second is over
-        wait_until(lambda: self._ticks >= seen + 3, "the ticker")
+        # a tick looks twice, and the first tick may be an old one; at the fifth look the second tick is over
+        wait_until(lambda: self._ticks >= seen + 5, "the ticker")
 
     def advance(self, ms: int) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.service.audit import Page
-from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.journal import DiskWatch, FullDisk, Journal
 
 log = logging.getLogger("shardyard.coordinator")
 
@@ -82,6 +82,7 @@ class Mailbox:
         self._log_restored()
         self._closed = False
         self._stall: _Stall | None = None
+        self._disk = DiskWatch(journal)
         self._records_until_compaction = 0
         self._compact()
 
@@ -97,6 +98,11 @@ class Mailbox:
         """The journal that cannot be written, and why; empty while it can be. Any thread may ask."""
         stall = self._stall
         return "" if stall is None else str(stall)
+
+    @property
+    def full_disk(self) -> FullDisk | None:
+        """The journal's disk, if it is full. Any thread may ask."""
+        return self._disk.full
 
     @contextmanager
     def machine(self) -> Iterator[Machine]:
@@ -135,11 +141,11 @@ class Mailbox:
         """If the journal could not be written and can be now, continues from its records. No reply has depended on
         anything else, so this is a restart without a new term. Call it often; it tries now and then."""
         with self._lock:
-            stall = self._stall
-            if stall is None or self._closed:
+            stall, now_ms = self._stall, self._clock.now_ms()
+            if self._closed:
                 return
-            now_ms = self._clock.now_ms()
-            if now_ms < stall.retry_ms:
+            self._look_at_disk(now_ms)
+            if stall is None or now_ms < stall.retry_ms:
                 return
             stall.retry_ms = now_ms + REPAIR_MS
             stall.disk = _room(self._journal.free_bytes())
@@ -198,6 +204,12 @@ class Mailbox:
             self._go_back(stall)
         except (*_UNWRITABLE, ConfigurationError) as unread:
             log.error("the journal %s cannot be read either: %s", stall.name, unread)
+
+    def _look_at_disk(self, now_ms: int) -> None:
+        try:
+            self._disk.look(now_ms)
+        except _UNWRITABLE as error:
+            log.debug("the journal's disk was not looked at: %s", error)
 
     def _go_back(self, stall: _Stall) -> None:
         self._machine, stall.is_ahead = self._restore(), False

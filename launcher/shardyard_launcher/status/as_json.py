@@ -21,6 +21,7 @@ def to_json(report: YardReport) -> str:
         {
             "coordinator": report.coordinator,
             **_pick(status, "term", "uptime_ms", "waiting_for"),
+            "full_disk": _optional(status, "full_disk", _full_disk),
             "members": [_member(member) for member in status.members],
             "jobs": [_job(report, job) for job in status.jobs],
             "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
@@ -100,6 +101,10 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
             for feed in job.feeds
         ],
     }
+
+
+def _full_disk(full: wire.FullDisk) -> dict[str, object]:
+    return _pick(full, "file", "free_bytes", "room_bytes", "full_ms")
 
 
 def _checkpoint(taken: wire.CheckpointStatus) -> dict[str, object]:

@@ -70,6 +70,13 @@ def describe_restored(restored: wire.RestoredStatus) -> str:
     return f"{said}, {restored.leased_again:,} data shard{'s'[: restored.leased_again != 1]} leased anew"
 
 
+def describe_full_disk(full: wire.FullDisk) -> str:
+    """For example `the disk of the journal FILE is full: 0 B free, for 34 s; room for 3.9 MiB of decisions is left`."""
+    left = f"room for {describe_size(full.room_bytes)} of decisions is left" if full.room_bytes else "decisions wait"
+    said = f"{describe_size(full.free_bytes)} free, for {describe_duration(full.full_ms)}"
+    return f"the disk of the journal {full.file} is full: {said}; {left}"
+
+
 def describe_size(nbytes: int) -> str:
     """For example `1.5 GiB`."""
     size = float(nbytes)

@@ -1046,8 +1046,20 @@ class TableStatus(_message.Message):
     rows: int
     def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
 
+class FullDisk(_message.Message):
+    __slots__ = ("file", "free_bytes", "room_bytes", "full_ms")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_MS_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    free_bytes: int
+    room_bytes: int
+    full_ms: int
+    def __init__(self, file: _Optional[str] = ..., free_bytes: _Optional[int] = ..., room_bytes: _Optional[int] = ..., full_ms: _Optional[int] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release", "full_disk")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
@@ -1056,6 +1068,7 @@ class StatusReply(_message.Message):
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FULL_DISK_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
@@ -1064,7 +1077,8 @@ class StatusReply(_message.Message):
     time_ms: int
     protocol: int
     release: str
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
+    full_disk: FullDisk
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., full_disk: _Optional[_Union[FullDisk, _Mapping]] = ...) -> None: ...
 
 class ListQuarantinedRequest(_message.Message):
     __slots__ = ("job",)

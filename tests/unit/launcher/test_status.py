@@ -125,17 +125,20 @@ def test_status_says_that_a_job_is_hybrid() -> None:
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     found = report()
     found.status.waiting_for = "the journal j to be written, for 7.0 s"
+    found.status.full_disk.CopyFrom(wire.FullDisk(file="j", free_bytes=512, room_bytes=4 << 20, full_ms=34_000))
     found.status.members[0].waiting_for = "step 40 of partition 3, for checkpoint 12, for 6.0 s"
     found.status.jobs[1].waits.append("a server for partition 3, 4, for 5.1 s")
     local = LocalReport(1, (), {}, ("server-1 (pid 4); its log is s.log",))
     found = YardReport(found.coordinator, found.status, found.servers, local)
     text = shown_status(found, width=400)
     assert "  waits for the journal j to be written, for 7.0 s\n" in text
+    assert "the disk of the journal j is full: 512 B free, for 34 s; room for 4.0 MiB of decisions is left\n" in text
     assert "; waits for step 40 of partition 3, for checkpoint 12, for 6.0 s" in " ".join(text.split())
     assert "  waits for a server for partition 3, 4, for 5.1 s\n" in text
     assert "not ready yet: server-1 (pid 4); its log is s.log\n" in text
     document = json.loads(to_json(found))
     assert document["waiting_for"] == "the journal j to be written, for 7.0 s"
+    assert document["full_disk"] == {"file": "j", "free_bytes": 512, "room_bytes": 4 << 20, "full_ms": 34_000}
     assert document["members"][0]["waiting_for"].startswith("step 40")
     assert document["jobs"][1]["waits"] == ["a server for partition 3, 4, for 5.1 s"]
     assert document["local"]["unready"] == ["server-1 (pid 4); its log is s.log"]

@@ -16,7 +16,18 @@ from shardyard_coordinator.service.rpcs.rpc import Backend, served
 
 def _status(backend: Backend, _: wire.StatusRequest) -> wire.StatusReply:
     with backend.mailbox.machine() as machine:
-        reply = status.describe(machine, backend.mailbox.now_ms())
+        now_ms = backend.mailbox.now_ms()
+        reply = status.describe(machine, now_ms)
+    full = backend.mailbox.full_disk
+    if full is not None:
+        reply.full_disk.CopyFrom(
+            wire.FullDisk(
+                file=full.file,
+                free_bytes=full.free_bytes,
+                room_bytes=0 if backend.mailbox.waiting_for else full.room_bytes,
+                full_ms=max(0, now_ms - full.since_ms),
+            )
+        )
     reply.waiting_for = backend.wait_registry.waiting_for
     reply.time_ms, reply.protocol, reply.release = time.time_ns() // 1_000_000, limits.PROTOCOL, backend.release
     return reply

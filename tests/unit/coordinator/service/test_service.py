@@ -17,7 +17,7 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import process
-from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.journal import LOOK_MS, Journal
 from tests.support.coordinator_yards import ASYNC, Worker, Yard, sync_settings
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -262,6 +262,26 @@ def test_members_are_answered_for_longer_than_a_lease_while_the_journal_cannot_b
     yard.pass_repair()
     assert worker.beat().undecided == ""
     assert worker.lease().lease.token == 1
+
+
+def test_status_and_log_say_in_time_that_the_disk_is_full(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def status() -> wire.StatusReply:
+        return yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1)
+
+    assert not status().HasField("full_disk")
+    with monkeypatch.context() as full:
+        full.setattr(yard.journal, "free_bytes", lambda: 512)
+        for _ in range(4):
+            yard.clock.advance(LOOK_MS)
+            yard.clock.await_tick()
+        said = status().full_disk
+        assert (said.file, said.free_bytes) == ("in memory", 512)
+        assert said.full_ms >= 2 * LOOK_MS
+    assert caplog.text.count("the disk of the journal in memory is full (512 bytes free)") == 1
+    yard.clock.advance(LOOK_MS)
+    wait_until(lambda: not status().HasField("full_disk"), "the room to be seen")
 
 
 def test_nothing_that_was_not_recorded_is_told_while_the_journal_cannot_be_written(
