@@ -42,6 +42,8 @@ class Progress:
         self.metrics: tuple[tuple[str, float], ...] = ()
         self._reports: dict[Incarnation, Report] = {}
         self._samples_of_departed = 0
+        self._seen = 0
+        """Samples that came between two reports of a worker. What a first report has may have taken any time."""
         self._points: deque[tuple[int, int]] = deque([(now_ms, 0)])
 
     @property
@@ -53,17 +55,17 @@ class Progress:
         self.step = max(self.step, step)
 
     def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
-        before = self.of(worker)
-        self._reports[worker] = replace(
-            report, samples=max(report.samples, before.samples), pushed=max(report.pushed, before.pushed)
-        )
+        before, is_first = self.of(worker), worker not in self._reports
+        samples = max(report.samples, before.samples)
+        self._reports[worker] = replace(report, samples=samples, pushed=max(report.pushed, before.pushed))
+        self._seen += 0 if is_first else samples - before.samples
         self.reach(report.step)
         self.metrics = report.metrics or self.metrics
-        if self.samples == 0:
+        if not self._seen:
             # the time before the first sample is not part of the rate
             self._points = deque([(now_ms, 0)])
         if now_ms - self._points[-1][0] >= RATE_SLOT_MS:
-            self._points.append((now_ms, self.samples))
+            self._points.append((now_ms, self._seen))
         while len(self._points) > 2 and now_ms - self._points[1][0] >= RATE_WINDOW_MS:
             self._points.popleft()
 
@@ -79,8 +81,11 @@ class Progress:
     def of(self, worker: Incarnation) -> Report:
         return self._reports.get(worker, Report())
 
-    def samples_per_s(self, now_ms: int) -> float:
-        """The mean over about the last RATE_WINDOW_MS; 0 if nothing was reported for that long."""
+    def samples_per_s(self, now_ms: int) -> float | None:
+        """The mean over about the last RATE_WINDOW_MS; 0 if nothing was reported for that long. None: nothing was seen
+        yet."""
+        if not self._seen:
+            return None
         since_ms, samples_then = self._points[0]
         for at_ms, samples in self._points:
             if now_ms - at_ms < RATE_WINDOW_MS:
@@ -88,4 +93,4 @@ class Progress:
             since_ms, samples_then = at_ms, samples
         if now_ms <= since_ms:
             return 0.0
-        return (self.samples - samples_then) * 1000 / (now_ms - since_ms)
+        return (self._seen - samples_then) * 1000 / (now_ms - since_ms)

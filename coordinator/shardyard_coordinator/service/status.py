@@ -110,7 +110,7 @@ def _job(job: JobState, waits: tuple[str, ...], now_ms: int) -> wire.JobStatus:
         workers=len(job.workers),
         step=job.progress.step,
         samples=min(job_views.samples(job), _UINT64_MAX),
-        samples_per_s=0.0 if job.phase.ended else job.progress.samples_per_s(now_ms),
+        samples_per_s=None if job.phase.ended else job.progress.samples_per_s(now_ms),
         metrics=parts.metrics(job.progress.metrics),
         map=None if map_ is None else layout_messages.map_to_wire(map_),
         feeds=[

@@ -137,3 +137,16 @@ def test_rate_is_that_of_the_last_seconds(yard: Yard) -> None:
     assert yard.job().samples_per_s == pytest.approx(200)
     yard.now_ms += 10_000
     assert yard.job().samples_per_s == 0
+
+
+def test_rate_is_unknown_until_two_reports_of_a_worker_differ(yard: Yard) -> None:
+    caller = yard.join()
+    assert not yard.job().HasField("samples_per_s")
+    # as the first report to a coordinator that was started again
+    yard.now_ms += 1_000
+    yard.beat(caller.incarnation, Report(step=900, samples=90_000))
+    assert yard.job().samples == 90_000
+    assert not yard.job().HasField("samples_per_s")
+    yard.now_ms += 1_000
+    yard.beat(caller.incarnation, Report(step=901, samples=90_100))
+    assert yard.job().samples_per_s == pytest.approx(100)
