@@ -37,8 +37,9 @@ def shardyard() -> None:
 
 @shardyard.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--job", "wanted", metavar="NAME", help="Show only the jobs of this name, or the one with this id.")
 @yard_options
-def status(settings: Settings, as_json: bool) -> int:
+def status(settings: Settings, as_json: bool, wanted: str | None) -> int:
     """Show members, jobs, partitions and data of a running yard."""
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.status.as_json import to_json
@@ -49,6 +50,8 @@ def status(settings: Settings, as_json: bool) -> int:
 
     address, folder = coordinator_of(settings), Path(settings.yard.state)
     report = ask(GrpcNetwork(), address, read_local(folder, address))
+    if wanted is not None:
+        report = report.of_job(wanted)
     if as_json:
         click.echo(to_json(report))
     else:

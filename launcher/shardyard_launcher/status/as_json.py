@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.status.data_progress import DataProgress, data_progress
 from shardyard_launcher.status.launches import launch_as_json
 from shardyard_launcher.status.report import LocalReport, Server, YardReport, enum_text, mode_of
 
@@ -23,7 +24,7 @@ def to_json(report: YardReport) -> str:
             **_pick(status, "term", "uptime_ms", "waiting_for"),
             "full_disk": _optional(status, "full_disk", _full_disk),
             "members": [_member(member) for member in status.members],
-            "jobs": [_job(report, job) for job in status.jobs],
+            "jobs": [_job(report, job) for job in report.jobs],
             "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
             "launches": [launch_as_json(launch) for launch in report.launches],
             "local": None if report.local is None else _local(report.local),
@@ -65,6 +66,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "lateness": report.lateness(job.job),
         "local_steps": job.local_steps if job.HasField("local_steps") else None,
         **_pick(job, "workers", "step", "samples", "samples_per_s"),
+        "progress": _progress(data_progress(job)),
         "metrics": {metric.name: metric.value for metric in job.metrics},
         "waits": list(job.waits),
         **_pick(job, "parameters", "payload_bytes", "lost_pushes"),
@@ -105,6 +107,18 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
 
 def _full_disk(full: wire.FullDisk) -> dict[str, object]:
     return _pick(full, "file", "free_bytes", "room_bytes", "full_ms")
+
+
+def _progress(found: DataProgress | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    return {
+        "feed": found.feed,
+        "epoch": found.epoch,
+        "epochs": found.epochs,
+        "fraction": round(found.fraction, 4),
+        "left_s": None if found.left_s is None else round(found.left_s, 1),
+    }
 
 
 def _checkpoint(taken: wire.CheckpointStatus) -> dict[str, object]:

@@ -16,11 +16,15 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.status import words
+from shardyard_launcher.status.data_progress import data_progress
 from shardyard_launcher.status.launches import launches_table
-from shardyard_launcher.status.report import LocalReport, YardReport, enum_text, mode_of
+from shardyard_launcher.status.report import UNFINISHED, LocalReport, YardReport, enum_text, mode_of
 from shardyard_launcher.terminal.tables import new_table
 
 RESTARTS_SHOWN_MAX: Final = 10
+ENDED_SHOWN_MAX: Final = 3
+"""Jobs that have ended; `--job` shows any."""
+ENDED_NAMED_MAX: Final = 8
 RED, YELLOW = "red", "yellow"
 
 
@@ -38,8 +42,14 @@ def as_tables(report: YardReport) -> RenderableType:
     ]
     if not status.jobs:
         parts.append(Text("no jobs yet"))
-    for job in sorted(status.jobs, key=lambda job: job.job):
+    shown = [job for job in report.jobs if job.state in UNFINISHED]
+    ended = [job for job in report.jobs if job.state not in UNFINISHED]
+    for job in [*shown, *ended[:ENDED_SHOWN_MAX]]:
         parts += _job_tables(report, job)
+    older = sorted({job.name for job in ended[ENDED_SHOWN_MAX:]})
+    if older:
+        said = f"\n{len(ended) - ENDED_SHOWN_MAX} more jobs have ended ({', '.join(older[:ENDED_NAMED_MAX])}"
+        parts.append(Text(said + ("" if len(older) <= ENDED_NAMED_MAX else ", ...") + "); --job NAME shows one"))
     return Group(*parts)
 
 
@@ -158,7 +168,7 @@ def _progress_table(report: YardReport, job: wire.JobStatus) -> Table:
         str(job.workers),
         f"{job.step:,}",
         f"{job.samples:,}",
-        f"{job.samples_per_s:,.0f}",
+        f"{job.samples_per_s:,.0f}" if job.HasField("samples_per_s") else "-",
         ", ".join(f"{metric.name} {metric.value:.4g}" for metric in job.metrics) or "-",
     ]
     table.add_row(*map(Text, cells))
@@ -167,6 +177,9 @@ def _progress_table(report: YardReport, job: wire.JobStatus) -> Table:
 
 def _findings(report: YardReport, job: wire.JobStatus) -> Iterator[Text]:
     """Yields a line for each event and each property of the job that is worth a line."""
+    progress = data_progress(job)
+    if progress is not None:
+        yield Text(f"  {progress}")
     if job.HasField("failure"):
         yield Text(f"  failed: {job.failure.code}: {job.failure.what}", style=RED)
     if job.HasField("stop"):

@@ -6,14 +6,14 @@ Owns: the questions, and the sums over servers. Must not know: which command ask
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Incarnation
+from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
@@ -46,6 +46,30 @@ class YardReport:
     @property
     def launches(self) -> list[FoundLaunch]:
         return list_launches(list(self.status.members), self.agents)
+
+    def of_job(self, wanted: str) -> YardReport:
+        """The report of the jobs of that name, or of the one with that id, and of the members that they have. Raises
+        NotFound."""
+        jobs = [job for job in self.status.jobs if wanted in (job.name, str(JobId(job.job)))]
+        if not jobs:
+            known = ", ".join(sorted({job.name for job in self.status.jobs})) or "none"
+            raise errors.NotFound(f"the yard has no job {wanted!r}; its jobs are: {known}", why="", todo="")
+        numbers = {job.job for job in jobs}
+        status = wire.StatusReply()
+        status.CopyFrom(self.status)
+        del status.jobs[:], status.members[:]
+        status.jobs.extend(jobs)
+        status.members.extend(
+            member for member in self.status.members if member.role != wire.ROLE_WORKER or member.job in numbers
+        )
+        return replace(self, status=status)
+
+    @property
+    def jobs(self) -> list[wire.JobStatus]:
+        """Those that have not ended in the order in which they began, then those that have, the newest first."""
+        unfinished = [job for job in self.status.jobs if job.state in UNFINISHED]
+        ended = [job for job in self.status.jobs if job.state not in UNFINISHED]
+        return [*sorted(unfinished, key=lambda job: job.job), *sorted(ended, key=lambda job: -job.job)]
 
     @property
     def answers(self) -> list[server_wire.DescribeServerReply]:

@@ -144,6 +144,42 @@ def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     assert document["local"]["unready"] == ["server-1 (pid 4); its log is s.log"]
 
 
+def yard_of(*jobs: wire.JobStatus) -> YardReport:
+    return YardReport("h:7070", wire.StatusReply(term=1, jobs=jobs), {})
+
+
+def test_running_jobs_come_first_and_then_the_latest_that_have_ended() -> None:
+    finished = [wire.JobStatus(job=number, name=f"old-{number}", state=wire.JOB_STATE_FINISHED) for number in range(6)]
+    running = [wire.JobStatus(job=number, name=f"new-{number}", state=wire.JOB_STATE_RUNNING) for number in (2, 9)]
+    found = yard_of(*finished, *running)
+    text = shown_status(found)
+    assert re.findall(r"^job (\S+)", text, re.M) == ["new-2", "new-9", "old-5", "old-4", "old-3"]
+    assert "3 more jobs have ended (old-0, old-1, old-2); --job NAME shows one\n" in text
+    names = [job["name"] for job in json.loads(to_json(found))["jobs"]]
+    assert names == ["new-2", "new-9", *(f"old-{number}" for number in (5, 4, 3, 2, 1, 0))]
+
+
+def test_one_job_is_shown_with_its_workers() -> None:
+    found = report().of_job("mine")
+    assert re.findall(r"^job (\S+)", shown_status(found), re.M) == ["mine"]
+    assert [member.pid for member in found.status.members] == [1, 2, 4]
+    assert found.status.term == 1
+    assert report().of_job("9").jobs == found.jobs
+    with pytest.raises(errors.NotFound, match="the yard has no job 'none'; its jobs are: mine, other"):
+        report().of_job("none")
+
+
+def test_progress_in_the_data_is_shown() -> None:
+    found = report()
+    feed = found.status.jobs[1].feeds[0]
+    feed.free, feed.leased, feed.done = 20, 4, 16
+    found.status.jobs[1].samples = 1_617
+    assert "\n  epoch 1 of 2, 44%, 2 s left\n" in shown_status(found)
+    said = {"feed": 0, "epoch": 1, "epochs": 2, "fraction": 0.4499, "left_s": 2.4}
+    assert job_as_json(found)["progress"] == said
+    assert json.loads(to_json(found))["jobs"][0]["progress"] is None
+
+
 def test_status_as_json_has_all_there_is() -> None:
     document = json.loads(to_json(report()))
     job = document["jobs"][1]
