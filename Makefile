@@ -83,9 +83,7 @@ check: $(STAMP) protos-check docs ## ruff, mypy --strict, import-linter, generat
 	@$(BIN)/lint-imports
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
-	@$(BIN)/python -c "from shardyard_ps_server.jit import optimizer_warmup, table_warmup; \
-		from shardyard.codecs.format import finiteness; \
-		optimizer_warmup.main(); finiteness.warm(); table_warmup.main(())"
+	@$(BIN)/python -m shardyard_ps_server.jit
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

@@ -6,5 +6,6 @@ it from there. A loop that no job needs is not compiled.
 
 Read `job_loops` first: it loads a job's loops in a thread, and the job is opened when they are there.
 `optimizer_warmup` lists the loops of an optimizer, and loads them. `table_warmup` compiles the loops of tables in a
-process of its own, because they take half a minute. `cache` has the lock and the marks in numba's folder.
+process of its own, because they take half a minute. `__main__` compiles all of both.
+`cache` has the lock and the marks in numba's folder.
 """
