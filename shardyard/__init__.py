@@ -71,7 +71,7 @@ def connect(
     if loaded.settings.coordinator:
         import shardyard_worker.job.connect
 
-        return shardyard_worker.job.connect.connect(loaded.settings)
+        return shardyard_worker.job.connect.connect(loaded.settings, owns_process=True)
     import shardyard_launcher.yard.in_process
 
     return shardyard_launcher.yard.in_process.connect(loaded.settings)

@@ -33,9 +33,12 @@ def free(
     workers: Sequence[Incarnation],
     now_ms: int,
     reached: Mapping[LeasedSource, int] = MappingProxyType({}),
+    *,
+    is_awaited: bool = True,
 ) -> list[Effect]:
     """The workers are fenced, so others may have their work. Skips workers whose work is free already. `reached`: the
-    next sequence of that work, as far as it is known."""
+    next sequence of that work, as far as it is known. `is_awaited`: logical ranks first wait for a worker to join
+    (job.rank_grace_ms), since one that died is started again."""
     if job.phase.ended:
         return []
     effects: list[Effect] = []
@@ -51,7 +54,8 @@ def free(
         effects += [LogMessage(f"{job.title}: {source} of worker {worker} is free again") for source in freed]
         effects += job.records(job.deployment.remove(worker))
         if job.ranks is not None:
-            effects += job.records(each.entry for each in job.ranks.release(worker, now_ms))
+            given = job.ranks.release(worker, now_ms, is_awaited=is_awaited)
+            effects += job.records(each.entry for each in given)
     return effects
 
 

@@ -62,9 +62,10 @@ def leave(job: JobState, left: MemberLeft, now_ms: int) -> list[Effect]:
             f"its last worker, {worker}, left with an error: {error}", facts={"worker": str(worker)}
         )
         return [*effects, *job_end.fail(job, failure)]
-    if not job.workers and job.workers_done >= job.settings.workers_expected:
+    if goodbye and not job.workers and job.workers_done >= job.settings.workers_expected:
         return [*effects, *job_end.finish(job, now_ms)]
-    return [*effects, *_tell_residual(job, worker, residual), *free(job, (worker,), now_ms), *fence(job, worker)]
+    freed = free(job, (worker,), now_ms, is_awaited=not left.drained)
+    return [*effects, *_tell_residual(job, worker, residual), *freed, *fence(job, worker)]
 
 
 def how_it_left(left: MemberLeft) -> str:
@@ -122,8 +123,8 @@ def _remove(
     job.mode.forget(worker)
     lost_pushes.add_departed(job, worker, pushed, died=died)
     if not job.workers:
-        # all work was done before this worker died, so it may not be started again
-        is_done = goodbye or (died and job.roster.goodbyes > 0 and job.feeds.finished)
+        # all work may have been done before this worker went, and then it may not be started again
+        is_done = goodbye or (job.roster.goodbyes > 0 and job.feeds.finished)
         late_ms = 0 if job.workers_done >= job.settings.workers_expected else LATE_MS
         job.roster.close_at(now_ms + late_ms if is_done else None)
     if job.ranks is not None:

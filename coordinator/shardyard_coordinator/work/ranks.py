@@ -69,8 +69,9 @@ class RankBook:
     def suspend(self, worker: Incarnation) -> None:
         self._living = [each for each in self._living if each != worker]
 
-    def release(self, worker: Incarnation, now_ms: int) -> list[RankAssignment]:
-        self.vacate(worker, now_ms)
+    def release(self, worker: Incarnation, now_ms: int, *, is_awaited: bool = True) -> list[RankAssignment]:
+        """`is_awaited`: another worker may join in place of this one, so its ranks wait for the grace time."""
+        self.vacate(worker, now_ms if is_awaited else now_ms - self._grace_ms)
         return self.assign_vacant(now_ms)
 
     def vacate(self, worker: Incarnation, now_ms: int) -> None:

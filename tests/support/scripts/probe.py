@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 
@@ -90,6 +91,7 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
             optimizer.zero_grad()
         computed += 1
         announce(computed)
+        hold(options, computed)
         if computed == options.stop_at:
             job.stop(f"computed {computed}")
     return {"counts": counts.detach().tolist(), "computed": computed}
@@ -213,12 +215,15 @@ def main() -> None:
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
     parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")
+    parser.add_argument("--own-handler", action="store_true", help="the script handles SIGTERM itself")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
     if options.patient:
         pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
         grpc_client.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in grpc_client.OPTIONS)
     with sy.connect() as job:
+        if options.own_handler:
+            signal.signal(signal.SIGTERM, lambda *_: (print("the script's own handler", flush=True), job.drain()))
         result = MODES[options.mode](job, options)
         result |= {"should_stop": job.should_stop, "reason": job.stopping and job.stopping.reason}
         result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}

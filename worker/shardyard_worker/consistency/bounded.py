@@ -144,7 +144,7 @@ class SspClock:
                 last = self._trainer.reach(lambda router: router.pull(spec))
                 if not last.missing:
                     break
-                self._session.check()
+                self._session.check_waiting()
         self.note_known()
         self._trainer.values.load(last.ahead)
         return last

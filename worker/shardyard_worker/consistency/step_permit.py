@@ -25,6 +25,7 @@ def await_last_step(trainer: Trainer, step: int) -> bool:
         with session.wait_registry.over(waiting_for):
             while barrier.permits(step) is None:
                 session.refresh()
+                session.drain.check()
                 if trainer.is_behind:
                     raise MapChanged
                 trainer.router.pause(SLICE_MS if barrier.switches else STOP_SLICE_MS)

@@ -88,7 +88,7 @@ class StepVersions:
         """Whether the version has not come, and this worker still has a rank that needs it."""
         if not answer.missing:
             return False
-        self._session.check()
+        self._session.check_waiting()
         self.refresh_ranks()
         return bool(self._ranks.held)
 
@@ -110,7 +110,7 @@ class StepVersions:
             self.refresh_ranks()
             while not self._ranks.held:
                 self._session.refresh()
-                self._session.check()
+                self._session.check_waiting()
                 if self._trainer.is_behind:
                     raise MapChanged
                 self._trainer.router.pause(SLICE_MS)
@@ -163,7 +163,7 @@ class StepVersions:
                     self._count_contributions()
                     self._arrive(answer)
                     return
-                self._session.check()
+                self._session.check_waiting()
         # all ranks were taken, or exchanged for others, which may be at other steps
         self._count_contributions()
         self.await_ranks()

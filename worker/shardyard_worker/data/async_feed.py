@@ -53,14 +53,17 @@ class AsyncFeed(Feed):
                 yield from self._go_through(lease)
         finally:
             self._rest()
+        if self._session.drain.asked:
+            return
         self._session.learn()  # under an old map a server that was given up may still answer
         self._rest()  # tells servers too that were told to expect it before its work was closed
         self._strategy.begin()
 
     @property
     def _ends(self) -> bool:
-        """Whether the job is told to stop now. A job that changes to steps stops before one of them."""
-        return self._is_told_to_stop and not self._strategy.becomes_synchronous
+        """Whether this worker is told to leave, or the job to stop now. A job that changes to steps stops before one of
+        them."""
+        return self._session.drain.asked or (self._is_told_to_stop and not self._strategy.becomes_synchronous)
 
     def _rest(self) -> None:
         """Tells the servers that other workers need not wait for this one until it has work again."""
@@ -72,7 +75,7 @@ class AsyncFeed(Feed):
     # ---- leases
 
     def _lease(self) -> DataLease | None:
-        """Leases a data shard. None: all are done, or the job is told to stop."""
+        """Leases a data shard. None: all are done, or no more batches are to be computed."""
         request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
@@ -88,7 +91,7 @@ class AsyncFeed(Feed):
         return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
 
     def _give_back(self, lease: DataLease) -> None:
-        """The script has left its loop, so the unread batches of the data shard go to other workers."""
+        """The batches of the data shard that are not pushed go to other workers."""
         try:
             self._close(lease)
         except ShardyardError as error:
@@ -124,6 +127,9 @@ class AsyncFeed(Feed):
         self._early.clear()
         self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.announce_until)
         for sequence in range(min(nexts), shard.batches):
+            if self._session.drain.asked:
+                self._give_back(lease)
+                return
             if self._is_told_to_stop:
                 if pending is not None:
                     self._drop("no optimizer.step() after a batch when the job is told to stop")

@@ -172,7 +172,7 @@ class Feed(ABC):
         with session.wait_registry.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
             while reply.retry_ms:
                 self._trainer.router.pause(min(reply.retry_ms, PAUSE_MS_MAX))
-                session.check()
+                session.check_waiting()
                 reply = session.ask(methods.BEGIN_BATCH, request)
         if reply.quarantined:
             log.warning("#%d of %s is in quarantine; it does not count", sequence, source)

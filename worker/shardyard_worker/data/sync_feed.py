@@ -85,6 +85,8 @@ class SyncFeed(Feed):
     def batches(self) -> Generator[Any, None, None]:
         self._warn_of_short_steps()
         while not self._opened.done:
+            if self._session.drain.asked:
+                return
             self._strategy.check_mode()
             if self._strategy.on_standby:
                 if self._is_done_on_standby():
@@ -153,11 +155,13 @@ class SyncFeed(Feed):
                 return
         batches = list(self._units.batches(len(chosen)))
         for number, batch in enumerate(batches):
+            if self._session.drain.asked:
+                return  # whoever gets the rank computes the whole step
             work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
             self._at = _Place(rank, step, missed, number)
             self._trainer.accumulates = not batch.due
             yield self._fetch(self._seed(missed, number), chosen[batch.begin : batch.end])
-        if not work.taken:
+        if not work.taken and not self._session.drain.asked:
             self._end_without_step()
 
     def _end_without_step(self) -> None:
@@ -225,6 +229,7 @@ class SyncFeed(Feed):
                     return False
                 self._trainer.router.pause(200)
                 self._session.refresh()
+                self._session.drain.check()
         return False
 
     def _await_done(self) -> bool:
@@ -232,7 +237,7 @@ class SyncFeed(Feed):
         are computed again (rule A11)."""
         with self._session.wait_registry.over(lambda: f"a checkpoint that has step {self._end - 1}"):
             while not self._close():
-                self._session.check()
+                self._session.check_waiting()
                 if self._strategy.has_moved():
                     return False
                 self._trainer.router.pause(50)

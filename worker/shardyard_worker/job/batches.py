@@ -81,6 +81,7 @@ def _iterate(loop: TrainingLoop, reader: Reader, feed: Feed, opened: OpenFeed) -
         if loop.local is not None and not loop.session.has_left:
             loop.local.abandon()
     loop.between_steps()
+    loop.session.drain.check()
 
 
 def _go_through(loop: TrainingLoop, feed: Feed, opened: OpenFeed) -> Generator[Any, None, None]:

@@ -17,6 +17,7 @@ from shardyard.transport.malloc import tune_malloc
 from shardyard.transport.membership_client import Membership
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job.job import Job
+from shardyard_worker.session.departure import Departure
 from shardyard_worker.session.devices import pick_device
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.run_name import end_run, run_of
@@ -26,10 +27,17 @@ from shardyard_worker.session.tensorboard import TensorBoardWriter, open_writer
 log = logging.getLogger("shardyard.worker")
 
 
-def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
+def connect(
+    settings: Settings,
+    *,
+    network: Network | None = None,
+    on_close: Callable[[], None] | None = None,
+    owns_process: bool = False,
+) -> Job:
     """Joins the settings' job in the yard at `settings.coordinator`. Starts it if there is none of that name.
 
-    `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job. Raises
+    `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job.
+    `owns_process`: SIGTERM lets the worker leave in order, and the process ends if that takes too long. Raises
     CoordinatorUnavailable, ConfigurationError, JobFailed. Raises SystemExit(0) if this process was started again after
     the run of its launch was finished.
     """
@@ -58,8 +66,11 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
             raise SystemExit(0) from None
         raise
     seed_everything(session.seed)
+    departure = Departure(session) if owns_process else None
 
     def close() -> None:
+        if departure is not None:
+            departure.close()
         if not session.has_lost_the_yard:  # another connect of this process would go on with the same run
             end_run(os.environ)
         if on_close is not None:

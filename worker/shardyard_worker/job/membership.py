@@ -20,6 +20,7 @@ from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard.domain.limits import TEXT_CHARACTERS_MAX
 from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.session.drain import Drained
 from shardyard_worker.session.job_requests import stop_job
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
@@ -69,10 +70,10 @@ class JobMember:
     def chief(self) -> bool:
         """True in one worker: the living one that joined first. Use it to evaluate, print and save in one process only.
 
-        If the chief dies, another worker becomes chief. If it leaves without an error, no worker is chief afterwards,
-        so its work is done once.
+        If the chief dies, or is told to leave, another worker becomes chief. If its script ends without an error, no
+        worker is chief afterwards, so its work is done once.
         """
-        return self._session.chief
+        return self._session.chief and not self._session.drain.asked
 
     @property
     def rank(self) -> int:
@@ -93,8 +94,9 @@ class JobMember:
     @property
     def should_stop(self) -> bool:
         """True once the job was told to stop and this worker has no more steps to compute. In a synchronous job all
-        workers see it at the same step. Ask this in a loop of your own; job.batches ends by itself."""
-        return self._loop.should_stop
+        workers see it at the same step. Also true once this worker alone is told to leave (`drain`). Ask this in a loop
+        of your own; job.batches ends by itself."""
+        return self._loop.should_stop or self._session.drain.seen()
 
     @property
     def stopping(self) -> Stop | None:
@@ -121,6 +123,15 @@ class JobMember:
         with self._session.interrupts:
             stop_job(self._session, reason)
 
+    def drain(self) -> None:
+        """Lets this worker leave in order, as SIGTERM does: the others continue its work. Returns at once. For a script
+        that handles signals itself.
+
+        job.batches hands back what is not pushed, and ends the script with exit code 143; `with` and `finally` blocks
+        run. A loop of your own sees `should_stop`. See docs/guides/stopping.md.
+        """
+        self._session.drain.begin("the script asks for it")
+
     def close(self, error: str = "") -> None:
         """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
         self._close(error)
@@ -129,6 +140,7 @@ class JobMember:
         """`lost`: the script failed because this process has lost the yard."""
         if self._closed:
             return
+        self._session.drain.leave()
         with self._session.interrupts:
             self._closed = True
             atexit.unregister(self._close_at_exit)
@@ -163,7 +175,9 @@ class JobMember:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close_by(error)
+        self._close_by(None if isinstance(error, Drained) else error)
+        if error is None and self._session.drain.hands_over:
+            raise Drained
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._state}>"

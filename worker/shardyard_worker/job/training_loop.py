@@ -32,6 +32,7 @@ from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.optimizers.torch_state import VariableState
+from shardyard_worker.session.drain import Drained
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.remote_rows import RemoteRows
@@ -80,6 +81,8 @@ class TrainingLoop:
         self.at_end.callback(self.unprepared.close)
         self._last_step = 0
         """The last step after which callbacks were called."""
+        self._may_end_loop = False
+        """Whether a script with a loop of its own could have learned that this worker is to leave."""
 
     # ---- what is known
 
@@ -91,6 +94,7 @@ class TrainingLoop:
 
     @property
     def should_stop(self) -> bool:
+        """Whether the job takes no more steps."""
         if self.session.mode is UpdateMode.ASYNC or self.strategy is None:
             return self.session.step_barrier.stop is not None
         end = self.session.step_barrier.end
@@ -194,6 +198,7 @@ class TrainingLoop:
             self._last_step = self.step
             self._callbacks.after_step()
         self.between_steps()
+        self._end_own_step()
 
     def step_locally(self, closure: Callable[[], float] | None) -> float | None:
         """`optimizer.step()` in local mode."""
@@ -214,6 +219,7 @@ class TrainingLoop:
             self._last_step = self.step
             self._callbacks.after_step()
         self.between_steps()
+        self._end_own_step()
         return loss
 
     def end_round(self) -> None:
@@ -233,7 +239,8 @@ class TrainingLoop:
         """Pushes a step. Returns whether the work is this worker's."""
         samples = None if self.samples is None else self.samples.take()
         if self.feed is not None:
-            self.feed.push(sending)
+            with contextlib.suppress(Drained):  # in a wait for others; job.batches then ends the script
+                self.feed.push(sending)
             return self.feed.work is None or not self.feed.work.lost
         if self.samples is not None:
             self.own_data.look()
@@ -255,6 +262,14 @@ class TrainingLoop:
         """Calls the script's callbacks for what is new."""
         stop = self.session.step_barrier.stop if self.should_stop else None
         self._callbacks.between_steps(self.session.checkpoint, stop)
+
+    def _end_own_step(self) -> None:
+        """After a step outside of job.batches. If this worker is to leave, the script can end its loop now
+        (job.should_stop); if it takes another step instead, that step ends the script. Raises Drained."""
+        if self.feed is None and self.session.drain.asked:
+            if self._may_end_loop:
+                self.session.drain.check()
+            self._may_end_loop = True
 
     def report_rows(self) -> None:
         """Reports metrics of look-ahead and of the row cache."""

@@ -27,6 +27,7 @@ from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.session.drain import Drain
 from shardyard_worker.session.interrupts import Interrupts
 from shardyard_worker.session.retry import RetryPolicy
 from shardyard_worker.session.step_barrier import StepBarrier
@@ -110,6 +111,7 @@ class Session:
         self.recovering = False
         self.step_barrier = StepBarrier()
         self.interrupts = Interrupts()
+        self.drain = Drain()
         self._acknowledged: int | None = None
         """The number of the mode that this worker computes in. None: it does not compute yet."""
         self.checkpoint: CheckpointTaken | None = None
@@ -165,7 +167,8 @@ class Session:
     def leave(self, error: str = "", *, lost: bool = False) -> None:
         """Leaves the job and the yard. A second call does nothing. `error`: why the script failed, if it did. `lost`:
         it failed because this process has lost the yard. Then the coordinator is not told, and takes this for a death:
-        the job goes on, and waits for another process."""
+        the job goes on, and waits for another process. If this worker was told to leave before its work was done,
+        others continue it."""
         lost = lost or self.has_lost_the_yard
         with self._lock:
             if self.has_left:
@@ -185,7 +188,12 @@ class Session:
         # a coordinator that restarts must learn that this worker is done; otherwise it looks like a death
         patience_ms = 0 if error or has_failed else self.settings.worker.retry_budget_ms
         pushed, residual_lost = self.progress.pushed, self.progress.residual_lost
-        is_lost = self._membership.leave(error, patience_ms=patience_ms, pushed=pushed, residual_lost=residual_lost)
+        drained = self.drain.hands_over and not error
+        is_lost = self._membership.leave(
+            error, patience_ms=patience_ms, pushed=pushed, residual_lost=residual_lost, drained=drained
+        )
+        if drained and not has_failed:
+            log.info("has left in order at step %d; its work is free for others", self.progress.step)
         if is_lost and residual_lost:
             log.warning("the residual of this worker is lost with it (2-norm %.3g)", residual_lost)
         self._close()
@@ -241,6 +249,11 @@ class Session:
                 "the job has been left", why="this worker is not in it any more", todo="call shardyard.connect again"
             )
 
+    def check_waiting(self) -> None:
+        """As `check`, in a wait for others that this worker gives up if it is told to leave: then raises Drained."""
+        self.check()
+        self.drain.check()
+
     def fail(self, error: errors.ShardyardError) -> None:
         """Ends the job for this worker: wakes all waits; from now on `check` raises."""
         with self._lock:
@@ -279,6 +292,14 @@ class Session:
         policy = self._retry_policy("the coordinator to say how the job stands", self.check)
         with self.wait_registry.over(lambda: policy.explanation):
             policy.call(self._membership.beat)
+
+    def report_drain(self) -> int:
+        """Tells the coordinator that this worker leaves in order. Returns how long that may take, in milliseconds."""
+        try:
+            return self._membership.drain()
+        except errors.ShardyardError as error:
+            log.debug("the coordinator was not told that this worker leaves: %s", error)
+            return self._membership.drain_ms
 
     def refresh(self) -> None:
         """Sends a heartbeat now. If the coordinator does not answer, the next regular one will do."""
@@ -328,6 +349,8 @@ class Session:
             self.generation = Generation(max(self.generation, reply.generation))
             listeners = list(self._listeners)
         self._take_news(reply)
+        if reply.HasField("drain"):
+            self.drain.begin("the coordinator tells this worker to leave")
         for listener in listeners:
             listener.on_heartbeat(reply)
             if is_newer:

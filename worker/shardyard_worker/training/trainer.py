@@ -67,7 +67,7 @@ class Trainer:
         self.optimizer = optimizer
         self.variables = tuple(variables)
         self._tables = tables
-        reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
+        reply = session.ask(methods.REGISTER_VARIABLES, self._registration(), check=session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
         self.accumulates = False
@@ -230,7 +230,7 @@ class Trainer:
                     continue
                 if not answer.missing:
                     break
-                self.session.check()
+                self.session.check_waiting()
                 if unless():
                     self.link.router.abandon_pull()
                     return None
@@ -272,7 +272,7 @@ class Trainer:
                 answer = self.reach(lambda router: router.pull(PullSpec(0, exactly=False, wait_ms=SLICE_MS)))
                 if not answer.missing:
                     return
-                self.session.check()
+                self.session.check_waiting()
                 if self.session.initializer:
                     self._initialize(state)
 

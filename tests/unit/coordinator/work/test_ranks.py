@@ -121,3 +121,11 @@ def test_each_change_of_owner_takes_a_fresh_token() -> None:
     tokens = [each.token for each in given]
     assert tokens == sorted(set(tokens))
     assert ranks.of(B)[0].token in tokens
+
+
+def test_ranks_of_a_worker_that_leaves_in_order_go_to_the_others_at_once() -> None:
+    ranks = book(ranks=2, expected=2)
+    ranks.join(A, 0)
+    ranks.join(B, 0)
+    ranks.release(A, 100, is_awaited=False)
+    assert owners(ranks) == [B, B]
