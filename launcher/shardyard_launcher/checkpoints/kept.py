@@ -12,7 +12,7 @@ from pathlib import Path
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.domain.errors import CheckpointDamaged
 from shardyard.storage.storage import open_storage
-from shardyard_launcher.status.words import describe_size
+from shardyard_launcher.terminal.quantities import describe_size
 
 
 @dataclass(frozen=True)

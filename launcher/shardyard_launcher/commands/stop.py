@@ -101,8 +101,8 @@ def drain(settings: Settings, member: str, wait: bool) -> int:
     """
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
-    from shardyard_launcher.status.words import describe_duration
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+    from shardyard_launcher.terminal.quantities import describe_duration
     from shardyard_launcher.yard.state_file import coordinator_of
 
     with CoordinatorClient(coordinator_of(settings)) as client:

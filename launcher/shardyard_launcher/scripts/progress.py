@@ -8,19 +8,24 @@ the status comes from, what a launch is.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from typing import Final, Self, TextIO
 
 import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shardyard.domain.ids import Incarnation
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.terminal.data_progress import data_progress
 
 METRICS_SHOWN_MAX = 6
+_LASTING: Final = re.compile(r", for \d+\.\d s(?:; |$)")
+"""How a wait of a job or member says how long it has lasted, at its end."""
 
 
 class JobChoice:
@@ -36,27 +41,50 @@ class JobChoice:
 
 
 def progress_line(status: wire.StatusReply, job: wire.JobStatus | None) -> str:
-    """For example `step 120 | 15,360 samples | 812 samples/s | loss 0.1234 | 2 workers, 2 servers`."""
+    """For example `step 120 | epoch 3 of 10, 27%, 40 s left | 15,360 samples | 812 samples/s | loss 0.1234 | 2 workers,
+    2 servers`. Before the first step it says what is done, as `server 1.2 waits for loops to be compiled`."""
     servers = sum(member.role == wire.ROLE_SERVER for member in status.members)
     members = f"{_count(servers, 'server')}, {_count(sum(m.role == wire.ROLE_AGENT for m in status.members), 'agent')}"
     if job is None:
         return f"waiting for the script to join a job | {members}"
     workers = sum(member.role == wire.ROLE_WORKER and member.job == job.job for member in status.members)
-    parts = [f"step {job.step:,}", f"{job.samples:,} samples"]
-    if job.state == wire.JOB_STATE_RUNNING:
+    has_begun = bool(job.step or job.samples) or job.state not in (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING)
+    if has_begun:
+        progress = data_progress(job)
+        # servers report samples before workers report their steps
+        parts = [f"step {job.step:,}"] if job.step or not job.samples else []
+        parts += [*([] if progress is None else [str(progress)]), f"{job.samples:,} samples"]
+    else:
+        parts = [_before_first_step(status, job)]
+    if job.HasField("samples_per_s"):
         parts.append(f"{job.samples_per_s:,.0f} samples/s")
     parts += [f"{metric.name} {metric.value:.4g}" for metric in job.metrics[:METRICS_SHOWN_MAX]]
     if job.state in (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING):
         parts.append(f"{_count(workers, 'worker')}, {_count(servers, 'server')}")
-    if job.state == wire.JOB_STATE_STARTING:
-        parts.append("starting")
-    elif job.state == wire.JOB_STATE_FINISHING:
+    if job.state == wire.JOB_STATE_FINISHING:
         parts.append("writes its last checkpoint")
     elif job.state == wire.JOB_STATE_FINISHED:
         parts.append("finished")
     elif job.state == wire.JOB_STATE_FAILED:
         parts.append(f"failed: {job.failure.what}")
     return f"job {job.name}: " + " | ".join(parts)
+
+
+def _before_first_step(status: wire.StatusReply, job: wire.JobStatus) -> str:
+    """What is done until then. A wait without its time, so that the line changes only when another wait begins."""
+    if job.waits:
+        return f"waits for {_untimed(job.waits[0])}"
+    # servers first: a worker that waits for them says less
+    for role, name in ((wire.ROLE_SERVER, "server"), (wire.ROLE_WORKER, "worker")):
+        for member in status.members:
+            if member.role == role and member.waiting_for and member.job in (0, job.job):
+                return f"{name} {Incarnation(member.incarnation)} waits for {_untimed(member.waiting_for)}"
+    return "starting" if job.state == wire.JOB_STATE_STARTING else "computes its first step"
+
+
+def _untimed(wait: str) -> str:
+    """The first wait of a text, without how long it has lasted."""
+    return _LASTING.split(wait, maxsplit=1)[0]
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,6 +4,5 @@ In: an address, and the state folder of this machine. Out: text. Nothing here ch
 
 - `report`: asks, and adds up what the servers say. Read it first.
 - `as_json`, `as_tables`: the same report for scripts and for people. JSON is a promise: names stay.
-- `data_progress`: epoch, percent and time left of a running job.
 - `words`: parts of a status in words, which other commands print too.
 """

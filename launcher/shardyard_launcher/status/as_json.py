@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.status.data_progress import DataProgress, data_progress
 from shardyard_launcher.status.launches import launch_as_json
 from shardyard_launcher.status.report import LocalReport, Server, YardReport, enum_text, mode_of
+from shardyard_launcher.terminal.data_progress import DataProgress, data_progress
 
 
 def to_json(report: YardReport) -> str:

@@ -16,9 +16,10 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.status import words
-from shardyard_launcher.status.data_progress import data_progress
 from shardyard_launcher.status.launches import launches_table
 from shardyard_launcher.status.report import UNFINISHED, LocalReport, YardReport, enum_text, mode_of
+from shardyard_launcher.terminal.data_progress import data_progress
+from shardyard_launcher.terminal.quantities import describe_duration, describe_size
 from shardyard_launcher.terminal.tables import new_table
 
 RESTARTS_SHOWN_MAX: Final = 10
@@ -30,7 +31,7 @@ RED, YELLOW = "red", "yellow"
 
 def as_tables(report: YardReport) -> RenderableType:
     status = report.status
-    uptime = words.describe_duration(status.uptime_ms)
+    uptime = describe_duration(status.uptime_ms)
     parts: list[RenderableType] = [
         Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
         *([_waiting(status.waiting_for)] if status.waiting_for else []),
@@ -67,7 +68,7 @@ def _local_tables(local: LocalReport | None) -> list[RenderableType]:
         for restart in local.restarts[-RESTARTS_SHOWN_MAX:]:
             of = f"{restart.number} of {restart.restarts_max} within {restart.window_ms / 1000:g} s"
             ago_ms = max(0, int((time.time() - restart.died_s) * 1000))
-            cells = [restart.name, str(restart.pid), restart.ending, of, f"{words.describe_duration(ago_ms)} ago"]
+            cells = [restart.name, str(restart.pid), restart.ending, of, f"{describe_duration(ago_ms)} ago"]
             table.add_row(*map(Text, cells))
         found += [_title("restarted on this machine"), table]
     for name, why in sorted(local.given_up.items()):
@@ -129,7 +130,7 @@ def _of_server(said: server_wire.DescribeServerReply) -> str:
         parts.append(f"streams to {said.workers_streaming} worker{'s'[: said.workers_streaming != 1]}")
     if said.memory_bytes_max:
         held = sum(table.bytes for table in said.tables)
-        parts.append(f"tables take {words.describe_size(held)} of {words.describe_size(said.memory_bytes_max)}")
+        parts.append(f"tables take {describe_size(held)} of {describe_size(said.memory_bytes_max)}")
     return ", ".join(parts)
 
 
@@ -263,8 +264,8 @@ def _rows_table(report: YardReport, job: wire.JobStatus) -> Table:
         cells = [each.name, str(each.dim), each.optimizer, f"{held['rows']:,}"]
         if held["servers"]:
             load = "-" if held["load"] is None else f"{held['load']:.0%} full"
-            disk = words.describe_size(held["disk_bytes"]) if held["disk_bytes"] else "-"
-            cells += [f"{held['ids']:,}", words.describe_size(held["bytes"]), disk, load]
+            disk = describe_size(held["disk_bytes"]) if held["disk_bytes"] else "-"
+            cells += [f"{held['ids']:,}", describe_size(held["bytes"]), disk, load]
             cells += [f"{held['admitted']:,}", f"{held['expired']:,}"]
         else:
             cells += ["-"] * 6

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardyard.domain.ids import Incarnation
 from shardyard_launcher.scripts.launches import FoundLaunch
-from shardyard_launcher.status.words import describe_duration
+from shardyard_launcher.terminal.quantities import describe_duration
 from shardyard_launcher.terminal.tables import new_table
 from shardyard_worker.agent.supervision import describe_end
 

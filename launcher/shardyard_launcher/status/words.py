@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardyard.domain.ids import Incarnation
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.terminal.quantities import describe_duration, describe_size
 
 
 def describe_consistency(consistency: wire.Consistency) -> str:
@@ -75,21 +76,3 @@ def describe_full_disk(full: wire.FullDisk) -> str:
     left = f"room for {describe_size(full.room_bytes)} of decisions is left" if full.room_bytes else "decisions wait"
     said = f"{describe_size(full.free_bytes)} free, for {describe_duration(full.full_ms)}"
     return f"the disk of the journal {full.file} is full: {said}; {left}"
-
-
-def describe_size(nbytes: int) -> str:
-    """For example `1.5 GiB`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def describe_duration(duration_ms: int) -> str:
-    seconds = duration_ms // 1000
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"

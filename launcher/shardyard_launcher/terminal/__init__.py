@@ -4,5 +4,6 @@ In: options, settings and errors. Out: loaded settings, a signal as an event, an
 
 - `options`: the options for settings and for finding a yard, and the end by a signal. Read it first.
 - `coordinator_client`: a command's connection to a coordinator.
+- `data_progress`: epoch, percent and time left of a running job. `quantities`: sizes and times in words.
 - `tables`: tables for people. `error_output`: an error as text: what happened, why, and what to do.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.status.data_progress import data_progress
+from shardyard_launcher.terminal.data_progress import data_progress
 
 RUNNING, FINISHED = wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHED
 
@@ -49,7 +49,7 @@ def test_all_is_said_as_all_only_at_the_end() -> None:
     found = data_progress(job(feed(free=0, leased=1, done=39), samples=3_999))
     assert str(found) == "epoch 4 of 4, 99%"
     found = data_progress(job(feed(free=0, leased=0, done=40, finished=True), samples=4_000, samples_per_s=9.0))
-    assert str(found) == "epoch 4 of 4, 100%, 0 s left"
+    assert str(found) == "epoch 4 of 4, 100%"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from shardyard_launcher.scripts.progress import FirstStep, JobChoice, LiveDispla
 from shardyard_worker.agent.error_report import ShownOutput
 from tests.support.launcher_replies import yard_status
 
+LINE = "job mine: step 1,200 | epoch 2 of 2, 100% | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+
 
 def test_progress_is_that_of_the_job_which_the_script_joined() -> None:
     status, choice = yard_status(), JobChoice()
@@ -21,13 +23,65 @@ def test_progress_is_that_of_the_job_which_the_script_joined() -> None:
     job = choice.choose(status, frozenset({4}))
     assert job is not None
     line = progress_line(status, job)
-    assert line == "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+    assert line == LINE
     del status.members[3]
     assert choice.choose(status, frozenset({4})) == job
 
 
 def test_progress_before_the_script_has_joined_says_so() -> None:
     assert progress_line(yard_status(), None) == "waiting for the script to join a job | 1 server, 1 agent"
+
+
+@pytest.mark.parametrize(
+    ("waits", "server", "worker", "said"),
+    [
+        ([], "", "", "computes its first step"),
+        ([], "", "first values, for 3.1 s", "worker 4 waits for first values"),
+        ([], "loops of job 9 to be compiled: adam, for 12.0 s; x, for 3.0 s", "first values, for 3.1 s", "SERVER"),
+        (["a worker for logical rank 2; the living take it after 3 s, for 1.2 s"], "x, for 9.0 s", "", "JOB"),
+    ],
+    ids=["nothing", "worker", "server", "job"],
+)
+def test_before_the_first_step_the_line_says_what_is_done(
+    waits: list[str], server: str, worker: str, said: str
+) -> None:
+    status = yard_status()
+    job = status.jobs[1]
+    job.step = job.samples = 0
+    job.ClearField("samples_per_s")
+    del job.metrics[:]
+    job.waits.extend(waits)
+    status.members[0].waiting_for, status.members[3].waiting_for = server, worker
+    said = {
+        "SERVER": "server 1 waits for loops of job 9 to be compiled: adam",
+        "JOB": "waits for a worker for logical rank 2; the living take it after 3 s",
+    }.get(said, said)
+    assert progress_line(status, job) == f"job mine: {said} | 1 worker, 1 server"
+
+
+def test_a_job_that_is_being_set_up_is_starting() -> None:
+    status = yard_status(wire.JOB_STATE_STARTING)
+    job = status.jobs[1]
+    job.step = job.samples = 0
+    job.ClearField("samples_per_s")
+    del job.metrics[:], status.members[3]
+    assert progress_line(status, job) == "job mine: starting | 0 workers, 1 server"
+
+
+def test_samples_without_a_reported_step_are_shown_without_a_step() -> None:
+    status = yard_status()
+    job = status.jobs[1]
+    job.step = 0
+    assert progress_line(status, job).startswith("job mine: epoch 2 of 2, 100% | 15,360 samples | ")
+
+
+def test_a_rate_that_nobody_knows_yet_is_not_shown() -> None:
+    status = yard_status()
+    job = status.jobs[1]
+    job.ClearField("samples_per_s")
+    job.feeds[0].free = job.feeds[0].leased = 3
+    line = progress_line(status, job)
+    assert line == "job mine: step 1,200 | epoch 2 of 2, 66% | 15,360 samples | loss 0.1235 | 1 worker, 1 server"
 
 
 def test_progress_of_an_ended_job_says_how(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,15 +122,13 @@ def test_terminal_shows_output_above_a_line_of_progress() -> None:
         display.progress(yard_status(), frozenset({4}))
     shown = plain(stream)
     assert "[1] [bold]not markup[/bold] red\n" in shown
-    assert shown.rstrip().endswith(
-        "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
-    )
+    assert shown.rstrip().endswith(LINE)
 
 
 def test_progress_on_a_narrow_terminal_is_one_row_and_stays_once() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=40)
-    whole = "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+    whole = LINE
     with LiveDisplay(lambda: 1, console) as display:
         for _ in range(3):
             display.progress(yard_status(), frozenset({4}))
@@ -85,7 +137,7 @@ def test_progress_on_a_narrow_terminal_is_one_row_and_stays_once() -> None:
         rows = re.split(r"[\r\n]+", plain(stream))
         assert max(map(len, rows)) <= 40
         assert sum(row.startswith("job mine") for row in rows) == 2  # when it came, and below the output
-    assert plain(stream).count(whole) == 1
+    assert plain(stream).count(LINE) == 1
     assert plain(stream).endswith(f"{whole}\n")
 
 

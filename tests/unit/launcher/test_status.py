@@ -17,7 +17,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.status.as_json import to_json
 from shardyard_launcher.status.as_tables import as_tables
 from shardyard_launcher.status.report import LocalReport, YardReport
-from shardyard_launcher.status.words import describe_size
+from shardyard_launcher.terminal.quantities import describe_size
 from tests.support.launcher_replies import BOUNDED, yard_status
 
 
@@ -174,7 +174,7 @@ def test_progress_in_the_data_is_shown() -> None:
     feed = found.status.jobs[1].feeds[0]
     feed.free, feed.leased, feed.done = 20, 4, 16
     found.status.jobs[1].samples = 1_617
-    assert "\n  epoch 1 of 2, 44%, 2 s left\n" in shown_status(found)
+    assert "\n  epoch 1 of 2, 44%, 3 s left\n" in shown_status(found)
     said = {"feed": 0, "epoch": 1, "epochs": 2, "fraction": 0.4499, "left_s": 2.4}
     assert job_as_json(found)["progress"] == said
     assert json.loads(to_json(found))["jobs"][0]["progress"] is None

@@ -7,10 +7,11 @@ back to a checkpoint or was told to stop has no time left. Must not know: how it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.status.words import describe_duration
+from shardyard_launcher.terminal.quantities import describe_duration
 
 LEFT_S_MAX: Final = 365 * 24 * 3_600
 """A longer time says only that the rate is that of a job that stands."""
@@ -32,7 +33,7 @@ class DataProgress:
         said = "" if self.feed == 0 else f"data set {self.feed + 1}: "
         # rounded down: 100% is all of it
         said += f"epoch {self.epoch:,} of {self.epochs:,}, {int(100 * self.fraction)}%"
-        return said if self.left_s is None else f"{said}, {describe_duration(round(1_000 * self.left_s))} left"
+        return said if self.left_s is None else f"{said}, {describe_duration(1_000 * ceil(self.left_s))} left"
 
 
 def data_progress(job: wire.JobStatus) -> DataProgress | None:
@@ -55,7 +56,7 @@ def data_progress(job: wire.JobStatus) -> DataProgress | None:
 
 def _left_s(job: wire.JobStatus, samples: float) -> float | None:
     stands = job.recovering or job.waits or job.HasField("stop") or job.state != wire.JOB_STATE_RUNNING
-    if stands or not job.samples_per_s:
+    if stands or not samples or not job.samples_per_s:
         return None
     left_s = samples / job.samples_per_s
     return left_s if left_s <= LEFT_S_MAX else None
