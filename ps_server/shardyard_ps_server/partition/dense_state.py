@@ -25,7 +25,7 @@ from shardyard.domain.optimizers import WHOLE_VARIABLES
 from shardyard.domain.variables import DType, VariableKind
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
 from shardyard_ps_server.values import kernels, optimizers, pieces
-from shardyard_ps_server.values.optimizers import LONE
+from shardyard_ps_server.values.optimizers import LONE, Optimizer
 from shardyard_ps_server.values.pieces import Addresses, Array, Shares
 from shardyard_ps_server.values.versions import Bytes, aligned_copy, aligned_empty
 
@@ -112,6 +112,60 @@ class StateCut:
             self._kept[piece] = True
 
 
+class StateArrays:
+    """The optimizer's state of one partition: for each slot an array in the places of its payload."""
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[float]], payload: PayloadLayout) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+        self._payload = payload
+        self._was_given = False
+        self.arrays: dict[str, Bytes] = {}
+        """Shape (payload bytes,), dtype uint8, by the slots' names."""
+        self._fill()
+
+    def _fill(self) -> None:
+        for index, spec in enumerate(self._payload.variables):
+            if spec.kind is not VariableKind.PARAMETER:
+                continue
+            for slot in self._optimizer.slots(self._groups[spec.group]):
+                if slot.name not in self.arrays:
+                    self.arrays[slot.name] = aligned_empty(self._payload.nbytes)
+                    self.arrays[slot.name][:] = 0
+                if slot.initial:
+                    start, stop = self._payload.spans[index]
+                    self.arrays[slot.name][start:stop].view(spec.dtype.value)[:] = slot.initial
+
+    def begin_anew(self) -> bool:
+        """Takes back what `begin_with` has set. Returns whether there was anything."""
+        was_given, self._was_given = self._was_given, False
+        if was_given:
+            for array in self.arrays.values():
+                array[:] = 0
+            self._fill()
+        return was_given
+
+    def check(self, counts: Sequence[int], names: Collection[str]) -> None:
+        """Raises InvalidRequest unless these are its arrays, and there are so many blocks."""
+        blocks = len(self._payload.blocks)
+        if set(names) != self.arrays.keys() or len(counts) != blocks:
+            raise InvalidRequest(
+                f"an optimizer's state of {len(counts)} blocks with {sorted(names)}; expected {blocks} with"
+                f" {sorted(self.arrays)}"
+            )
+
+    def begin_with(self, counts: Sequence[int], arrays: Mapping[str, Bytes]) -> None:
+        """Sets all arrays. Raises what `check` raises."""
+        self.check(counts, arrays)
+        for name, array in arrays.items():
+            self.arrays[name][:] = array
+        self._was_given = True
+
+    def copied(self) -> dict[str, Bytes]:
+        """Raises TooLarge."""
+        return {name: aligned_copy(array) for name, array in self.arrays.items()}
+
+
 class DenseState:
     """The blocks of one partition under one optimizer."""
 
@@ -125,59 +179,26 @@ class DenseState:
         # updates of block i: those of all blocks, and its own beside them
         self._whole_count = 0
         self._counts = [0] * len(payload.blocks)
-        self._slots: dict[str, Bytes] = {}
+        self.slots = StateArrays(self._optimizer, self._groups, payload)
         self._sums: dict[np.dtype[Any], Array] = {}
         self._staged = _as_floats(aligned_empty(STAGED_BYTES if payload.nbytes >= STAGED_BYTES_MIN else 0))
         self._whole_runs: list[_Run] | None = None
-        self._make_slots()
-        self._was_given = False
         self._state = [
-            [self._slots[slot.name] for slot in self._optimizer.slots(settings) if slot.name in self._slots]
+            [self.slots.arrays[slot.name] for slot in self._optimizer.slots(settings) if slot.name in self.slots.arrays]
             for settings in layout.optimizer.groups
         ]
 
-    def _make_slots(self) -> None:
-        for index, spec in enumerate(self._variables):
-            if spec.kind is not VariableKind.PARAMETER:
-                continue
-            for slot in self._optimizer.slots(self._groups[spec.group]):
-                if slot.name not in self._slots:
-                    self._slots[slot.name] = aligned_empty(self._payload.nbytes)
-                    self._slots[slot.name][:] = 0
-                if slot.initial:
-                    start, stop = self._payload.spans[index]
-                    self._slots[slot.name][start:stop].view(spec.dtype.value)[:] = slot.initial
-
-    # ---- the state that the optimizer begins with, and reads of it
+    # ---- the state that the optimizer begins with
 
     def begin_anew(self) -> None:
         """The state is that of an optimizer that has taken no step, whatever was given before."""
-        if self._was_given:
-            for name in self._slots:
-                self._slots[name][:] = 0
-            self._make_slots()
+        if self.slots.begin_anew():
             self.restore_counts([0] * len(self._counts))
-            self._was_given = False
 
-    def check_slots(self, counts: Sequence[int], slots: Collection[str]) -> None:
-        """Raises InvalidRequest unless it keeps state of these names, for so many blocks."""
-        if set(slots) != self._slots.keys() or len(counts) != len(self._counts):
-            raise InvalidRequest(
-                f"an optimizer's state of {len(counts)} blocks with {sorted(slots)}; expected {len(self._counts)}"
-                f" with {sorted(self._slots)}"
-            )
-
-    def begin_with(self, counts: Sequence[int], slots: Mapping[str, Bytes]) -> None:
-        """Sets the whole state: arrays of the payload's length. Raises what `check_slots` raises."""
-        self.check_slots(counts, slots)
-        for name, values in slots.items():
-            self._slots[name][:] = values
+    def begin_with(self, counts: Sequence[int], arrays: Mapping[str, Bytes]) -> None:
+        """Sets the whole state. Raises what `StateArrays.check` raises."""
+        self.slots.begin_with(counts, arrays)
         self.restore_counts(counts)
-        self._was_given = True
-
-    def copied_slots(self) -> dict[str, Bytes]:
-        """Copies of the state arrays. Raises TooLarge."""
-        return {name: aligned_copy(values) for name, values in self._slots.items()}
 
     # ---- checkpoints
 
@@ -188,7 +209,7 @@ class DenseState:
 
     def cut(self) -> StateCut:
         """Cuts the optimizer state as it is now. Raises TooLarge."""
-        self._cut = StateCut(self._slots)
+        self._cut = StateCut(self.slots.arrays)
         return self._cut
 
     @property
@@ -214,7 +235,7 @@ class DenseState:
         found = {"values": values[start:stop].view(spec.dtype.value)}
         if spec.kind is VariableKind.PARAMETER:
             for slot in self._optimizer.slots(self._groups[spec.group]):
-                whole = self._slots[slot.name] if state is None else state(slot.name)
+                whole = self.slots.arrays[slot.name] if state is None else state(slot.name)
                 found[slot.name] = whole[start:stop].view(spec.dtype.value)
         return found
 

@@ -70,7 +70,7 @@ def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionS
                 todo="read the newest",
                 facts={"newest": str(version.number)},
             )
-        slots = partition.dense.copied_slots()
+        slots = partition.dense.slots.copied()
         counts = tuple(partition.dense.counts.tolist())
         return PartitionSlots(partition.id, counts, tuple(slots), version), slots
 

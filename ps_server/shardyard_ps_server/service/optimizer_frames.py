@@ -35,7 +35,7 @@ class OptimizerFrames:
         if hosted.open:
             raise InvalidRequest(f"the optimizer's first state for job {hosted.job}, which is open")
         partition = hosted.find(given.partition)
-        partition.dense.check_slots(given.counts, given.slots)
+        partition.dense.slots.check(given.counts, given.slots)
         arrays = {name: aligned_empty(partition.payload.nbytes) for name in given.slots}
         assembler = Assembler(*[array.data for array in arrays.values()])
         assembler.add(first)
