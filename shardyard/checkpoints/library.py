@@ -234,7 +234,7 @@ class CheckpointLibrary:
             yield from self.export_table(manifest, table).items()
 
     def export_table(self, manifest: Manifest, table: int) -> dict[str, Array]:
-        """A table as a module has it in its state: `NAME.ids`, ascending, `NAME.rows` and `NAME.seed`, from which ids
+        """A table as `model.state_dict()` has it: `PATH.ids`, ascending, `PATH.rows` and `PATH.seed`, from which ids
         without a row get the same initial values again. All of it is in memory.
 
         Raises CheckpointDamaged, CheckpointNotFound.
@@ -249,9 +249,9 @@ class CheckpointLibrary:
                 end += found.size
         order = np.argsort(ids)
         return {
-            f"{settings.name}.ids": ids[order],
-            f"{settings.name}.rows": rows[order],
-            f"{settings.name}.seed": np.array(settings.seed, np.int64),
+            f"{settings.path}.ids": ids[order],
+            f"{settings.path}.rows": rows[order],
+            f"{settings.path}.seed": np.array(settings.seed, np.int64),
         }
 
     # ---- checking

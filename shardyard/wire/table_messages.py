@@ -30,6 +30,7 @@ from shardyard.wire.common_messages import (
     check_unique,
     parsed,
     random_name,
+    text,
 )
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import common_pb2 as common
@@ -57,6 +58,7 @@ def table_to_wire(table: TableSettings) -> common.TableSpec:
         rows_max=table.rows_max,
         admission=common.Admission(**asdict(admission) | {"kind": _ADMISSIONS.to_wire(admission.kind)}),
         expiry=common.Expiry(**asdict(table.expiry)),
+        path=table.path,
     )
 
 
@@ -86,6 +88,7 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
         message.rows_max or limits.TABLE_ROWS_MAX,
         _admission(message),
         ExpirySettings(*[getattr(expiry, each.name) for each in fields(ExpirySettings)]),
+        text(message.path, f"the path of table {name!r}", limits.VARIABLE_NAME_CHARACTERS_MAX),
     )
 
 

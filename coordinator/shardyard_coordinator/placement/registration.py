@@ -55,8 +55,8 @@ def _check_same(
 
 
 def _is_same_table(first: TableSettings, second: TableSettings) -> bool:
-    """Seeds may differ, and so may the room: the first registration wins."""
-    return replace(second, seed=first.seed, rows_max=first.rows_max) == first
+    """Seeds may differ, and so may the room, and the place in the model: the first registration wins."""
+    return replace(second, seed=first.seed, rows_max=first.rows_max, path=first.path) == first
 
 
 def _check_optimizer(first: OptimizerSpec, second: OptimizerSpec) -> None:

@@ -135,6 +135,6 @@ def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Pat
         arrays: list[tuple[str, DType, tuple[int, ...]]]
         arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim)), ("seed", DType.INT64, ())]
         for kind, dtype, shape in arrays:
-            name = f"{table.name}.{kind}"
+            name = f"{table.path}.{kind}"
             sources.append(tensors.TensorSource(name, dtype, shape, partial(fetch_rows, index, name)))
     write_file(out, tensors.pieces({"format": "pt"}, sources))

@@ -118,7 +118,8 @@ class ExpirySettings:
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """`name` and `seed`: initial values depend on them. `optimizer`, `group`: a kind of
+    """`name` and `seed`: initial values depend on them. `path`: the table's in its model, under which
+    `model.state_dict()` has its rows; by default the name. `optimizer`, `group`: a kind of
     shardyard.domain.tables.row_optimizers, and its settings in order, those of the first update. `rows_max`: in this
     partition; address space for so many rows is reserved."""
 
@@ -131,8 +132,11 @@ class TableSettings:
     rows_max: int = 1 << 26
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     expiry: ExpirySettings = field(default_factory=ExpirySettings)
+    path: str = ""
 
     def __post_init__(self) -> None:
+        if not self.path:
+            object.__setattr__(self, "path", self.name)
         if not 1 <= self.dim <= TABLE_DIM_MAX:
             raise TableError(f"table {self.name!r} with rows of {self.dim} values; expected 1 to {TABLE_DIM_MAX:,}")
         if not 1 <= self.rows_max <= TABLE_ROWS_MAX:

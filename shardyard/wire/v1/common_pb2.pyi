@@ -233,7 +233,7 @@ class Expiry(_message.Message):
     def __init__(self, age_steps: _Optional[int] = ..., frequency_min: _Optional[int] = ..., norm_min: _Optional[float] = ..., rows_kept: _Optional[int] = ..., grace_steps: _Optional[int] = ..., age_ms: _Optional[int] = ..., grace_ms: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("name", "dim", "optimizer", "settings", "values", "seed", "initial", "scale", "rows_max", "admission", "expiry")
+    __slots__ = ("name", "dim", "optimizer", "settings", "values", "seed", "initial", "scale", "rows_max", "admission", "expiry", "path")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,7 @@ class TableSpec(_message.Message):
     ROWS_MAX_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     optimizer: str
@@ -256,7 +257,8 @@ class TableSpec(_message.Message):
     rows_max: int
     admission: Admission
     expiry: Expiry
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., initial: _Optional[_Union[InitialKind, str]] = ..., scale: _Optional[float] = ..., rows_max: _Optional[int] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
+    path: str
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., initial: _Optional[_Union[InitialKind, str]] = ..., scale: _Optional[float] = ..., rows_max: _Optional[int] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...
 
 class JobLayout(_message.Message):
     __slots__ = ("variables", "optimizer", "partitions", "tables")

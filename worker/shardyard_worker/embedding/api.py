@@ -6,6 +6,7 @@ Owns: the names that users import.
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard_worker.embedding.config import AdmitAfter, AdmitAll, AdmitByChance, Expiry
 from shardyard_worker.embedding.local_optimizer import Optimizer
+from shardyard_worker.embedding.plain_embedding import to_embedding
 from shardyard_worker.embedding.row_optimizers import (
     FTRL,
     SGD,
@@ -36,6 +37,7 @@ __all__ = [
     "Table",
     "normal",
     "tables_of",
+    "to_embedding",
     "uniform",
     "zeros",
 ]

@@ -339,11 +339,18 @@ def tables_of(model: torch.nn.Module) -> dict[str, Table]:
     >>> sorted(sy.tables.tables_of(model))
     ['tags', 'users']
     """
-    found: dict[str, Table] = {}
-    for path, module in model.named_modules():
+    return {name: table for name, (_, table) in tables_by_path(model).items()}
+
+
+def tables_by_path(model: torch.nn.Module) -> dict[str, tuple[str, Table]]:
+    """As `tables_of`, with the path under which `model.state_dict()` has each table: the first, if several modules
+    share it."""
+    found: dict[str, tuple[str, Table]] = {}
+    for compiled, module in model.named_modules():
         if isinstance(module, Table):
-            name = module.name or path.replace("_orig_mod.", "").removesuffix(".table") or "table"
-            other = found.setdefault(name, module)
+            path = compiled.replace("_orig_mod.", "")
+            name = module.name or path.removesuffix(".table") or "table"
+            _, other = found.setdefault(name, (path, module))
             if other is not module:
                 raise VariableConflict(
                     f"two tables called {name!r}, of dims {other.dim} and {module.dim}",

@@ -17,7 +17,7 @@ from shardyard.domain.errors import ConfigurationError, InvalidRequest, Unsuppor
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
-from shardyard_worker.embedding.table import tables_of
+from shardyard_worker.embedding.table import tables_by_path, tables_of
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.grad_scaler import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
@@ -47,6 +47,7 @@ def prepare(
             why="it takes the steps of that job",
             todo="give job.prepare a new optimizer, for example torch.optim.Adam(model.parameters())",
         )
+    paths = {name: path for name, (path, _) in tables_by_path(model).items()}
     tables = tables_of(model)
     if tables and loop.is_local:
         raise ConfigurationError(
@@ -61,7 +62,7 @@ def prepare(
     parameters, buffers = parameters_of(model, optimizer, tables), buffers_of(model)
     scaler = loop.scaler
     counts = [] if scaler is None else [Variable(SCALER_COUNTS, scaler.state)]
-    rows = TableBinding(tables, optimizer.param_groups) if tables else None
+    rows = TableBinding(tables, optimizer.param_groups, paths) if tables else None
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     state = _state_of(optimizer, spec, parameters)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, partial(_fetched_state, loop, spec))

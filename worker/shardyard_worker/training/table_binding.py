@@ -61,14 +61,17 @@ class TakenRows:
 
 
 class TableBinding:
-    """`tables`: of a model, by name; `groups`: the parameter groups of its optimizer.
+    """`tables`: of a model, by name; `groups`: the parameter groups of its optimizer; `paths`: of tables in the model,
+    where they are not the names.
 
     Raises InvalidRequest for a seed of more than 64 bits, and for settings that servers do not accept.
     """
 
-    def __init__(self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]], paths: Mapping[str, str] | None = None
+    ) -> None:
         self._tables = tuple(tables.values())
-        self.settings = tuple(_settings(name, table) for name, table in tables.items())
+        self.settings = tuple(_settings(name, table, (paths or {}).get(name, "")) for name, table in tables.items())
         self.partitions = 1
         """The job's number of partitions."""
         self.ahead: RowPrefetch | None = None
@@ -237,7 +240,7 @@ class _Rate:
         return (*settings.group[:at], settings.group[at] * (now / self._base), *settings.group[at + 1 :])
 
 
-def _settings(name: str, table: Table) -> TableSettings:
+def _settings(name: str, table: Table, path: str) -> TableSettings:
     if not -TABLE_SEED_MAX <= table.seed <= TABLE_SEED_MAX:
         raise InvalidRequest(f"table {name!r} with the seed {table.seed}; expected one of 64 bits")
     initial = InitialValues(table.initial.kind, float(table.initial.scale))
@@ -251,6 +254,7 @@ def _settings(name: str, table: Table) -> TableSettings:
         TABLE_ROWS_MAX,
         table.lifetime.admission,
         table.lifetime.expiry,
+        path,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 PAGE = Path(__file__).parents[4] / "docs" / "guides" / "embeddings.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-PRINTS = ["3\n", "{'author': (2, 32), 'friends': (2, 32), 'topics': (2, 8)}\n", "2\n", "3\n", "", ""]
+PRINTS = ["3\n", "{'author': (2, 32), 'friends': (2, 32), 'topics': (2, 8)}\n", "2\n", "3\n", "", "", ""]
 
 
 def test_every_block_is_run() -> None:
