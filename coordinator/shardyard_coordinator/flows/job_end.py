@@ -26,7 +26,7 @@ def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = N
     last checkpoint is taken, unless the newest one has everything. A job that no worker gave variables has failed,
     unless it was stopped."""
     if failure is None and job.deployment.layout is None and job.stopping.stop is None:
-        return fail(job, _untrained(job))
+        return fail(job, _untrained())
     job.last_checkpoint.failure = failure
     if checkpointing.is_current(job):
         return _conclude(job)
@@ -38,9 +38,9 @@ def finish(job: JobState, now_ms: int, failure: errors.ShardyardError | None = N
     return [*free(job, tuple(job.roster.fencing), now_ms), *job.records([finishing(job)]), message]
 
 
-def _untrained(job: JobState) -> errors.JobFailed:
+def _untrained() -> errors.JobFailed:
     return errors.JobFailed(
-        f"{job.title} has ended without variables, so nothing was trained",
+        "no worker has given the job variables, so nothing was trained",
         why="all workers have left, and none has called job.prepare or job.register",
         todo="call model, optimizer = job.prepare(model, optimizer) in the script before the first batch",
     )

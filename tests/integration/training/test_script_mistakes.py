@@ -92,7 +92,7 @@ def test_a_script_that_only_looks_at_the_job_is_told_that_it_trained_nothing(
         with join() as job:
             assert job.step == 0
         job = status(yard)
-        assert (job.state, "without variables" in job.failure.what) == (wire.JOB_STATE_FAILED, True)
+        assert (job.state, "nothing was trained" in job.failure.what) == (wire.JOB_STATE_FAILED, True)
     assert any("without job.prepare or job.register: nothing was trained" in each for each in warnings_in(caplog))
 
 

@@ -131,7 +131,7 @@ class Session:
         """Registers, and joins the job of the settings' name or starts it. Raises CoordinatorUnavailable, RunFinished,
         ..."""
         self._membership.register(patience_ms=self.settings.worker.retry_budget_ms)
-        bind_process(role="worker", id=self._membership.incarnation)
+        bind_process(role="worker", id=self._membership.incarnation, job=None, step=None)
         wanted = self.settings.job
         request = wire.JoinJobRequest(
             caller=common_messages.caller_to_wire(self.caller),
@@ -201,6 +201,7 @@ class Session:
     def _close(self) -> None:
         self._peer.close()
         self.wait_registry.close()
+        bind_process(job=None, step=None)
 
     @property
     def caller(self) -> Caller:
