@@ -197,4 +197,4 @@ def test_equally_long_loaders_are_not_warned_about(connect: Connect, caplog: pyt
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     job.close()
-    assert warnings_in(caplog) == []
+    assert not any("leaves in the middle" in each for each in warnings_in(caplog))
