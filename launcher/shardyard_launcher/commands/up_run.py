@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -139,7 +140,7 @@ def run(
             script = _script(command, given, environment, whole=False, workers=workers or 0)
             agent = find_agent(settings.coordinator)
             if detach:
-                return _leave_running(agent, script, given, signals)
+                return _leave_running(agent, replace(script, unattended=True), given, signals)
             # the agent and the script notice what happens to a yard that was not started here
             code = _follow(settings.coordinator, agent, script, settings, signals, list, sys.stderr, announced=True)
         else:

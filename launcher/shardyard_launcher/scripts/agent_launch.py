@@ -131,7 +131,7 @@ class AgentLaunch:
                         return
             except errors.DeadlineExceeded:
                 continue
-            except errors.Unavailable as error:
+            except (errors.Unavailable, errors.NotReady) as error:
                 self._note_silence(error)
                 self._closing.wait(SLICE_S)
             except errors.ShardyardError as error:

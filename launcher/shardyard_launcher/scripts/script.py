@@ -65,6 +65,8 @@ class Script:
     workers: int
     restarts_max: int
     restarts_window_ms: int
+    unattended: bool = False
+    """Nobody follows it, so that the agent launches it again if it was killed itself."""
 
 
 def launch_environment(
@@ -293,6 +295,7 @@ def _request_for(script: Script) -> agent_wire.LaunchRequest:
         restarts_max=script.restarts_max,
         restarts_window_ms=script.restarts_window_ms,
         key=secrets.randbits(KEY_BITS) + 1,
+        unattended=script.unattended,
     )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max", "restarts_window_ms", "key")
+    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max", "restarts_window_ms", "key", "unattended")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class LaunchRequest(_message.Message):
     RESTARTS_MAX_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    UNATTENDED_FIELD_NUMBER: _ClassVar[int]
     script: str
     arguments: _containers.RepeatedScalarFieldContainer[str]
     working_directory: str
@@ -31,7 +32,8 @@ class LaunchRequest(_message.Message):
     restarts_max: int
     restarts_window_ms: int
     key: int
-    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ..., restarts_window_ms: _Optional[int] = ..., key: _Optional[int] = ...) -> None: ...
+    unattended: bool
+    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ..., restarts_window_ms: _Optional[int] = ..., key: _Optional[int] = ..., unattended: bool = ...) -> None: ...
 
 class LaunchReply(_message.Message):
     __slots__ = ("launch", "workers")

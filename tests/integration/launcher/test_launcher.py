@@ -367,6 +367,25 @@ def test_script_outlives_the_terminals_of_those_who_started_and_followed_it(shel
     assert shell.down("--now").returncode == 0
 
 
+def test_script_that_was_left_running_goes_on_after_its_agent_was_killed(shell: Shell) -> None:
+    """Under its number, so that those who follow it follow it still."""
+    assert shell.up("--set", "yard.servers=1", "--set", "yard.workers=1").returncode == 0
+    at = ("--coordinator", shell.status()["coordinator"])
+    script, go = shell.script(WAITS), shell.folder / "go"
+    assert shell.run("run", *at, "--detach", "--env", "GREETING=hello", script, str(go)).returncode == 0
+    (launch,) = shell.status()["launches"]
+    follower = shell.start("attach", *at)
+    read_error_until(follower, "Ctrl-C detaches")
+    os.kill(shell.pid_of("agent"), signal.SIGKILL)
+    read_until(follower, "has hello")
+    go.touch()
+    assert finish(follower).returncode == 5
+    (after,) = shell.status()["launches"]
+    assert (after["launch"], after["started_s"], after["exit_code"]) == (launch["launch"], launch["started_s"], 5)
+    assert shell.run("logs", *at).stdout.splitlines() == ["has hello", "has hello", "went on"]
+    assert shell.down("--now").returncode == 0
+
+
 @pytest.mark.long("coordinator")
 @pytest.mark.parametrize("role", ["coordinator", "server", "agent"])
 def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) -> None:

@@ -1,6 +1,6 @@
 """The events of a launch, numbered, for any number of watchers.
 
-Owns: the bounded log of a launch's events, and the wait for new ones. Invariants: numbers grow by one from 0; when
+Owns: the bounded log of a launch's events, and the wait for new ones. Invariants: numbers grow by one; when
 there are too many events, the oldest are dropped; the event that ends the launch is never dropped. Must not know:
 processes, gRPC.
 """
@@ -19,15 +19,15 @@ OUTPUT_CHARACTERS_MAX: Final = 16 * limits.MIB
 
 
 class EventLog:
-    """Safe for several threads."""
+    """Safe for several threads. `first`: the number of the first event."""
 
     def __init__(
-        self, *, events_max: int = limits.LAUNCH_EVENTS_MAX, characters_max: int = OUTPUT_CHARACTERS_MAX
+        self, *, first: int = 0, events_max: int = limits.LAUNCH_EVENTS_MAX, characters_max: int = OUTPUT_CHARACTERS_MAX
     ) -> None:
         self._events_max = events_max
         self._characters_max = characters_max
         self._kept: deque[wire.LaunchEvent] = deque()
-        self._first = 0
+        self._first = first
         self._characters = 0
         self._ended = False
         self._changed = threading.Condition()

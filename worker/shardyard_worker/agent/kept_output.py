@@ -25,6 +25,7 @@ class KeptOutput:
         self._folder = folder
         self._files = [OutputFile(folder, index) for index in range(workers)]
         self._added: set[int] = set()
+        self._now_s = 0.0
         self._refused = False
 
     def add(self, event: wire.LaunchEvent) -> None:
@@ -44,6 +45,10 @@ class KeptOutput:
             case "ended":
                 self._add(event.ended.first_error_index, "agt", _describe_end(event.ended))
 
+    def say(self, text: str) -> None:
+        """What the agent says of the launch."""
+        self._add(0, "agt", text)
+
     def flush(self) -> None:
         for index in sorted(self._added):
             error = self._files[index].flush()
@@ -61,7 +66,9 @@ class KeptOutput:
             file.close()
 
     def _add(self, index: int, kind: Kind, text: str) -> None:
-        self._files[index].add(kind, text, time.time())
+        if not self._added:  # what is read at one time has one time
+            self._now_s = time.time()
+        self._files[index].add(kind, text, self._now_s)
         self._added.add(index)
 
 

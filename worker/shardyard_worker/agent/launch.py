@@ -68,8 +68,12 @@ class RunningLaunch:
         self._folder = folder
         self._output = KeptOutput(record.number, folder.path, order.workers)
         self.record = record
+        self._recording = threading.Lock()
         self.order = order
-        self.events = EventLog()
+        # the events of a launch that is resumed have higher numbers than those before, which are gone
+        self.events = EventLog(first=int(1e6 * max(record.resumed_s, default=0.0)))
+        if record.resumed_s:
+            self._output.say("the agent was killed; the next agent starts the launch again")
         self._report_exit = report_exit
         self._supervision = Supervision(
             workers=order.workers, restarts_max=order.restarts_max, restarts_window_ms=order.restarts_window_ms
@@ -99,6 +103,14 @@ class RunningLaunch:
 
     def start(self) -> None:
         self._thread.start()
+
+    def forgo(self) -> None:
+        """From now on no other agent launches it again."""
+        with self._recording:
+            if self.record.request and self.record.ended is None:
+                self.record = replace(self.record, request="")
+                with contextlib.suppress(OSError):
+                    self._folder.write(self.record)
 
     def stop(self, grace_ms: int) -> None:
         """Sends SIGTERM now, and SIGKILL after the grace time. Does not wait."""
@@ -161,11 +173,12 @@ class RunningLaunch:
         """Keeps how the launch ended, before those who watch it learn that."""
         self._output.flush()
         ending = Ending(time.time(), ended.exit_code, ended.first_error_index, ended.first_error, stopped=ended.stopped)
-        self.record = replace(self.record, ended=ending)
-        try:
-            self._folder.end(self.record)
-        except OSError as error:
-            log.error("launch %d: its end is not kept (%s) in %s", self.number, error.strerror, self._folder.path)
+        with self._recording:
+            self.record = replace(self.record, ended=ending, request="")
+            try:
+                self._folder.end(self.record)
+            except OSError as error:
+                log.error("launch %d: its end is not kept (%s) in %s", self.number, error.strerror, self._folder.path)
         what = f"launch {self.number} of {self.order.script}"
         after = f"after {ending.time_s - self.record.started_s:.1f} s"
         if not ended.exit_code:

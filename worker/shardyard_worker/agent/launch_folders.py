@@ -57,7 +57,9 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """Times are in seconds since 1970. `ended`: None while it runs, and for ever if its agent was killed."""
+    """Times are in seconds since 1970. `ended`: None while it runs, and for ever if its agent was killed. `request`:
+    what to launch again in that case, as base64; empty if its launcher does that. `resumed_s`: when that was done, as
+    far back as it counts."""
 
     number: int
     script: str
@@ -65,6 +67,8 @@ class LaunchRecord:
     workers: int
     started_s: float
     ended: Ending | None = None
+    request: str = ""
+    resumed_s: tuple[float, ...] = ()
 
 
 class LaunchFolder:
@@ -101,14 +105,38 @@ class LaunchFolder:
                 workers=int(entry["workers"]),
                 started_s=float(entry["started_s"]),
                 ended=None if entry["ended"] is None else _ending(entry["ended"]),
+                request=str(entry["request"]),
+                resumed_s=tuple(map(float, entry["resumed_s"])),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
+    def take(self) -> bool:
+        """Takes the lock of a launch that nobody runs. False if somebody runs it."""
+        try:
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        self._lock = lock
+        return True
+
+    def write(self, record: LaunchRecord) -> None:
+        """For the holder of the lock. Raises OSError."""
+        part = self.path / (RECORD + ".part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+            json.dump(dataclasses.asdict(record), stream)
+        os.replace(part, self.path / RECORD)
+
     def end(self, record: LaunchRecord) -> None:
         """Writes the last record and gives up the lock. Raises OSError if the record could not be written."""
         try:
-            _write(self.path, record)
+            self.write(record)
         finally:
             self.release()
 
@@ -140,7 +168,7 @@ class LaunchFolders:
             fcntl.flock(lock, fcntl.LOCK_EX)
             while True:
                 number = NUMBER_MIN + secrets.randbelow(NUMBER_MAX - NUMBER_MIN + 1)
-                _write(begun, describe(number))
+                LaunchFolder(begun).write(describe(number))
                 try:
                     begun.rename(self.path / str(number))
                     return LaunchFolder(self.path / str(number), lock)
@@ -164,6 +192,18 @@ class LaunchFolders:
             if record is not None:
                 found.append((LaunchFolder(path), record))
         return sorted(found, key=lambda each: -each[1].started_s)
+
+    def take_lost(self) -> list[tuple[LaunchFolder, LaunchRecord]]:
+        """Takes the launches that are to be launched again because their agent was killed, the oldest first."""
+        found = []
+        for folder, record in reversed(self.records()):
+            if record.request and record.ended is None and folder.take():
+                latest = folder.record()
+                if latest is not None and latest.ended is None:
+                    found.append((folder, latest))
+                else:  # it has ended since
+                    folder.release()
+        return found
 
     def _paths(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -204,11 +244,3 @@ def _changed_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _write(folder: Path, record: LaunchRecord) -> None:
-    part = folder / (RECORD + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
-        json.dump(dataclasses.asdict(record), stream)
-    os.replace(part, folder / RECORD)

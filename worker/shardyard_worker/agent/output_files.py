@@ -58,10 +58,13 @@ class OutputFile:
         self._size = 0
         self._lost = 0
         self._torn = False
+        self._stamped = (-1.0, "")
 
     def add(self, kind: Kind, text: str, time_s: float) -> None:
         """The line is written by the next `flush`."""
-        self._pending.append(_line(kind, text, time_s))
+        if time_s != self._stamped[0]:
+            self._stamped = (time_s, _stamp(time_s))
+        self._pending.append(_line(kind, text, self._stamped[1]))
 
     def flush(self) -> OSError | None:
         """Writes what was added. Returns why that failed; then it is lost."""
@@ -70,7 +73,9 @@ class OutputFile:
         lines, self._pending = self._pending, []
         before = [b"\n"] if self._torn else []
         if self._lost:
-            before.append(_line("agt", f"the disk refused {self._lost} lines, which are missing here", time.time()))
+            before.append(
+                _line("agt", f"the disk refused {self._lost} lines, which are missing here", _stamp(time.time()))
+            )
         try:
             self._write(b"".join([*before, *lines]))
         except OSError as error:
@@ -96,12 +101,14 @@ class OutputFile:
             self._torn = bool(rest)
 
     def _begin_file(self) -> None:
-        self.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(self._path, former_of(self._path))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        """Opens the file, which an agent before this one may have left; a new one if that is full."""
+        if self._descriptor is not None or _size(self._path) + READ_BYTES > self._bytes_max:
+            self.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._path, former_of(self._path))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o600)
-        self._size = 0
+        self._size = os.fstat(self._descriptor).st_size
 
 
 class OutputReader:
@@ -231,6 +238,14 @@ def _path(folder: Path, index: int) -> Path:
     return folder / f"{index}.log"
 
 
+def _size(path: Path) -> int:
+    """0 if there is no such file."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _inode(path: Path) -> int:
     """0 if there is no such file."""
     try:
@@ -243,9 +258,13 @@ def _time_of(line: KeptLine) -> float:
     return line.time_s
 
 
-def _line(kind: Kind, text: str, time_s: float) -> bytes:
-    stamp = datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="microseconds")
-    return f"{stamp.removesuffix('+00:00')}Z {kind} {text}\n".encode("utf-8", "replace")
+def _line(kind: Kind, text: str, stamp: str) -> bytes:
+    return f"{stamp} {kind} {text}\n".encode("utf-8", "replace")
+
+
+def _stamp(time_s: float) -> str:
+    moment = datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="microseconds")
+    return f"{moment.removesuffix('+00:00')}Z"
 
 
 def _seconds(stamp: str) -> float:

@@ -171,6 +171,8 @@ def serve(
         membership.enrol(stop)
         if stop.is_set():
             return 0
+        if command is None:
+            service.resume()
         listener.set_ready(ready=True)
         ready(address)
         if command is not None:

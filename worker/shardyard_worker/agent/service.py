@@ -7,6 +7,7 @@ kept. Must not know: how processes are supervised (supervision, launch), the coo
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ipaddress
 import logging
@@ -15,13 +16,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from google.protobuf.message import DecodeError
+
 from shardyard.config.configuration import RUN_ID_VARIABLE
 from shardyard.domain import errors, limits
+from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
@@ -29,7 +33,7 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent import launch_folders
 from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give, run_id_of
 from shardyard_worker.agent.launch import RunningLaunch
-from shardyard_worker.agent.launch_folders import LaunchFolders, LaunchRecord
+from shardyard_worker.agent.launch_folders import Ending, LaunchFolder, LaunchFolders, LaunchRecord
 from shardyard_worker.agent.output_files import KeptLine, read_output
 from shardyard_worker.agent.supervision import STOP_GRACE_MS
 
@@ -72,6 +76,7 @@ class AgentService:
         self._lock = threading.Lock()
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
+        self._has_resumed = False
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._folders = self._open_folders()
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
@@ -97,17 +102,57 @@ class AgentService:
             if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
                 raise errors.NotReady(f"the agent runs {LAUNCHES_RUNNING_MAX} launches already, as many as it takes")
             self._forget()
-            launch = self._begin(order)
+            kept = base64.b64encode(request.SerializeToString()).decode() if request.unattended else ""
+            launch = self._begin(order, kept)
             self._launches[launch.number] = launch
             launch.start()
         log.info("launch %d: %s in %d processes", launch.number, order.script, order.workers)
         return launch
 
-    def _begin(self, order: LaunchOrder) -> RunningLaunch:
+    def resume(self) -> None:
+        """Launches again what nobody else launches again after the agent before this one was killed. Call it once, when
+        the agent has enrolled."""
+        for folder, record in self._folders.take_lost():
+            try:
+                launch = self._resumed(folder, record)
+            except errors.ShardyardError as error:
+                log.error("launch %d is not started again: %s", record.number, error.what)
+                with contextlib.suppress(OSError):
+                    folder.end(replace(record, ended=Ending(time.time(), 1, 0, error.what), request=""))
+                continue
+            with self._lock:
+                self._launches[launch.number] = launch
+                launch.start()
+            log.warning("launch %d is started again, since its agent was killed", launch.number)
+        self._has_resumed = True
+
+    def _resumed(self, folder: LaunchFolder, record: LaunchRecord) -> RunningLaunch:
+        """Raises what is wrong with the launch now, and Unavailable if it was resumed too often."""
+        try:
+            request = wire.LaunchRequest.FromString(base64.b64decode(record.request))
+        except (ValueError, DecodeError) as error:
+            raise errors.InvalidRequest(f"its record is damaged: {error}") from error
+        order = self._order(request)
+        now_s = time.time()
+        budget = RestartPolicy(
+            restarts_max=order.restarts_max, window_ms=order.restarts_window_ms, setting="yard.restarts_max"
+        )
+        for resumed_s in record.resumed_s:
+            budget.died("agent", int(1000 * resumed_s))
+        decided = budget.died("agent", int(1000 * now_s))
+        if isinstance(decided, GivenUp):
+            raise errors.Unavailable(f"its agent was killed, and {decided.why}")
+        kept = [each for each in record.resumed_s if each > now_s - order.restarts_window_ms / 1000]
+        record = replace(record, resumed_s=(*kept, now_s))
+        with contextlib.suppress(OSError):
+            folder.write(record)
+        return self._running(record, folder, order)
+
+    def _begin(self, order: LaunchOrder, request: str) -> RunningLaunch:
         begun_s = time.time()
 
         def describe(number: int) -> LaunchRecord:
-            return LaunchRecord(number, str(order.script), order.arguments, order.workers, begun_s)
+            return LaunchRecord(number, str(order.script), order.arguments, order.workers, begun_s, request=request)
 
         try:
             folder = self._folders.create(describe)
@@ -116,13 +161,10 @@ class AgentService:
                 f"there can be no folder for the launch in {self._folders.path}: {error.strerror}",
                 todo="see the free space of that disk, or start the agent with another folder (--state)",
             ) from error
-        return RunningLaunch(
-            describe(int(folder.path.name)),
-            folder,
-            order,
-            report_exit=self._report_exit,
-            wait_registry=self.wait_registry,
-        )
+        return self._running(describe(int(folder.path.name)), folder, order)
+
+    def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
+        return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
 
     def _open_folders(self) -> LaunchFolders:
         """In the state folder; in a temporary one if that cannot be written."""
@@ -146,6 +188,7 @@ class AgentService:
             self._closed = True
             launches = list(self._launches.values())
         for launch in launches:
+            launch.forgo()
             launch.stop(grace_ms)
         for launch in launches:
             if not launch.join(grace_ms + 5_000):
@@ -212,6 +255,10 @@ class AgentService:
         with self._lock:
             launch = self._launches.get(number)
         if launch is None:
+            folder = None if self._has_resumed else self._folders.find(number)
+            record = None if folder is None else folder.record()
+            if record is not None and record.request and record.ended is None:
+                raise errors.NotReady(f"launch {number} is about to be started again", todo="ask again in a moment")
             raise _unknown(number)
         return launch
 
@@ -267,7 +314,9 @@ class AgentService:
         self._admit(context, "stop a launch")
         if request.grace_ms > GRACE_MS_MAX:
             raise errors.TooLarge(f"a grace time of {request.grace_ms} ms; at most {GRACE_MS_MAX} ms are given")
-        self._find(request.launch).stop(request.grace_ms or STOP_GRACE_MS)
+        launch = self._find(request.launch)
+        launch.forgo()
+        launch.stop(request.grace_ms or STOP_GRACE_MS)
         return wire.StopReply()
 
     def _on_describe(self, request: wire.DescribeAgentRequest, context: Context) -> wire.DescribeAgentReply:

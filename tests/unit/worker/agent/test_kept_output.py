@@ -440,3 +440,166 @@ def test_agent_that_cannot_write_its_folder_keeps_output_for_its_own_life(
     finally:
         agent.close(grace_ms=100)
     assert "file cannot be written (Not a directory)" in caplog.text
+
+
+# ---- launches that nobody follows
+
+
+def unattended(agent: AgentService, script: Path, **fields: Any) -> int:
+    """A script that says how often it was started, and goes on until a file is there."""
+    script.write_text(
+        "import os, pathlib, time\nfolder = pathlib.Path(__file__).parent\n"
+        "starts = folder / 'starts'\nstarts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
+        "print('start', len(starts.read_text()), os.environ['GREETING'], flush=True)\n"
+        "while not (folder / 'go').exists():\n    time.sleep(0.01)\n"
+    )
+    given = {"unattended": True, "restarts_max": 2, "restarts_window_ms": 60_000} | fields
+    environment = {"GREETING": "hello"}
+    request = wire.LaunchRequest(
+        script=str(script), working_directory=str(script.parent), environment=environment, **given
+    )
+    number = agent.launch(request).number
+    wait_until(lambda: [line.line for line in read(agent, launch=number) if not line.by_agent] != [], "the first line")
+    return number
+
+
+def die(agent: AgentService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends an agent as SIGKILL would, as far as its folder can tell: the processes are gone, the lock is free, and
+    nothing was written."""
+    with monkeypatch.context() as killed:
+        killed.setattr(LaunchFolder, "write", lambda self, record: None)
+        agent.close(grace_ms=10)
+
+
+def printed(agent: AgentService, number: int) -> list[str]:
+    return [line.line for line in read(agent, launch=number) if not line.by_agent]
+
+
+def test_unattended_launch_goes_on_under_the_agent_that_replaces_a_killed_one(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its number, with its variables; its output follows what is there."""
+    number = unattended(agent, script)
+    last = described(agent, number).next_event
+    die(agent, monkeypatch)
+    successor = agent_on(script.parent)
+    try:
+        with pytest.raises(errors.NotReady, match="about to be started again"):
+            next(successor.service.handlers[methods.WATCH](wire.WatchRequest(launch=number), LOCAL))
+        successor.resume()
+        wait_until(lambda: len(printed(successor, number)) == 2, "the second start")
+        said = described(successor, number)
+        assert (said.ended, said.running) == (False, 1)
+        assert said.next_event > last
+        (script.parent / "go").touch()
+        events = list(
+            successor.service.handlers[methods.WATCH](wire.WatchRequest(launch=number, next_event=last), LOCAL)
+        )
+        assert events[0].HasField("started")
+        assert events[-1].ended.exit_code == 0
+        assert printed(successor, number) == ["start 1 hello", "start 2 hello"]
+        agents = [line.line for line in read(successor, launch=number) if line.by_agent]
+        assert "the agent was killed; the next agent starts the launch again" in agents
+    finally:
+        successor.close(grace_ms=100)
+
+
+@pytest.mark.parametrize("how", ["attended", "stopped", "ended", "agent stopped"])
+def test_other_launches_are_not_started_again(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    number = unattended(agent, script, unattended=how != "attended")
+    if how == "stopped":
+        agent.service.handlers[methods.STOP](wire.StopRequest(launch=number, grace_ms=1), LOCAL)
+    elif how == "ended":
+        (script.parent / "go").touch()
+    if how in ("stopped", "ended"):
+        wait(agent, number)
+    if how == "agent stopped":
+        agent.close(grace_ms=10)
+    else:
+        die(agent, monkeypatch)
+    successor = agent_on(script.parent)
+    try:
+        successor.resume()
+        assert described(successor, number).ended
+        assert len(printed(successor, number)) == 1
+    finally:
+        successor.close(grace_ms=100)
+
+
+@pytest.mark.parametrize("how", ["launch", "agent"])
+def test_order_to_stop_outlives_an_agent_that_is_killed_before_it_has_stopped(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    number = unattended(agent, script)
+    with monkeypatch.context() as killed:
+        killed.setattr(LaunchFolder, "end", lambda folder, record: folder.release())  # no end is written
+        if how == "launch":
+            agent.service.handlers[methods.STOP](wire.StopRequest(launch=number, grace_ms=1), LOCAL)
+            killed.setattr(LaunchFolder, "write", lambda folder, record: None)
+        agent.close(grace_ms=10)
+    successor = agent_on(script.parent)
+    try:
+        successor.resume()
+        assert len(printed(successor, number)) == 1
+        assert described(successor, number).ended
+    finally:
+        successor.close(grace_ms=100)
+
+
+def test_launch_is_not_started_again_more_often_than_its_processes_would_be(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = unattended(agent, script, restarts_max=1)
+    die(agent, monkeypatch)
+    for starts in (2, 2):
+        successor = agent_on(script.parent)
+        successor.resume()
+        wait_until(lambda: len(printed(successor, number)) == starts, "the second start")  # noqa: B023
+        said = described(successor, number)
+        die(successor, monkeypatch)
+    assert said.ended
+    assert "its agent was killed, and it was restarted once within 60 s (yard.restarts_max)" in said.ending.first_error
+    assert f"launch {number} is not started again" in caplog.text
+
+
+def test_launch_whose_script_is_gone_has_failed(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = unattended(agent, script)
+    die(agent, monkeypatch)
+    script.unlink()
+    successor = agent_on(script.parent)
+    successor.resume()
+    ending = described(successor, number).ending
+    successor.close(grace_ms=100)
+    assert (ending.exit_code, "is not a file" in ending.first_error) == (1, True)
+
+
+def test_launch_is_resumed_by_one_agent_only(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = unattended(agent, script)
+    die(agent, monkeypatch)
+    both = [agent_on(script.parent) for _ in range(2)]
+    try:
+        for each in both:
+            each.resume()
+        wait_until(lambda: len(printed(both[0], number)) == 2, "the second start")
+        assert described(both[0], number).running == 1
+        with pytest.raises(errors.NotFound):
+            both[1].service.handlers[methods.STOP](wire.StopRequest(launch=number), LOCAL)
+    finally:
+        for each in both:
+            each.close(grace_ms=100)
+
+
+def test_output_goes_on_in_the_file_of_the_agent_before(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        file = OutputFile(tmp_path, 0)
+        file.add("out", text, 0.0)
+        file.flush()
+        file.close()
+    assert texts(tmp_path) == ["first", "second"]
+    assert [path.name for path in tmp_path.iterdir()] == ["0.log"]
