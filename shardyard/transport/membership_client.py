@@ -28,6 +28,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 
 log = logging.getLogger("shardyard.enrolment")
 
+DEADLINE_MS = 3_000
+"""Of a heartbeat, at most."""
 RETRY_MS = 250
 LEAVE_MS = 1_000
 
@@ -62,7 +64,6 @@ class MembershipClient:
         on_reply: Callable[[wire.HeartbeatReply], None],
         on_lost: Callable[[errors.ShardyardError], None],
         report: Callable[[wire.HeartbeatRequest], None] | None = None,
-        deadline_ms: int = 3_000,
         grace_ms: int = COORDINATOR_GRACE_MS,
     ) -> None:
         self._peer = peer
@@ -70,7 +71,7 @@ class MembershipClient:
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._report = report
-        self._deadline_ms = deadline_ms
+        self._deadline_ms = DEADLINE_MS
         self._grace_ms = grace_ms
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -125,6 +126,8 @@ class MembershipClient:
                         raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms, self.drain_ms = reply.heartbeat_ms, reply.drain_ms
+        # if one is lost, the next one still comes before the lease has run out
+        self._deadline_ms = min(DEADLINE_MS, reply.lease_ms - 2 * reply.heartbeat_ms)
 
     def start(self) -> None:
         """Starts to send heartbeats."""

@@ -135,7 +135,6 @@ def settings_of(yard: Yard) -> Settings:
             threads=0,
             same_host="never",
             rpc_deadline_ms=1_500,
-            retry_budget_ms=8_000,
             exchange="delayed" if plan.window else "blocking",
         ),
         membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000),

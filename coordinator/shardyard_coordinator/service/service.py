@@ -55,7 +55,9 @@ class Coordinator:
         )
         self._servers = ServerClient(network, journal.term, self._wait_registry)
         self._residuals = ResidualCollections(self._workers_of, self._wait_registry)
-        checkpoint_io = CheckpointIO(self._servers, feedback=self._residuals, heartbeat_ms=membership.heartbeat_ms)
+        checkpoint_io = CheckpointIO(
+            self._servers, feedback=self._residuals, heartbeat_ms=membership.heartbeat_every_ms
+        )
         self._calls = ServerCalls(self._mailbox, self._servers, checkpoint_io, self._wait_registry)
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)

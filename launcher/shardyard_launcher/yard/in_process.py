@@ -51,7 +51,7 @@ class LocalYard:
             server = Server(self.network, COORDINATOR, on_lost=_log_loss, logs=logs, budget=budget)
             address = f"in-process:server-{index}"
             self.network.listen(address, [server.service()])
-            server.register(address, patience_ms=settings.worker.retry_budget_ms)
+            server.register(address, patience_ms=settings.membership.coordinator_grace_ms)
             self._servers.append(server)
 
     def close(self) -> None:

@@ -51,12 +51,6 @@ class WorkerSettings(Section):
         " read again, except in tables with plain SGD. lacking: a cached row may miss your own recent"
         " pushes, as it may miss those of others.",
     )
-    retry_budget_ms: int = Field(
-        default=8_000,
-        ge=0,
-        le=DURATION_MS_MAX,
-        description="How long a worker keeps retrying a peer that does not answer before it reports it as lost.",
-    )
 
     @property
     def window(self) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, model_validator
 
-from shardyard.config.settings.values import AUTO, DURATION_MS_MAX, PORT_MAX, Folder, Host, Section, impossible
+from shardyard.config.settings.values import AUTO, DURATION_MS_MAX, PORT_MAX, Auto, Folder, Host, Section, impossible
 from shardyard.domain import limits
 
 WAL_FOLDER: Final = "wal"
 COLD_FOLDER: Final = "cold"
+HEARTBEATS_PER_LEASE: Final = 8
 HEARTBEATS_PER_LEASE_MIN: Final = 3
+"""So many that one lost heartbeat does not count as a death."""
 COORDINATOR_GRACE_MS: Final = 60_000
 DRAIN_S: Final = 25
 MEMORY_BYTES_MAX: Final = 1 << 50
@@ -73,7 +75,10 @@ class YardSettings(Section):
 
 
 class MembershipSettings(Section):
-    heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between two heartbeats of a member.")
+    heartbeat_ms: Annotated[int, Field(ge=10, le=60_000)] | Auto = Field(
+        default="auto",
+        description="The time between two heartbeats of a member. auto: an eighth of lease_ms.",
+    )
     lease_ms: int = Field(
         default=4_000,
         ge=30,
@@ -84,8 +89,8 @@ class MembershipSettings(Section):
         default=COORDINATOR_GRACE_MS,
         ge=1,
         le=DURATION_MS_MAX,
-        description="How long members continue without a coordinator, which may be restarted. After that it"
-        " counts as lost.",
+        description="How long a process waits for a coordinator or a server that does not answer, which may be being"
+        " restarted, before it counts it as lost. Training continues meanwhile where it can.",
     )
     drain_s: int = Field(
         default=DRAIN_S,
@@ -96,12 +101,16 @@ class MembershipSettings(Section):
     )
 
     @property
+    def heartbeat_every_ms(self) -> int:
+        return self.lease_ms // HEARTBEATS_PER_LEASE if self.heartbeat_ms == "auto" else self.heartbeat_ms
+
+    @property
     def drain_ms(self) -> int:
         return self.drain_s * 1000
 
     @model_validator(mode="after")
     def _lease_outlasts_heartbeats(self) -> Self:
-        least_ms = HEARTBEATS_PER_LEASE_MIN * self.heartbeat_ms
+        least_ms = HEARTBEATS_PER_LEASE_MIN * self.heartbeat_every_ms
         if self.lease_ms < least_ms:
             raise impossible(
                 ("lease_ms", "heartbeat_ms"),

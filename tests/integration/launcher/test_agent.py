@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardyard.config.settings import Settings
+from shardyard.config.settings import MembershipSettings, Settings
 from shardyard.domain import errors
 from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
 from shardyard.transport.grpc_server import GrpcServer
@@ -528,12 +528,17 @@ def coordinator() -> Iterator[FakeCoordinator]:
 
 def serve(coordinator: str, **given: Any) -> int:
     """Serves an agent that starts no processes for others. By default it has one worker and any free port."""
-    rest: dict[str, Any] = {"bind": "127.0.0.1:0", "workers": 1, "command": None, "stop": threading.Event()} | given
+    rest: dict[str, Any] = {
+        "bind": "127.0.0.1:0",
+        "workers": 1,
+        "command": None,
+        "stop": threading.Event(),
+        "settings": Settings(),
+    } | given
     return agent_process.serve(
         coordinator=coordinator,
         advertise=None,
         state=Path("state"),
-        settings=Settings(),
         allow_remote_launch=False,
         **rest,
     )
@@ -594,10 +599,10 @@ def test_agent_with_a_script_ends_with_it_and_reports_its_processes(
     assert 6 in {code for _, _, code in coordinator.reports}
 
 
-def test_agent_without_a_coordinator_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_process, "REGISTER_PATIENCE_MS", 300)
+def test_agent_without_a_coordinator_gives_up_after_the_grace_time() -> None:
+    settings = Settings(membership=MembershipSettings(coordinator_grace_ms=300))
     with pytest.raises(errors.CoordinatorUnavailable, match="does not answer"):
-        serve("127.0.0.1:1", ready=lambda address: pytest.fail("ready without a coordinator"))
+        serve("127.0.0.1:1", settings=settings, ready=lambda address: pytest.fail("ready without a coordinator"))
     assert not [thread.name for thread in threading.enumerate() if thread.name == "exit-reports"]
 
 

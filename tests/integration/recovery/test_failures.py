@@ -113,7 +113,7 @@ def await_checkpoint(folder: Path) -> None:
 
 
 def test_a_missing_coordinator_is_named_with_what_to_do(probes: Probes) -> None:
-    script, _ = probes.start("model", coordinator="127.0.0.1:9", worker__retry_budget_ms=500)
+    script, _ = probes.start("model", coordinator="127.0.0.1:9", membership__coordinator_grace_ms=500)
     assert script.wait() != 0
     assert "CoordinatorUnavailable: coordinator at 127.0.0.1:9 does not answer" in script.output
     assert "shardyard coordinator" in script.output

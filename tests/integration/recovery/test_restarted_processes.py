@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.support.waiting import wait_until
 from tests.support.yards import ROLE, RoleYard, Script
 
 LEASE_MS = 2_000
@@ -100,6 +101,25 @@ def test_worker_that_stands_still_longer_than_its_lease_is_started_again(launche
     os.kill(frozen, signal.SIGCONT)
     assert launch.agent.wait() == 0, launch.agent.output
     assert any(f"(pid {frozen}) ended with StaleIncarnation; it is" in line for line in launch.agent.lines)
+    assert counted(launch) == ["counted 400.0"] * 2
+    (job,) = launch.yard.ended().jobs
+    assert (job.state, job.samples) == (wire.JOB_STATE_FINISHED, SAMPLES)
+
+
+def test_worker_that_is_started_again_waits_for_a_coordinator_that_is_away(
+    launches: Callable[[str], Launch],
+) -> None:
+    launch = launches(ONCE)
+    killed = launch.trains()[0]
+    launch.yard.kill_coordinator()
+    os.kill(killed, signal.SIGKILL)
+
+    def explained() -> int:
+        return sum("to register this worker" in line for line in launch.agent.lines)
+
+    wait_until(lambda: explained() >= 3, "the new process to have waited for 11 s", deadline_s=60)
+    launch.yard.restart_coordinator()
+    assert launch.agent.wait() == 0, launch.agent.output
     assert counted(launch) == ["counted 400.0"] * 2
     (job,) = launch.yard.ended().jobs
     assert (job.state, job.samples) == (wire.JOB_STATE_FINISHED, SAMPLES)

@@ -10,7 +10,7 @@ from tests.support.alone import local_yard
 
 
 def test_promise_1_the_name_of_a_push_that_failed_half_way_is_not_used_again(alone: None) -> None:
-    with local_yard({"job.partitions": 2, "worker.retry_budget_ms": 100}) as (yard, connect), connect() as job:
+    with local_yard({"job.partitions": 2, "membership.coordinator_grace_ms": 100}) as (yard, connect), connect() as job:
         job.register({"a": torch.zeros(64), "b": torch.zeros(64)}, lr=1.0)
         job.push({"a": torch.ones(64), "b": torch.ones(64)})
         yard.network.leave("in-process:server-1")

@@ -104,7 +104,7 @@ def _push_to_one_server(job: worker.Job, name: PushName) -> None:
 def test_a_lost_server_is_named_also_by_the_answers_of_the_others(gone: int) -> None:
     """The coordinator drops a failed job from the servers that live; a worker that asks them before its next heartbeat
     hears why."""
-    with yard_of(**{"worker.retry_budget_ms": 500, "job.partitions": 8}) as (yard, inside):
+    with yard_of(**{"membership.coordinator_grace_ms": 500, "job.partitions": 8}) as (yard, inside):
         with worker.connect(inside, network=yard.network) as job:
             counted = Counted(job, 4)
             counted.step(torch.tensor([0]))

@@ -275,7 +275,7 @@ def test_more_workers_than_streams_train_all_the_same(
 ) -> None:
     """A server that has more streams than threads ends those beyond after each exchange."""
     monkeypatch.setattr(limits, "EXCHANGE_STREAMS_MAX", 0)
-    job, model, optimizer = prepared(connect, **WAYS[way] | {"worker.retry_budget_ms": 2_000})
+    job, model, optimizer = prepared(connect, **WAYS[way] | {"membership.coordinator_grace_ms": 2_000})
     _, calm, calm_optimizer = prepared(connect, **WAYS["streams"])
     for number in range(3):
         step(model, optimizer, number)

@@ -34,8 +34,6 @@ from shardyard_worker.agent.service import AgentPlan, AgentService
 
 log = logging.getLogger("shardyard.agent")
 
-REGISTER_PATIENCE_MS: Final = 30_000
-"""How long an agent tries to reach its coordinator when it starts."""
 SLICE_MS: Final = 200
 REPORT_TIMEOUT_MS: Final = 2_000
 
@@ -59,9 +57,9 @@ class AgentMembership:
         return self._client.incarnation
 
     def enrol(self, stop: threading.Event) -> None:
-        """Raises CoordinatorUnavailable if the coordinator does not answer for REGISTER_PATIENCE_MS."""
+        """Raises CoordinatorUnavailable if the coordinator does not answer for `coordinator_grace_ms`."""
         try:
-            self._enrol(REGISTER_PATIENCE_MS, stop)
+            self._enrol(self._grace_ms, stop)
         except errors.Unavailable:
             if not stop.is_set():
                 raise

@@ -140,7 +140,7 @@ class FanOut:
 
     def _retry_policy(self, stream: ServerStream, waiting_for: str) -> RetryPolicy:
         return RetryPolicy(
-            self._session.settings.worker.retry_budget_ms,
+            self._session.settings.membership.coordinator_grace_ms,
             self.check,
             f"{waiting_for} on {stream.peer.name}",
             worthwhile=lambda: RECOVERING if self._session.recovering else "",

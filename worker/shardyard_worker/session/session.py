@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings, Settings
@@ -33,6 +33,9 @@ from shardyard_worker.session.retry import RetryPolicy
 from shardyard_worker.session.step_barrier import StepBarrier
 
 log = logging.getLogger("shardyard.worker")
+
+FIRST_CONNECT_MS: Final = 8_000
+"""How long a process that somebody has started by hand tries to reach the coordinator."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -95,6 +98,7 @@ class Session:
         """Explains all waits of this worker, in its log and to the coordinator."""
         self._metrics = metrics
         self._run = run
+        self._is_launched = run is not None or membership.agent is not None
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._lock = threading.Lock()
         self._failure: errors.ShardyardError | None = None
@@ -130,7 +134,7 @@ class Session:
     def join(self) -> None:
         """Registers, and joins the job of the settings' name or starts it. Raises CoordinatorUnavailable, RunFinished,
         ..."""
-        self._membership.register(patience_ms=self.settings.worker.retry_budget_ms)
+        self._membership.register(patience_ms=self._connect_ms)
         bind_process(role="worker", id=self._membership.incarnation, job=None, step=None)
         wanted = self.settings.job
         request = wire.JoinJobRequest(
@@ -164,6 +168,13 @@ class Session:
         with self._lock:
             return self._failure is not None and self._failure.new_process_helps
 
+    @property
+    def _connect_ms(self) -> int:
+        """How long this process tries to reach the coordinator. A launch has reached it before. Otherwise the address
+        may be wrong, and a person waits."""
+        grace_ms = self.settings.membership.coordinator_grace_ms
+        return grace_ms if self._is_launched else min(grace_ms, FIRST_CONNECT_MS)
+
     def leave(self, error: str = "", *, lost: bool = False) -> None:
         """Leaves the job and the yard. A second call does nothing. `error`: why the script failed, if it did. `lost`:
         it failed because this process has lost the yard. Then the coordinator is not told, and takes this for a death:
@@ -186,7 +197,7 @@ class Session:
                 # a metric that cannot be read, as after a device failure, must not keep this worker from leaving
                 log.debug("no last heartbeat: %s", unsent)
         # a coordinator that restarts must learn that this worker is done; otherwise it looks like a death
-        patience_ms = 0 if error or has_failed else self.settings.worker.retry_budget_ms
+        patience_ms = 0 if error or has_failed else self.settings.membership.coordinator_grace_ms
         pushed, residual_lost = self.progress.pushed, self.progress.residual_lost
         drained = self.drain.hands_over and not error
         is_lost = self._membership.leave(
@@ -312,7 +323,7 @@ class Session:
 
     def _retry_policy(self, waiting_for: str, check: Callable[[], None]) -> RetryPolicy:
         # longer than the grace time, after which the coordinator counts as lost and `check` raises that
-        budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
+        budget_ms = 2 * self.settings.membership.coordinator_grace_ms
         return RetryPolicy(budget_ms, check, waiting_for)
 
     # ---- heartbeats

@@ -39,7 +39,7 @@ def register_reply(incarnation: Incarnation, term: Term, membership: MembershipS
     return wire.RegisterReply(
         incarnation=incarnation,
         term=term,
-        heartbeat_ms=membership.heartbeat_ms,
+        heartbeat_ms=membership.heartbeat_every_ms,
         lease_ms=membership.lease_ms,
         drain_ms=membership.drain_ms,
     )

@@ -356,7 +356,10 @@ def test_process_serves_over_grpc_until_it_is_stopped(tmp_path: Path) -> None:
         request = wire.RegisterRequest(role=wire.ROLE_WORKER, protocol=limits.PROTOCOL, host="box", pid=1)
         reply = peer.call(methods.REGISTER, request, timeout_ms=5_000)
         assert (reply.incarnation, reply.term) == ((1 << 32) + 1, 1)
-        assert (reply.heartbeat_ms, reply.lease_ms) == (settings.membership.heartbeat_ms, settings.membership.lease_ms)
+        assert (reply.heartbeat_ms, reply.lease_ms) == (
+            settings.membership.heartbeat_every_ms,
+            settings.membership.lease_ms,
+        )
         with pytest.raises(errors.ConfigurationError, match="in use by process"):
             Journal(tmp_path / "state")
     finally:

@@ -313,6 +313,12 @@ def test_bounds_themselves_are_taken() -> None:
     assert load(None, {}, flags).settings.job.partition_count == limits.PARTITIONS_MAX
 
 
+def test_heartbeats_follow_the_lease() -> None:
+    membership = load(None, {}, {"membership.lease_ms": 1_000}).settings.membership
+    assert membership.heartbeat_every_ms == 125
+    assert load(None, {}, {}).settings.membership.heartbeat_every_ms == 500
+
+
 def test_lease_must_outlast_three_heartbeats(write) -> None:
     file = write("membership:\n  lease_ms: 1200\n")
     assert load(file, {}, {"membership.heartbeat_ms": 400}).settings.membership.lease_ms == 1200

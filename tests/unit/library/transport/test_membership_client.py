@@ -34,6 +34,7 @@ class FakeCoordinator:
         self.refusals: dict[str, list[errors.ShardyardError]] = {}
         self.term = 1
         self.undecided = ""
+        self.heartbeat_ms, self.lease_ms = 2, 1_000
 
     def appear(self) -> None:
         service = Service("Coordinator")
@@ -52,7 +53,9 @@ class FakeCoordinator:
     def _register(self, request: wire.RegisterRequest, _: Context) -> wire.RegisterReply:
         self.registered.append(request)
         self._refuse("Register")
-        return wire.RegisterReply(incarnation=41, term=self.term, heartbeat_ms=2, lease_ms=1_000)
+        return wire.RegisterReply(
+            incarnation=41, term=self.term, heartbeat_ms=self.heartbeat_ms, lease_ms=self.lease_ms
+        )
 
     def _heartbeat(self, request: wire.HeartbeatRequest, _: Context) -> wire.HeartbeatReply:
         self.beats.append(request)
@@ -423,3 +426,14 @@ def test_member_may_stop_itself_when_it_is_lost(coordinator: FakeCoordinator, ma
     member.enrolment.register(patience_ms=0)
     member.enrolment.start()
     assert stopped.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(("heartbeat_ms", "lease_ms", "expected_ms"), [(500, 4_000, 3_000), (100, 1_000, 800)])
+def test_heartbeat_that_is_lost_leaves_time_for_another(
+    coordinator: FakeCoordinator, make: Callable[..., Member], heartbeat_ms: int, lease_ms: int, expected_ms: int
+) -> None:
+    coordinator.appear()
+    coordinator.heartbeat_ms, coordinator.lease_ms = heartbeat_ms, lease_ms
+    enrolment = make().enrolment
+    enrolment.register(patience_ms=0)
+    assert enrolment._deadline_ms == expected_ms
