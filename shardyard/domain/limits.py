@@ -92,6 +92,8 @@ METRICS_MAX: Final = 64
 METRIC_NAME_CHARACTERS_MAX: Final = 128
 TEXT_CHARACTERS_MAX: Final = 4_096
 SETTINGS_BYTES_MAX: Final = 64 * KIB
+DATA_LEASES_MAX: Final = 64
+"""Data shards that a worker holds at a time, those that it reads ahead included."""
 FEEDS_MAX: Final = 100_000
 """Calls of job.batches in one job."""
 SAMPLES_MAX: Final = 1 << 48

@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from shardyard.domain.errors import NotFound, SequenceGap, StraddlingRange
-from shardyard.domain.ids import Generation, Rank, Token
-from shardyard.domain.push_names import ROW_LANE, PushName, SourceKey
+from shardyard.domain.ids import Generation, Incarnation, Rank, Token
+from shardyard.domain.push_names import ROW_LANE, DataShardSource, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard_coordinator.core.effects import Base, Persist
 from shardyard_coordinator.flows import checkpointing, work_verdicts
@@ -27,6 +28,8 @@ from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.storage import recovery
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
 from shardyard_coordinator.work import checkpoint_copy
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.data_shards import DataShards
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
@@ -234,6 +237,20 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     _instead_of(patch, StraddlingRange)
+
+
+@mutation("A14", "async-rows", 5)
+def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
+    """only the first lease of a dead worker is freed, not those that it had taken ahead"""
+
+    def release(self: DataLedger, worker: Incarnation, reached: Any = MappingProxyType({})) -> list[DataShardSource]:
+        held_by = DataShards.held_by
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(DataShards, "held_by", lambda shards, worker: held_by(shards, worker)[:1])
+            return real(self, worker, reached)
+
+    real = DataLedger.release
+    patch.setattr(DataLedger, "release", release)
 
 
 @mutation("A11", "sync-checkpoint", 10)

@@ -124,8 +124,11 @@ class FeedOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequested(Event):
+    """`known`: the tokens of the leases of this feed that the worker knows it holds."""
+
     caller: Caller
     feed: int
+    known: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

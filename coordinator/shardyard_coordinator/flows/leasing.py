@@ -7,10 +7,11 @@ of it (rule A11). Must not know: which work counts (work_verdicts), how servers 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.ids import Generation, Incarnation, Token
 from shardyard.domain.push_names import DataLease, RankSource, SourceKey
 from shardyard_coordinator.core.effects import Effect, JobPhase, LeaseClosed, ReadLedger, Reply
 from shardyard_coordinator.core.events import LeaseReturned
@@ -40,8 +41,9 @@ def open_feed(job: JobState, feed: int, spec: FeedSpec) -> list[Effect]:
     return [*job.records(opened), Reply(opening)]
 
 
-def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
-    """Leases a data shard to the worker, or replies what it waits for. Raises NotFound, InvalidRequest, NotReady."""
+def lease(job: JobState, worker: Incarnation, feed: int, known: Collection[Token] = ()) -> list[Effect]:
+    """Leases a data shard to the worker, or replies what it waits for. `known`: the tokens of the leases that it knows
+    of; one that it holds and does not know of is given again (rule A14). Raises NotFound, InvalidRequest, NotReady."""
     if job.phase is not JobPhase.RUNNING:
         raise errors.NotReady(
             f"{job.title} has no variables on the servers yet, so no work can be counted",
@@ -56,7 +58,7 @@ def lease(job: JobState, worker: Incarnation, feed: int) -> list[Effect]:
             todo="ask for no lease; the job's ranks come with heartbeats",
         )
     before = job.tokens.latest
-    answer = job.feeds.lease(feed, worker, fresh=awaits is None)
+    answer = job.feeds.lease(feed, worker, known=known, fresh=awaits is None)
     if isinstance(answer, LeaseWait):
         answer = awaits or answer
     if isinstance(answer, FeedDone) and not checkpointing.has_all_data(job):

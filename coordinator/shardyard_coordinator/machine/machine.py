@@ -191,8 +191,8 @@ class Machine:
                 return deployment.commit_variables(self._job_of(caller), caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
                 return leasing.open_feed(self._job_of(caller), feed, spec)
-            case events.LeaseRequested(caller, feed):
-                return leasing.lease(self._job_of(caller), caller.incarnation, feed)
+            case events.LeaseRequested(caller, feed, known):
+                return leasing.lease(self._job_of(caller), caller.incarnation, feed, known)
             case events.LeaseReturned(caller):
                 return leasing.return_lease(self._job_of(caller), event)
             case events.BatchBegun(caller):

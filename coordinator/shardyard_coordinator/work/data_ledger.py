@@ -8,7 +8,7 @@ servers, members, time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -73,11 +73,13 @@ class DataLedger:
         found = self._add(feed, spec) if feed == len(self.opened) else self.opened[feed]
         return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
 
-    def lease(self, feed: int, worker: Incarnation, *, fresh: bool = True) -> DataLease | LeaseWait | FeedDone:
-        """A data shard for the worker; the one that it holds already, if any. `fresh`: also one that was never leased.
-        Raises NotFound."""
+    def lease(
+        self, feed: int, worker: Incarnation, *, known: Collection[Token] = (), fresh: bool = True
+    ) -> DataLease | LeaseWait | FeedDone:
+        """A data shard for the worker; one that it holds already, if there is one that it does not know of. `known`:
+        the tokens of those that it knows of. `fresh`: also a data shard that was never leased. Raises NotFound."""
         shards = self.feed(feed)
-        number = shards.held_by(worker)
+        number = next((each for each in shards.held_by(worker) if shards.held[each].token not in known), None)
         if number is None:
             begun = shards.begun
             number = shards.take(fresh=fresh)
@@ -90,8 +92,7 @@ class DataLedger:
 
     def held(self, worker: Incarnation) -> list[DataShardSource]:
         """The data shards that are leased to the worker."""
-        found = [(shards, shards.held_by(worker)) for shards in self.opened]
-        return [shards.source(number) for shards, number in found if number is not None]
+        return [shards.source(number) for shards in self.opened for number in shards.held_by(worker)]
 
     @property
     def leases(self) -> list[HeldShard]:
@@ -126,8 +127,7 @@ class DataLedger:
         sources."""
         freed = []
         for shards in self.opened:
-            number = shards.held_by(worker)
-            if number is not None:
+            for number in shards.held_by(worker):
                 source = shards.source(number)
                 shards.give_back(number, reached.get(source))
                 freed.append(source)

@@ -110,8 +110,10 @@ class DataShards:
         begin, end = self.span(source)
         return DataLease(source, self.held[number].token, begin, end)
 
-    def held_by(self, worker: Incarnation) -> int | None:
-        return next((number for number, held in self.held.items() if held.worker == worker), None)
+    def held_by(self, worker: Incarnation) -> list[int]:
+        """The data shards that the worker holds, in the order in which they were leased."""
+        held = [(held.token, number) for number, held in self.held.items() if held.worker == worker]
+        return [number for _, number in sorted(held)]
 
     def take(self, *, fresh: bool) -> int | None:
         """The next free data shard: a returned one first, else a fresh one if `fresh`."""

@@ -461,12 +461,14 @@ class OpenFeedReply(_message.Message):
     def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ..., begun_epochs: _Optional[int] = ..., begun_samples: _Optional[int] = ...) -> None: ...
 
 class LeaseDataRequest(_message.Message):
-    __slots__ = ("caller", "feed")
+    __slots__ = ("caller", "feed", "known")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     FEED_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     feed: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ...) -> None: ...
+    known: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DataLease(_message.Message):
     __slots__ = ("data_shard", "token", "begin", "end", "announce_until")

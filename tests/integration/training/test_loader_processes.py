@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shardyard as sy
+from shardyard_worker.data.loader_processes import LoaderProcesses
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -74,6 +75,25 @@ def test_loader_of_ones_own_is_read_as_it_says(connect: Connect) -> None:
     assert sizes == [4] * 12
     assert sum(counted.counts) == 48
     assert max(counted.counts) == 2
+
+
+def test_processes_read_on_into_the_next_data_shards(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    take = LoaderProcesses.take
+
+    def counted_take(self: LoaderProcesses, seed: Any, begin: Any) -> Any:
+        def begins() -> Any:
+            begun.append(1)
+            return begin()
+
+        return take(self, seed, begins)
+
+    monkeypatch.setattr(LoaderProcesses, "take", counted_take)
+    counted = Counted(connect(settings=SHARDS), 25)
+    for (index,) in counted.job.batches(counted.data, batch_size=2, epochs=2, **READS):
+        counted.step(index)
+    assert counted.counts == [2.0] * 25
+    assert len(begun) == 1
 
 
 def test_break_and_another_loop_leave_no_process(connect: Connect) -> None:

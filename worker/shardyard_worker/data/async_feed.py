@@ -16,7 +16,9 @@ from itertools import islice
 from typing import Any
 
 from shardyard.domain.epochs import Indices
-from shardyard.domain.errors import ShardyardError, StaleToken
+from shardyard.domain.errors import NotReady, ShardyardError, StaleToken, Unavailable
+from shardyard.domain.ids import Token
+from shardyard.domain.limits import DATA_LEASES_MAX
 from shardyard.domain.push_names import DataLease, DataShardSource, PushName, SourceKey
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import common_pb2 as common
@@ -40,6 +42,7 @@ class _Shard:
     samples: Indices
     batches: int
     announce_until: int
+    token: Token
     sequence: int = 0
 
 
@@ -47,11 +50,20 @@ class AsyncFeed(Feed):
     _strategy: AsyncStrategy
     _shard: _Shard | None = None
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._ahead: list[DataLease] = []
+        """Data shards that were leased to be read ahead, in the order in which they are computed."""
+        self._is_last = False
+        """Whether no more can be leased ahead of the end of the current one."""
+
     def batches(self) -> Generator[Any, None, None]:
         try:
             while not self._ends and (lease := self._lease()) is not None:
                 yield from self._go_through(lease)
         finally:
+            while self._ahead:
+                self._give_back(self._ahead.pop(0), begun=False)
             self._rest()
         if self._session.drain.asked:
             return
@@ -75,7 +87,10 @@ class AsyncFeed(Feed):
     # ---- leases
 
     def _lease(self) -> DataLease | None:
-        """Leases a data shard. None: all are done, or no more batches are to be computed."""
+        """Leases a data shard, or takes one that was leased ahead. None: all are done, or no more batches are to be
+        computed."""
+        if self._ahead:
+            return self._ahead.pop(0)
         request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
@@ -90,10 +105,34 @@ class AsyncFeed(Feed):
                 reply = self._session.ask(methods.LEASE_DATA, request)
         return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
 
-    def _give_back(self, lease: DataLease) -> None:
+    def _lease_ahead(self) -> DataLease | None:
+        """Leases another data shard before the end of the current one (rule A14). None if there is none now, or the
+        coordinator does not answer: that is no reason to wait in the middle of a data shard."""
+        shard = self._shard
+        if shard is None or self._is_last or self._ends or self._is_told_to_stop:
+            return None
+        if self._strategy.becomes_synchronous:
+            return None
+        known = [shard.token, *(each.token for each in self._ahead)]
+        caller = common_messages.caller_to_wire(self._session.caller)
+        try:
+            self._session.check()
+            reply = self._session.ask_once(
+                methods.LEASE_DATA, wire.LeaseDataRequest(caller=caller, feed=self._number, known=known)
+            )
+        except (NotReady, Unavailable) as error:
+            log.debug("no data shard was leased ahead: %s", error)
+            reply = wire.LeaseDataReply()
+        if not reply.HasField("lease") or len(known) == DATA_LEASES_MAX:
+            self._is_last = True
+            return None
+        self._ahead.append(lease_messages.data_lease_from_wire(reply.lease))
+        return self._ahead[-1]
+
+    def _give_back(self, lease: DataLease, *, begun: bool = True) -> None:
         """The batches of the data shard that are not pushed go to other workers."""
         try:
-            self._close(lease)
+            (self._close if begun else self._end_lease)(lease)
         except ShardyardError as error:
             log.debug("%s was not given back: %s", lease.source, error)
 
@@ -102,6 +141,9 @@ class AsyncFeed(Feed):
             self._strategy.finish_pushes()
         except LostWork:
             return
+        self._end_lease(lease)
+
+    def _end_lease(self, lease: DataLease) -> None:
         source = lease.source
         name = common.DataShardName(feed=source.feed, epoch=source.epoch, index=source.index)
         caller = common_messages.caller_to_wire(self._session.caller)
@@ -124,8 +166,10 @@ class AsyncFeed(Feed):
         samples = self._order(epoch=lease.source.epoch)[lease.begin : lease.end]
         nexts = [mark.next for mark in marks]
         pending: Work | None = None
-        self._early.clear()
-        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.announce_until)
+        named_alike = self._seed(lease.source, 0)[:-1]
+        self._early = {seed: each for seed, each in self._early.items() if seed[:-1] == named_alike}
+        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.announce_until, lease.token)
+        self._is_last = False
         for sequence in range(min(nexts), shard.batches):
             if self._session.drain.asked:
                 self._give_back(lease)
@@ -181,11 +225,24 @@ class AsyncFeed(Feed):
 
     def _following(self) -> Iterator[Reading]:
         shard = self._shard
-        if shard is not None:
-            for sequence in range(shard.sequence + 1, shard.batches):
-                if sequence < shard.announce_until:
+        if shard is None:
+            return
+        for sequence in range(shard.sequence + 1, shard.batches):
+            if sequence < shard.announce_until:
+                return
+            yield self._reading(shard.source, shard.samples, sequence)
+        place = 0
+        while (lease := self._ahead[place] if place < len(self._ahead) else self._lease_ahead()) is not None:
+            samples = self._order(epoch=lease.source.epoch)[lease.begin : lease.end]
+            for sequence in range(-(-len(samples) // self._settings.batch_size)):
+                if sequence < lease.announce_until:
                     return
-                yield Reading(self._seed(shard.source, sequence), self._chosen(shard.samples, sequence).tolist())
+                yield self._reading(lease.source, samples, sequence)
+            # those before it, and perhaps this one, have been begun meanwhile
+            place = next((place + 1 for place, each in enumerate(self._ahead) if each.token == lease.token), 0)
+
+    def _reading(self, source: DataShardSource, samples: Indices, sequence: int) -> Reading:
+        return Reading(self._seed(source, sequence), self._chosen(samples, sequence).tolist())
 
     def _announced(self) -> Sequence[Announced]:
         """The announced ids of later batches of the same data shard."""

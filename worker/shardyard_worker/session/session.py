@@ -299,6 +299,10 @@ class Session:
         with self.wait_registry.over(lambda: policy.explanation):
             return policy.call(lambda: self._peer.call(method, request, timeout_ms=deadline_ms))
 
+    def ask_once(self, method: Method[Request, Response], request: Request) -> Response:
+        """Calls the coordinator. Raises Unavailable or NotReady instead of waiting for it."""
+        return self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
+
     def learn(self) -> None:
         """Sends a heartbeat until the coordinator answers one: only it can explain a server's error."""
         policy = self._retry_policy("the coordinator to say how the job stands", self.check)

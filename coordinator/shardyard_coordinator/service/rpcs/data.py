@@ -48,7 +48,9 @@ def open_feed_reply(opening: FeedOpening) -> wire.OpenFeedReply:
 
 
 def lease_data_event(request: wire.LeaseDataRequest) -> events.LeaseRequested:
-    return events.LeaseRequested(common_messages.caller_from_wire(request.caller), request.feed)
+    known = common_messages.bounded(request.known, limits.DATA_LEASES_MAX, "leases of a worker")
+    tokens = tuple(Token(each) for each in known)
+    return events.LeaseRequested(common_messages.caller_from_wire(request.caller), request.feed, tokens)
 
 
 def lease_data_reply(answer: object) -> wire.LeaseDataReply:

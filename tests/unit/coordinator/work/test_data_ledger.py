@@ -66,6 +66,30 @@ def test_worker_that_asks_again_gets_the_same_lease() -> None:
     assert leased(books, A) == leased(books, A)
 
 
+def test_worker_that_names_its_leases_gets_another_one() -> None:
+    books = ledger()
+    books.open(0, spec())
+    first = leased(books, A)
+    second = books.lease(0, A, known=[first.token])
+    assert isinstance(second, DataLease)
+    assert second.source.index == first.source.index + 1
+    assert books.lease(0, A, known=[first.token]) == second, "the answer was lost"
+    assert leased(books, A) == first
+    assert books.held(A) == [first.source, second.source]
+    assert done(books, first, A)
+    assert leased(books, A) == second
+
+
+def test_all_data_shards_of_the_dead_are_free() -> None:
+    books = ledger()
+    books.open(0, spec())
+    first = leased(books, A)
+    second = books.lease(0, A, known=[first.token])
+    assert isinstance(second, DataLease)
+    assert books.release(A) == [first.source, second.source]
+    assert [leased(books, B).source] == [first.source]
+
+
 def test_data_shards_of_the_dead_come_first_and_under_a_higher_token() -> None:
     books = ledger()
     books.open(0, SPEC)
