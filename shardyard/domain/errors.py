@@ -32,7 +32,10 @@ class to a status).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+SEALED: Final = "sealed"
+"""The fact of a NotReady whose partition moves to another server: soon there is another map."""
 
 
 class ShardyardError(Exception):

@@ -76,8 +76,8 @@ class MembershipClient:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._beat = threading.Lock()
-        self.drain_ms = 0
-        """How long this member may take to leave in order, once it is registered."""
+        self.lease_ms = self.drain_ms = 0
+        """How long the coordinator waits for a heartbeat, and for this member to leave in order."""
         self._undecided = ""
         self.incarnation = Incarnation(0)
         self.term = Term(0)
@@ -125,7 +125,7 @@ class MembershipClient:
                     if self._stop.is_set():
                         raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
-        self._heartbeat_ms, self.drain_ms = reply.heartbeat_ms, reply.drain_ms
+        self._heartbeat_ms, self.lease_ms, self.drain_ms = reply.heartbeat_ms, reply.lease_ms, reply.drain_ms
         # if one is lost, the next one still comes before the lease has run out
         self._deadline_ms = min(DEADLINE_MS, reply.lease_ms - 2 * reply.heartbeat_ms)
 
@@ -175,12 +175,11 @@ class MembershipClient:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def drain(self) -> int:
+    def drain(self) -> wire.DrainReply:
         """Tells the coordinator that this member leaves in order; `leave` follows when its work is done or handed
-        back. Returns the time for that, in milliseconds. Raises what the coordinator answers, or
-        CoordinatorUnavailable."""
+        back. Raises what the coordinator answers, or CoordinatorUnavailable."""
         request = wire.DrainRequest(caller=common_messages.caller_to_wire(self.caller))
-        return self._peer.call(methods.DRAIN, request, timeout_ms=self._deadline_ms).left_ms
+        return self._peer.call(methods.DRAIN, request, timeout_ms=self._deadline_ms)
 
     def leave(
         self,

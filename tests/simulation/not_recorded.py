@@ -20,6 +20,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "JobState.progress": "workers report it again with the next heartbeat; when a job is finishing its step is"
     " recorded, because it has no workers, and when it ends all of it",
     "JobState.rows_seen": "servers say it again with the next heartbeat",
+    "JobState.departing": "found again with the next tick",
     "JobState.reads_steps": "servers are asked again",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",

@@ -97,6 +97,7 @@ def _server(yard: Yard, address: str) -> None:
         advertise=None,
         settings=settings_of(yard),
         stop=Event(),  # type: ignore[arg-type]
+        hurry=Event(),  # type: ignore[arg-type]
         ready=lambda _: None,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -196,6 +197,10 @@ class RoleYard:
 
     def kill_server(self, index: int) -> None:
         self.servers[index].kill()
+
+    def end_server(self, index: int) -> None:
+        """The server leaves in order."""
+        self.servers[index].process.send_signal(signal.SIGTERM)
 
     def restart_server(self, index: int, failpoints: str = "") -> None:
         """At the same address."""

@@ -270,12 +270,14 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class DrainTaken:
-    """`title`: how messages name the member. `first`: this request began the drain."""
+    """`title`: how messages name the member. `first`: this request began the drain.
+    `empty`: as in Draining."""
 
     member: Incarnation
     title: str
     left_ms: int
     first: bool
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)

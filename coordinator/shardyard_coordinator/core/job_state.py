@@ -58,7 +58,8 @@ class JobState:
     """`restored`: what the latest recovery brought back. `origin`: the checkpoint with which the job is to begin; None
     once it has begun, or if it begins with first values. A job with logs has begun once it has a checkpoint of its own;
     until then it can only begin again.
-    `reads_steps`: a read of the ledgers is under way. `rows_seen`: by server, the rows of each table."""
+    `reads_steps`: a read of the ledgers is under way. `departing`: what it waits for, while a
+    server leaves it. `rows_seen`: by server, the rows of each table."""
 
     id: JobId
     settings: JobSettings
@@ -90,6 +91,7 @@ class JobState:
     evaluations: Evaluations = field(default_factory=Evaluations)
     last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)
     reads_steps: bool = False
+    departing: str = ""
     rows_seen: dict[Incarnation, tuple[int, ...]] = field(default_factory=dict)
 
     @property

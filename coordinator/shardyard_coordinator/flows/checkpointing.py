@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Token
+from shardyard.domain.ids import Incarnation, Token
 from shardyard_coordinator.core.effects import (
     CheckpointProgress,
     Effect,
@@ -53,9 +53,10 @@ def request(job: JobState, ticket: int) -> list[Effect]:
     return [Reply(progress)]
 
 
-def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
+def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = frozenset()) -> list[Effect]:
+    """`leaving`: servers of the job whose partitions go to others with this checkpoint."""
     deployed, book, logs = job.deployment, job.book, job.log_owners
-    if not job.may_acknowledge:
+    if leaving or not job.may_acknowledge:
         book.want()
     if deployed.stage is not Stage.OPEN or not book.is_due(now_ms, job.progress.step):
         return []
@@ -70,7 +71,7 @@ def begin_if_due(job: JobState, now_ms: int) -> list[Effect]:
         floor = Token(min((lease.token for lease in job.feeds.leases), default=job.tokens.latest + 1))
     # no worker may have reported yet after a restart of the coordinator; then the newest checkpoint knows more
     step = job.progress.step or (0 if book.committed is None else book.committed.step)
-    draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone)
+    draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone, leaving)
     return [
         *job.records([record]),
         TakeCheckpoint(

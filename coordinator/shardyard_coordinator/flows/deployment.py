@@ -28,7 +28,7 @@ from shardyard_coordinator.flows.checkpointing import spec_of
 from shardyard_coordinator.placement import deployment as stages
 from shardyard_coordinator.placement import table_specs
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.placement.placement import Server, servers_of
+from shardyard_coordinator.placement.placement import Server, servers_of, staying
 from shardyard_coordinator.placement.registration import check_registration
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.log_owners import LogOwner
@@ -118,9 +118,9 @@ def begin_running(job: JobState) -> list[Effect]:
 
 
 def _place(job: JobState, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
-    if not servers:
+    if not staying(servers):
         raise errors.NotReady(
-            "no server has registered yet",
+            "all servers leave in order" if servers else "no server has registered yet",
             why="the variables need a server to lie on",
             todo="start one with `shardyard server`; the worker asks again by itself",
         )

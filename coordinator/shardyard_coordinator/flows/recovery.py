@@ -7,11 +7,11 @@ called, what the files contain, the clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Generation, Incarnation, PartitionId
+from shardyard.domain.ids import Generation, Incarnation
 from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataShardSource
@@ -120,8 +120,11 @@ def _check_order(job: JobState, origin: RestorePoint) -> None:
 
 def owned_by(job: JobState, server: Incarnation) -> list[PartitionOwner]:
     """The partitions that a server has, or is about to get."""
-    maps = [job.deployment.map, None if job.recovery.attempt is None else job.recovery.attempt.map]
-    found = {owner.partition: owner for each in maps if each for owner in each.by_server().get(server, ())}
+    map_, attempt, lost = job.deployment.map, job.recovery.attempt, job.recovery.lost
+    had = [] if map_ is None else [owner for owner in map_.owners if owner.partition not in lost]
+    found = {owner.partition: owner for owner in had if owner.server == server}
+    if attempt is not None:
+        found |= {owner.partition: owner for owner in attempt.map.owners if owner.server == server}
     return [found[partition] for partition in sorted(found)]
 
 
@@ -147,10 +150,13 @@ def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str
     return [*job.records([record]), LogMessage(f"{message} of step {newest.step:,}", warning=True)]
 
 
-def lose_values(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
-    """Partitions were lost with their server, and `can_begin_again` is true."""
+def lose_values(
+    job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int, *, at_once: bool = False
+) -> list[Effect]:
+    """Partitions were lost with their server, and `can_begin_again` is true. `at_once`: the server does not come
+    back."""
     job.book.abandon()
-    record = job.recovery.lose([owner.partition for owner in lost], now_ms)
+    record = job.recovery.lose([owner.partition for owner in lost], now_ms, at_once=at_once)
     job.deployment.lose_values()
     message = f"{job.title}: server {server.incarnation} {how} before the first checkpoint"
     return [*job.records([record]), LogMessage(f"{message}; first values are given again", warning=True)]
@@ -168,8 +174,10 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     assert url is not None
     folders = None
     if logs is not None and job.replays_logs:
-        folders = {partition: logs.log_folder(partition, newest.number) for partition in job.recovery.lost}
-    started = job.recovery.begin(map_, sizes, servers, whole=job.goes_back_whole, now_ms=now_ms, folders=folders)
+        unsealed = job.recovery.lost - job.recovery.sealed
+        folders = {partition: logs.log_folder(partition, newest.number) for partition in unsealed}
+    whole = job.goes_back_whole and job.recovery.goes_back
+    started = job.recovery.begin(map_, sizes, servers, whole=whole, now_ms=now_ms, folders=folders)
     if started is None:
         return []
     attempt, record = started
@@ -180,7 +188,7 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
         spec_of(job),
         attempt.map,
         url,
-        bases(job, attempt.partitions),
+        bases(job, attempt),
         attempt.life,
         attempt.partitions,
         tuple(sorted({lease.worker for lease in leases} & workers)),
@@ -190,15 +198,23 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
     return [*job.records([record]), restore]
 
 
-def bases(job: JobState, partitions: Collection[PartitionId]) -> tuple[Base, ...]:
-    """The newest checkpoint; with logs, older ones too."""
+def bases(job: JobState, attempt: Attempt) -> tuple[Base, ...]:
+    """The newest checkpoint; with logs, older ones too, if all logs after them can be read."""
     assert job.book.committed is not None
     logs = job.log_owners
     if logs is None or not job.replays_logs:
         return (Base(job.book.committed.number),)
-    return tuple(
-        Base(number, {partition: logs.of(partition, number) for partition in sorted(partitions)})
-        for number in reversed(logs.kept)
+    unsealed = sorted(attempt.partitions - attempt.sealed)
+    newest = Base(job.book.committed.number, {each: logs.of(each, job.book.committed.number) for each in unsealed})
+    if attempt.sealed:
+        return (newest,)
+    return (
+        newest,
+        *(
+            Base(number, {each: logs.of(each, number) for each in unsealed})
+            for number in reversed(logs.kept)
+            if number < newest.number and all(logs.reaches(each, number) for each in unsealed)
+        ),
     )
 
 
@@ -208,7 +224,7 @@ def whole_of(job: JobState, generation: Generation) -> Committed | None:
     attempt, layout, newest = job.recovery.attempt, job.deployment.layout, job.book.committed
     if attempt is None or attempt.map.generation != generation or layout is None:
         return None
-    if len(attempt.partitions) < len(layout.partitions) or job.replays_logs:
+    if len(attempt.partitions) < len(layout.partitions) or job.replays_logs or not attempt.goes_back:
         return None
     assert newest is not None
     return replace(newest, url=newest.url or job.book.url or "")
@@ -222,7 +238,11 @@ def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
     newest, logs = job.book.committed, job.log_owners
     assert newest is not None
     message = f"{job.title}: partitions {', '.join(map(str, sorted(attempt.partitions)[:8]))} are restored"
-    reopened = [[each.feed, each.epoch, each.index] for each in _take_map(job, attempt.map)]
+    reopened = [
+        [each.feed, each.epoch, each.index] for each in _take_map(job, attempt.map, goes_back=attempt.goes_back)
+    ]
+    if not attempt.goes_back:
+        return _end_move(job, attempt, newest.number)
     job.restored = Restored(
         newest.number, newest.step, newest.created_s, len(attempt.partitions), len(reopened), job.replays_logs
     )
@@ -244,6 +264,22 @@ def end(job: JobState, generation: Generation, now_ms: int) -> list[Effect]:
     kind, body = job.deployment.with_map("partitions_moved")
     taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": newest.number, "leased_again": reopened}
     return [*job.records([(kind, {**body, **taken_back}), *begun]), LogMessage(f"{message}, of step {newest.step:,}")]
+
+
+def _end_move(job: JobState, attempt: Attempt, checkpoint: int) -> list[Effect]:
+    """The partitions of a server that leaves in order have other servers, with all that they have acknowledged."""
+    moved = {owner.partition: owner for owner in attempt.map.owners if owner.partition in attempt.partitions}
+    kind, body = job.deployment.with_map("partitions_moved")
+    records: list[Entry] = [(kind, {**body, "partitions": sorted(moved), "checkpoint": checkpoint, "leased_again": []})]
+    if job.log_owners is not None:
+        owners = {
+            partition: LogOwner(owner.server, checkpoint, attempt.logs[owner.server])
+            for partition, owner in moved.items()
+        }
+        records.append(job.log_owners.continue_from(checkpoint, owners))
+    servers = ", ".join(map(str, sorted({owner.server for owner in moved.values()})))
+    message = f"{job.title}: partitions {', '.join(map(str, sorted(moved)[:8]))} have moved to server {servers}"
+    return [*job.records(records), LogMessage(f"{message}, with all that was acknowledged")]
 
 
 def fail(job: JobState, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
@@ -271,15 +307,17 @@ def _place_again(
     return job.records([record, placed, _begin_logs(job, attempt)])
 
 
-def _take_map(job: JobState, map_: PartitionMap) -> list[DataShardSource]:
-    """The job has this map now. Without logs, restored partitions have what the newest checkpoint has. Work that was
-    closed since is opened again (rule A11) and returned."""
+def _take_map(job: JobState, map_: PartitionMap, *, goes_back: bool) -> list[DataShardSource]:
+    """The job has this map now. Without logs, partitions that go back have what the newest checkpoint has. Work that
+    was closed since is opened again (rule A11) and returned."""
     assert job.book.committed is not None
     job.deployment.map = map_
     if job.deployment.stage is Stage.RESTORING:
         job.deployment.stage = Stage.OPEN
         return []
-    return [] if job.log_owners is not None else checkpoint_copy.reopen(job.feeds, job.book.committed.data_ledger)
+    if job.log_owners is not None or not goes_back:
+        return []
+    return checkpoint_copy.reopen(job.feeds, job.book.committed.data_ledger)
 
 
 def _has_begun(job: JobState) -> None:
@@ -336,9 +374,10 @@ def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
             require(job.book.committed is not None, "partitions are restored without a checkpoint")
             job.deployment.restore(kind, body)
             assert job.deployment.map is not None
+            goes_back = job.recovery.goes_back
             job.recovery.restored()
             _has_begun(job)
-            _take_map(job, job.deployment.map)
+            _take_map(job, job.deployment.map, goes_back=goes_back)
         case "partitions_placed_again":
             job.deployment.restore(kind, body)
             job.recovery.restored()

@@ -19,7 +19,7 @@ def handle(job: JobState, event: Any, now_ms: int) -> list[Effect]:
         case events.PartitionsOpened(_, generation):
             return deployment.end_opening(job, generation, opened=True, now_ms=now_ms)
         case events.CheckpointTaken():
-            return life.end_checkpoint(job, event)
+            return life.end_checkpoint(job, event, now_ms)
         case events.CheckpointFailed(_, draft, failure):
             return life.fail_checkpoint(job, draft, failure, now_ms)
         case events.PartitionsRestored(_, generation):

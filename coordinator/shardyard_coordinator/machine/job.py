@@ -17,19 +17,20 @@ from shardyard_coordinator.core.events import CheckpointTaken, MemberLeft
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import (
     checkpointing,
+    departure,
     deployment,
     job_end,
     last_step,
     lost_pushes,
     mode_switch,
-    readers,
     recovery,
     residuals,
 )
 from shardyard_coordinator.flows.fencing import fence, free
+from shardyard_coordinator.machine import readers
 from shardyard_coordinator.members.roster import LATE_MS
 from shardyard_coordinator.placement.deployment import Stage
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.placement.placement import Server, staying
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.work.step_ledger import StepLedger
 
@@ -214,10 +215,14 @@ def fail_recovery(job: JobState, generation: Generation, failure: errors.Shardya
         return job_end.fail(job, error)
 
 
-def end_checkpoint(job: JobState, taken: CheckpointTaken) -> list[Effect]:
+def end_checkpoint(job: JobState, taken: CheckpointTaken, now_ms: int) -> list[Effect]:
     if job.phase.ended:
         return []
-    return [*checkpointing.end(job, taken), *job_end.end_checkpoint(job)]
+    sealed = job.book.sealed_by(taken.draft)
+    effects = checkpointing.end(job, taken)
+    if sealed:
+        effects += departure.move(job, sealed, now_ms)
+    return [*effects, *job_end.end_checkpoint(job)]
 
 
 def fail_checkpoint(job: JobState, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
@@ -271,12 +276,16 @@ def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
 
 def _tick_storage(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
     """Continues checkpoints and recovery. Partitions are first asked about departed workers."""
-    holds = lost_pushes.is_due(job)
+    leaving, holds = departure.due(job, servers), lost_pushes.is_due(job)
     reading = lost_pushes.ask(job, now_ms)
-    if job.origin is not None and job.deployment.stage is Stage.EMPTY and servers:
+    if job.origin is not None and job.deployment.stage is Stage.EMPTY and staying(servers):
         return [*reading, *recovery.restore_origin(job, servers, now_ms)]
+    begun_again = departure.give_up_first_values(job, servers, now_ms)
+    if begun_again:
+        job.phase = JobPhase.STARTING
+        return [*reading, *begun_again]
     if job.recovery.needed:
         return [*reading, *recovery.begin(job, servers, now_ms)]
     if holds or (job.phase is not JobPhase.FINISHING and residuals.hold_checkpoints(job)):
         return reading
-    return [*reading, *checkpointing.begin_if_due(job, now_ms)]
+    return [*reading, *checkpointing.begin_if_due(job, now_ms, leaving)]

@@ -40,11 +40,10 @@ from shardyard_coordinator.flows import (
     leasing,
     lost_pushes,
     mode_switch,
-    readers,
     residuals,
     work_verdicts,
 )
-from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views
+from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views, readers
 from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
@@ -163,7 +162,7 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
-                return deployment.register_variables(self._job_of(caller), event, self._servers())
+                return deployment.register_variables(self._job_of(caller), event, self._servers(now_ms))
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self._job_of(returned.caller), returned, next_sequence, generation)
             case events.WatermarksRead(asked):
@@ -253,7 +252,7 @@ class Machine:
         assert drain is not None
         left_ms = drain.left_ms
         told = [LogMessage(f"{member.title} leaves in order, within {left_ms / 1000:g} s")] if records else []
-        taken = DrainTaken(member.incarnation, member.title, left_ms, first=bool(records))
+        taken = DrainTaken(member.incarnation, member.title, left_ms, first=bool(records), empty=drain.empty)
         return [*records, *told, Reply(taken)]
 
     def draining(self, member: Member, now_ms: int) -> Draining | None:
@@ -296,7 +295,7 @@ class Machine:
             )
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
-        servers = self._servers()
+        servers = self._servers(now_ms)
         for job in self._jobs:
             effects += life.tick(job, now_ms, servers)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
@@ -320,8 +319,8 @@ class Machine:
             LogMessage(f"{member.title} {how}", warning=how not in (life.LEFT, life.DRAINED)),
         ]
 
-    def _servers(self) -> list[Server]:
-        return [_server(member) for member in self._members.servers()]
+    def _servers(self, now_ms: int) -> list[Server]:
+        return [_server(member, self._members.hurries(member, now_ms)) for member in self._members.servers()]
 
     # ---- jobs
 
@@ -366,5 +365,6 @@ class Machine:
                     self._members.put_into(Incarnation(body.number("worker")), job.id)
 
 
-def _server(member: Member) -> Server:
-    return Server(member.incarnation, member.address, member.registration.logs)
+def _server(member: Member, hurries: bool = False) -> Server:
+    leaves = member.drain_until_ms is not None
+    return Server(member.incarnation, member.address, member.registration.logs, leaves, hurries)

@@ -87,6 +87,8 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:
         yield "deployment", _deployment(job.deployment)
+    if job.departing:
+        yield "departure", job.departing
     unheard = job.stopping.missing(job.workers)
     if unheard:
         yield "stop", f"worker {_named(unheard)} to learn that the job stops"

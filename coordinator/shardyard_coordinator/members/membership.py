@@ -171,6 +171,10 @@ class Membership:
                 return member
         raise NotFound(f"there is no member {name!r}", todo="`shardyard status` lists members, with id and address")
 
+    def hurries(self, member: Member, now_ms: int) -> bool:
+        """Whether half of the time is over in which the member may leave."""
+        return member.drain_until_ms is not None and now_ms >= member.drain_until_ms - self._drain_ms // 2
+
     def drain(self, member: Member, now_ms: int) -> list[Entry]:
         """The member is to leave in order. Returns the record, unless it was told so before."""
         if member.drain_until_ms is not None:

@@ -9,7 +9,7 @@ the number of servers (promise 6). Ties go to the lower index. Must not know: jo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardyard.domain import limits
@@ -38,11 +38,18 @@ _DTYPES = tuple(DType)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server as placement sees it. `logs`: the folder of its logs."""
+    """A server as placement sees it. `logs`: the folder of its logs. `leaves`: it leaves in order, and is given
+    nothing. `hurries`: it has waited long enough for another server."""
 
     incarnation: Incarnation
     address: str
     logs: str = ""
+    leaves: bool = False
+    hurries: bool = False
+
+
+def staying(servers: Iterable[Server]) -> list[Server]:
+    return [server for server in servers if not server.leaves]
 
 
 def servers_of(map_: PartitionMap) -> list[tuple[Server, tuple[PartitionId, ...]]]:
@@ -133,8 +140,8 @@ def plan(
 def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generation: Generation) -> PartitionMap:
     """Gives the partitions, in descending order of payload size, each to the server with the fewest bytes, then the
     fewest partitions. A server has none only if there are fewer partitions than servers."""
-    assert servers, "a map needs a server"
-    by_number = sorted(servers, key=lambda server: server.incarnation)
+    by_number = sorted(staying(servers), key=lambda server: server.incarnation)
+    assert by_number, "a map needs a server"
     loads = [(0, 0, index) for index in range(len(by_number))]
     owners: dict[int, Server] = {}
     for partition in sorted(range(len(payload_bytes)), key=lambda p: (-payload_bytes[p], p)):

@@ -30,7 +30,6 @@ from shardyard.config.configuration import parse_job_settings
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.ids import PartitionId, Token, Version
-from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.runtime.failpoints import failpoint
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages
@@ -190,7 +189,7 @@ class CheckpointIO:
             entries = [found[partition] for partition in owned if partition in found]
             self._servers.restore(wanted, server, owned, base=base, entries=entries, wrote=manifest.job)
 
-        _everywhere(wanted.map, restore)
+        _on_all(servers_of(wanted.map), restore)
 
     def find(self, url: str, name: str, number: int) -> tuple[RestorePoint, tuple[int, ...]]:
         """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged. Number 0: the
@@ -244,12 +243,23 @@ class CheckpointIO:
                 raise NotReady(f"server {server.incarnation} has saved other partitions than it was given")
             return saved
 
-        return {PartitionId(each.partition): each for saved in _everywhere(wanted.map, save) for each in saved}
+        servers, sealed = servers_of(wanted.map), wanted.draft.sealed
+        if step is None and sealed:  # last, so that pushes wait for nothing else
+            staying = [each for each in servers if each[0].incarnation not in sealed]
+            leaving = [each for each in servers if each[0].incarnation in sealed]
+            found = [*_on_all(staying, save), *_on_all(leaving, save)]
+        else:
+            found = _on_all(servers, save)
+        return {PartitionId(each.partition): each for saved in found for each in saved}
 
 
-def _everywhere(map_: PartitionMap, call: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
-    """Calls all servers of a map at once. Raises the first refusal after all have answered."""
-    servers = servers_of(map_)
+Owned = tuple[Server, Sequence[PartitionId]]
+
+
+def _on_all(servers: Sequence[Owned], call: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
+    """Calls these servers at once. Raises the first refusal after all have answered."""
+    if not servers:
+        return []
     with ThreadPoolExecutor(len(servers), "checkpoint-io") as pool:
         futures = [pool.submit(call, server, owned) for server, owned in servers]
     return [future.result() for future in futures]

@@ -108,6 +108,7 @@ class ServerClient:
             oldest=wanted.oldest,
             logs=sorted(wanted.logs),
             attempt=attempt,
+            seal=server.incarnation in wanted.draft.sealed,
         )
         at = "" if step is None else f" at step {step}"
         what = f"to write its partitions of job {wanted.spec.job} into checkpoint {number}{at}"

@@ -37,13 +37,15 @@ RETRY_MS_MAX: Final = 60_000
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A checkpoint that is being taken. `step`: the job's step when it was begun. `data_ledger`: what was closed then.
-    Tokens below `floor` belong to leases that had ended. `gone`: workers from which nothing more could come."""
+    Tokens below `floor` belong to leases that had ended. `gone`: workers from which nothing more could come. `sealed`:
+    servers whose partitions change no more after their cuts, because others continue from them."""
 
     number: int
     step: int
     data_ledger: Mapping[str, object]
     floor: Token
     gone: tuple[Incarnation, ...] = ()
+    sealed: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,10 @@ class CheckpointBook:
         """Whether a checkpoint may be under way, including one that no longer counts."""
         return self.draft is not None or bool(self._abandoned)
 
+    def sealed_by(self, number: int) -> frozenset[Incarnation]:
+        """The servers that the checkpoint under way with this number seals. Empty if it is not under way."""
+        return self.draft.sealed if self.draft is not None and self.draft.number == number else frozenset()
+
     def go_back(self, committed: Committed) -> Entry:
         """Makes that checkpoint the newest. What was committed after it no longer counts."""
         self._continue_from(replace(committed, url="" if committed.url == self.url else committed.url))
@@ -145,11 +151,12 @@ class CheckpointBook:
         data_ledger: Mapping[str, object],
         floor: Token,
         gone: tuple[Incarnation, ...] = (),
+        sealed: frozenset[Incarnation] = frozenset(),
     ) -> tuple[Draft, Entry]:
         assert self.draft is None
         self._number += 1
         self._begun_ms, self._begun_step, self._wanted = now_ms, step, False
-        self.draft = Draft(self._number, step, data_ledger, floor, gone)
+        self.draft = Draft(self._number, step, data_ledger, floor, gone, sealed)
         return self.draft, ("checkpoint_begun", {"number": self._number})
 
     def fail(self, number: int, failure: ShardyardError, now_ms: int) -> bool:

@@ -8,7 +8,7 @@ checkpoints is in the logs of `of`, in this order. Must not know: what a log con
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
@@ -43,8 +43,7 @@ class LogOwners:
         return tuple(owner.server for owner in self._since(partition, base))
 
     def log_folder(self, partition: PartitionId, base: int) -> str:
-        """The folder of the logs that are needed after checkpoint `base`. All of them are in the folder of the last
-        owner: a server is given a partition only if it can read the logs of its owners."""
+        """The folder of the logs that are needed after checkpoint `base`, if `reaches`."""
         return self._since(partition, base)[-1].logs
 
     @property
@@ -72,6 +71,15 @@ class LogOwners:
         for partition, owner in sorted(owners.items()):
             self._owners[partition].append(owner)
         return self._begun
+
+    def continue_from(self, number: int, owners: Mapping[PartitionId, LogOwner]) -> Entry:
+        """Partitions have other owners, which have begun with checkpoint `number` and not read the logs of the earlier
+        owners: these have nothing after that checkpoint."""
+        return self.move({partition: replace(owner, since=number - 1) for partition, owner in owners.items()})
+
+    def reaches(self, partition: PartitionId, base: int) -> bool:
+        """Whether a server that can read the log of the last owner can read all logs after checkpoint `base`."""
+        return len({owner.logs for owner in self._since(partition, base)}) == 1
 
     def commit(self, number: int) -> None:
         """A checkpoint exists, and the oldest one may no longer exist."""

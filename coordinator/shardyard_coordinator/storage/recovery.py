@@ -1,9 +1,10 @@
 """Partitions that lost their server: which servers take them, and under which generation and life.
 
-Owns: the lost partitions, and the attempt to restore them. Invariants: each attempt has its own generation and life,
-higher than all before, so that what an abandoned attempt has left on a server is never taken for the job's (rule A10).
-Partitions that were not lost stay where they are. Must not know: how servers are called, what checkpoints contain, what
-time it is.
+Owns: the lost partitions, and the attempt to restore them. Partitions whose server leaves in order are lost too, but
+the newest checkpoint has all of their state: they are `sealed` in it (rule C9). Invariants: each attempt has its own
+generation and life, higher than all before, so that what an abandoned attempt has left on a server is never taken for
+the job's (rule A10). Partitions that were not lost stay where they are. Must not know: how servers are called, what
+checkpoints contain, what time it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from shardyard.domain.ids import Generation, Incarnation, PartitionId
 from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
-from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.placement.placement import Server, staying
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
 
 SERVER_GRACE_MS: Final = 3_000
@@ -25,12 +26,18 @@ RETRY_MS: Final = 1_000
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A map under which `partitions` are restored from a checkpoint, in a new life. `logs`: the folder of each owner's
-    logs."""
+    logs. `sealed`: those of the partitions of which the checkpoint has all."""
 
     map: PartitionMap
     life: int
     partitions: frozenset[PartitionId]
     logs: Mapping[Incarnation, str]
+    sealed: frozenset[PartitionId]
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether any partition may lack what it has acknowledged."""
+        return bool(self.partitions - self.sealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class Recovery:
         self._since_ms = 0
         self._retry_at_ms = 0
         self.lost: frozenset[PartitionId] = frozenset()
+        self.sealed: frozenset[PartitionId] = frozenset()
+        """Those of the lost partitions of which the newest checkpoint has everything."""
         self.waits_for = ""
         """What an attempt waits for, if it waits for anything but time."""
         self.attempt: Attempt | None = None
@@ -62,11 +71,21 @@ class Recovery:
     def needed(self) -> bool:
         return bool(self.lost)
 
-    def lose(self, partitions: Collection[PartitionId], now_ms: int) -> Entry:
-        """The partitions lost their server. An attempt under way is given up, because it may need that server."""
+    @property
+    def goes_back(self) -> bool:
+        """Whether any lost partition may lack what it has acknowledged."""
+        return bool(self.lost - self.sealed)
+
+    def lose(
+        self, partitions: Collection[PartitionId], now_ms: int, *, at_once: bool = False, sealed: bool = False
+    ) -> Entry:
+        """The partitions lost their server. An attempt under way is given up, because it may need that server.
+        `at_once`: they do not wait for their server's restart. `sealed`: the newest checkpoint has all of them."""
         if not self.lost:
-            self._since_ms = now_ms
+            self._since_ms = now_ms - (SERVER_GRACE_MS if at_once else 0)
         self.lost |= frozenset(partitions)
+        if sealed:
+            self.sealed |= frozenset(partitions)
         self.attempt = None
         return self._lost
 
@@ -82,16 +101,20 @@ class Recovery:
     ) -> tuple[Attempt, Entry] | None:
         """Begins an attempt if it is time for one. `sizes`: of all partitions, in bytes. `servers`: the living ones.
         `whole`: all partitions go back to the checkpoint, including those that are not lost. `folders`: where
-        partitions' logs are; their next owners must reach them."""
+        the logs of partitions are that are restored from logs; their next owners must reach them."""
         if not self.lost or self.attempt is not None or now_ms < self._retry_at_ms:
             return None
+        needed = folders or {}
         takers = {
             partition: self._takers(
-                map_, [each for each in servers if folders is None or each.logs == folders[partition]], now_ms
+                map_,
+                [each for each in staying(servers) if partition not in needed or each.logs == needed[partition]],
+                now_ms,
+                at_once=partition in self.sealed,
             )
             for partition in sorted(self.lost)
         }
-        self.waits_for = self._unreached(takers, folders)
+        self.waits_for = _unreached(takers, needed)
         if self.waits_for:
             return None
         self._life += 1
@@ -99,7 +122,8 @@ class Recovery:
         owners = _give(map_, sizes, self.lost, servers, takers)
         partitions = frozenset(owner.partition for owner in owners) if whole else self.lost
         logs = {server.incarnation: server.logs for server in servers}
-        self.attempt = Attempt(PartitionMap(Generation(self._generation), owners), self._life, partitions, logs)
+        map_ = PartitionMap(Generation(self._generation), owners)
+        self.attempt = Attempt(map_, self._life, partitions, logs, self.sealed)
         return self.attempt, self._begun
 
     def end(self, generation: Generation, now_ms: int, *, restored: bool) -> Attempt | None:
@@ -112,22 +136,14 @@ class Recovery:
         if not restored:
             self._retry_at_ms = now_ms + RETRY_MS
             return None
-        self.lost = frozenset()
+        self.restored()
         return attempt
 
-    def _unreached(
-        self, takers: Mapping[PartitionId, Sequence[Server]], folders: Mapping[PartitionId, str] | None
-    ) -> str:
-        waiting = sorted(partition for partition, found in takers.items() if not found)
-        if not waiting:
-            return ""
-        numbers = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
-        where = f" that reaches the logs in folder {folders[waiting[0]]}," if folders is not None else ""
-        return f"a server{where} for partition {numbers}"
-
-    def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int) -> list[Server]:
+    def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int, *, at_once: bool) -> list[Server]:
         kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}
         fresh = [server for server in servers if server.incarnation not in kept]
+        if at_once:
+            return list(servers)
         if fresh or now_ms - self._since_ms < SERVER_GRACE_MS:
             return fresh
         return list(servers)
@@ -136,7 +152,7 @@ class Recovery:
 
     @property
     def _lost(self) -> Entry:
-        return "partitions_lost", {"partitions": sorted(self.lost)}
+        return "partitions_lost", {"partitions": sorted(self.lost), "sealed": sorted(self.sealed)}
 
     @property
     def _begun(self) -> Entry:
@@ -150,6 +166,7 @@ class Recovery:
         """Raises DamagedRecord."""
         if kind == "partitions_lost":
             self.lost = frozenset(PartitionId(number) for number in body.numbers("partitions"))
+            self.sealed = frozenset(PartitionId(number) for number in body.numbers("sealed"))
             self._since_ms = now_ms
         elif kind == "recovery_begun":
             self._life = body.number("life", least=2)
@@ -158,8 +175,19 @@ class Recovery:
             raise DamagedRecord("its kind is unknown to this release")
 
     def restored(self) -> None:
-        """The record of an attempt's end was read, so nothing is lost."""
-        self.lost = frozenset()
+        """All partitions have servers."""
+        self.lost = self.sealed = frozenset()
+
+
+def _unreached(takers: Mapping[PartitionId, Sequence[Server]], folders: Mapping[PartitionId, str]) -> str:
+    """What the partitions without a taker wait for."""
+    waiting = sorted(partition for partition, found in takers.items() if not found)
+    if not waiting:
+        return ""
+    numbers = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
+    folder = folders.get(waiting[0])
+    where = f" that reaches the logs in folder {folder}," if folder is not None else ""
+    return f"a server{where} for partition {numbers}"
 
 
 def _give(

@@ -118,6 +118,7 @@ def server(given: Given, bind: str, advertise: str | None) -> int:
             advertise=advertise,
             settings=given.loaded.settings,
             stop=signals.stop,
+            hurry=signals.hurry,
             ready=_ready,
         )
     return 0

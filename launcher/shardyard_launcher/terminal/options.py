@@ -114,15 +114,17 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
 
 
 class StopSignals:
-    """SIGINT and SIGTERM set an event while the block lasts, instead of their usual effect. `exit_code`: the program's
+    """SIGINT and SIGTERM set `stop` while the block lasts, instead of their usual effect, and a second one sets
+    `hurry`. `exit_code`: the program's
     exit code after such a signal; None if none came.
 
-    A thread sets the event. A signal's handler runs on top of the main thread's present code. If that code waits for
+    A thread sets the events. A signal's handler runs on top of the main thread's present code. If that code waits for
     the event, or sets it, a handler that set the event would wait for its lock for ever.
     """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
+        self.hurry = threading.Event()
         self._number: int | None = None
 
     @property
@@ -152,6 +154,8 @@ class StopSignals:
                 if got[0] in (signal.SIGINT, signal.SIGTERM):
                     if self._number is None:
                         self._number = got[0]
+                    else:
+                        self.hurry.set()
                     self.stop.set()
 
 

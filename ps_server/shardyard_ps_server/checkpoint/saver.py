@@ -34,6 +34,7 @@ from shardyard_ps_server.partition.checkpoint_cuts import (
     name_cut,
     take_cut,
     unname_cut,
+    unseal,
 )
 from shardyard_ps_server.partition.partition import Cut, Partition
 from shardyard_ps_server.rows.table_states import Since
@@ -49,7 +50,8 @@ class SaveRequest:
     """`step`: the version of a synchronous job to save; None: the present one. `base`: the number of a committed
     checkpoint; blocks that have not changed since are left out; 0: none. `wait_ms`: how long to wait for the step. With
     a log, `oldest` is the oldest checkpoint that may still be restored, and `logs` are the dead servers whose logs it
-    needs. `attempt`: how many steps were named for this checkpoint before.
+    needs. `attempt`: how many steps were named for this checkpoint before. `seal`: no partition changes after its cut,
+    because another server continues from it.
     """
 
     number: int
@@ -59,6 +61,7 @@ class SaveRequest:
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
     attempt: int = 0
+    seal: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -102,9 +105,10 @@ class Saver:
     def save(
         self, partitions: Sequence[Partition], request: SaveRequest, storage: Storage, *, between: bool = False
     ) -> list[Saved]:
-        """Writes all partitions. `between`: cuts a synchronous job only between two steps (see `name_cut`). Raises
-        InvalidRequest (facts: newest) if the step has passed, NotReady if it does not come in time or another
-        checkpoint is being written, StorageUnavailable, TooLarge."""
+        """Writes all partitions. With `seal` they change no more after their cuts; otherwise, and after an error, none
+        is sealed. `between`: cuts a synchronous job only between two steps (see `name_cut`). Raises InvalidRequest
+        (facts: newest) if the step has passed, NotReady if it does not come in time or another checkpoint is being
+        written, StorageUnavailable, TooLarge."""
         if not self._saving.acquire(blocking=False):
             raise NotReady(f"checkpoint {request.number} while server {self._server} writes another")
         try:
@@ -115,7 +119,12 @@ class Saver:
                 if request.place < last.place:
                     what = f"checkpoint {request.number}, attempt {request.attempt}"
                     raise InvalidRequest(f"{what}, after {last.number}, attempt {last.attempt}, was written")
-            found = self._save_all(partitions, request, storage, between)
+            unseal(partitions)
+            try:
+                found = self._save_all(partitions, request, storage, between)
+            except BaseException:
+                unseal(partitions)
+                raise
             self._last = request, found
             return found
         finally:
@@ -126,13 +135,19 @@ class Saver:
     ) -> list[Saved]:
         if request.step is None:
             return [
-                self._save(partition, partial(take_cut, partition, self._since(partition, request)), request, storage)
+                self._save(
+                    partition,
+                    partial(take_cut, partition, self._since(partition, request), seal=request.seal),
+                    request,
+                    storage,
+                )
                 for partition in partitions
             ]
         until = time.monotonic() + request.wait_ms / 1000
         with ExitStack() as named:
             for partition in partitions:  # all, before any is waited for
-                name_cut(partition, request.step, between=between, since=self._since(partition, request))
+                since = self._since(partition, request)
+                name_cut(partition, request.step, between=between, since=since, seal=request.seal)
                 named.callback(unname_cut, partition)
             return [
                 self._save(

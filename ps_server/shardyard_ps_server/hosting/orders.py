@@ -165,8 +165,10 @@ def save(
         hosted.wal.prune(request.oldest)
         assert store.logs is not None
         store.logs.prune(job=hosted.job, server=store.incarnation, generation=generation, needed=request.logs)
-    # with a log, save between steps: parts of the next step in the old segment would be lost
-    saved = hosted.saver.save(hosted.in_order, request, open_storage(url), between=hosted.wal is not None)
+    # with a log, save between steps: parts of the next step in the old segment would be lost; and so would those of a
+    # partition that is sealed
+    between = hosted.wal is not None or request.seal
+    saved = hosted.saver.save(hosted.in_order, request, open_storage(url), between=between)
     hosted.check_generation(generation)  # otherwise some could be saved before a restore and others after it
     return saved
 

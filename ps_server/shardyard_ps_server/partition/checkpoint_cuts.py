@@ -8,6 +8,7 @@ state is copied while updates go on (`dense_state.StateCut`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy.typing as npt
@@ -19,19 +20,22 @@ from shardyard_ps_server.partition.partition import Cut, Partition
 from shardyard_ps_server.rows.table_states import Since, cut_tables
 
 
-def take_cut(partition: Partition, since: Since | None = None) -> Cut:
-    """Cuts the partition as it is now. The cut must be released. `since`: for each table the generation that an earlier
+def take_cut(partition: Partition, since: Since | None = None, *, seal: bool = False) -> Cut:
+    """Cuts the partition as it is now. The cut must be released. `seal`: the partition refuses all changes from then
+    on. `since`: for each table the generation that an earlier
     checkpoint has; then only later changes are cut, if they are known. Raises TooLarge, TableError, InvalidRequest if
     another cut is open, and NotReady while a reader reads a whole table."""
     with partition.turn, partition.changed:
-        return _cut(partition, since or {})
+        return _cut(partition, since or {}, seal=seal)
 
 
-def name_cut(partition: Partition, number: int, *, between: bool = False, since: Since | None = None) -> None:
+def name_cut(
+    partition: Partition, number: int, *, between: bool = False, since: Since | None = None, seal: bool = False
+) -> None:
     """Names the version at which a synchronous job's partition will be cut; `unname_cut` must follow. `between`: cut
-    only between two steps; so a version has passed once a contribution to the next step is recorded. `since`: as for
-    `take_cut`. Raises InvalidRequest if the version has passed (facts: newest, and with `between` gathering) or another
-    cut is open, and what `take_cut` raises."""
+    only between two steps; so a version has passed once a contribution to the next step is recorded. `since`, `seal`:
+    as for `take_cut`. Raises InvalidRequest if the version has passed (facts: newest, and with `between` gathering) or
+    another cut is open, and what `take_cut` raises."""
     with partition.turn, partition.changed:
         newest = partition.versions.newest.number
         if newest > number:
@@ -46,15 +50,15 @@ def name_cut(partition: Partition, number: int, *, between: bool = False, since:
                 f"a checkpoint of step {number} of partition {partition.id}, which has a part of the next one",
                 facts={"newest": str(newest), "gathering": str(newest)},
             )
-        partition.named_since = since or {}
-        partition.named_cut = _cut(partition, partition.named_since) if newest == number else number
+        partition.named_since, partition.named_seal = since or {}, seal
+        partition.named_cut = _cut(partition, partition.named_since, seal=seal) if newest == number else number
 
 
 def cut_if_named(partition: Partition, version: Version) -> None:
     """Called by the update that has made that version, with `changed` held."""
     if version.number == partition.named_cut:
         try:
-            partition.named_cut = _cut(partition, partition.named_since)
+            partition.named_cut = _cut(partition, partition.named_since, seal=partition.named_seal)
         except ShardyardError as error:  # the update counts all the same
             partition.named_cut = error
 
@@ -80,12 +84,19 @@ def unname_cut(partition: Partition) -> None:
         found.release()
 
 
+def unseal(partitions: Iterable[Partition]) -> None:
+    """The partitions may change again: no other server continues from the cuts that sealed them."""
+    for partition in partitions:
+        with partition.turn, partition.changed:
+            partition.sealed = False
+
+
 def block_arrays(partition: Partition, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
     """Returns the arrays of a block at a completed cut: "values", and optimizer state by the slots' names."""
     return partition.dense.arrays(index, cut.values, cut.state.of)
 
 
-def _cut(partition: Partition, since: Since) -> Cut:
+def _cut(partition: Partition, since: Since, *, seal: bool) -> Cut:
     dense, versions, ledger = partition.dense, partition.versions, partition.ledger
     if dense.is_cut:
         raise _busy(partition)
@@ -103,6 +114,7 @@ def _cut(partition: Partition, since: Since) -> Cut:
             [mark if mark.key.lane == ROW_LANE else mark._replace(next=min(mark.next, step)) for mark in marks]
         )
     versions.hold(values)
+    partition.sealed = seal
 
     def release() -> None:
         with partition.changed:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.consistency import UpdateMode
-from shardyard.domain.errors import CheckpointDamaged, Internal, InvalidRequest, ShardyardError
+from shardyard.domain.errors import SEALED, CheckpointDamaged, Internal, InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import HELD_ROWS_BYTES_MAX
@@ -150,6 +150,9 @@ class Partition:
         self.named_cut: int | Cut | ShardyardError | None = None
         """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""
         self.named_since: Since = {}
+        self.named_seal = False
+        self.sealed = False
+        """Nothing may change any more: the state is in a checkpoint from which another server continues."""
         self.turn = threading.Lock()
         self.changed = threading.Condition()
 
@@ -165,6 +168,15 @@ class Partition:
     def check_whole(self) -> None:
         if self.torn is not None:
             raise self.torn.anew()
+
+    def check_unsealed(self) -> None:
+        """Raises NotReady (facts: sealed)."""
+        if self.sealed:
+            raise NotReady(
+                f"partition {self.id} moves to another server",
+                why="its server leaves in order",
+                facts={SEALED: str(self.id)},
+            )
 
     def wait(self, until: float) -> bool:
         """Waits for a change, with `changed` held. Returns False at `until` (time.monotonic)."""
@@ -224,10 +236,12 @@ class Partition:
     def check_open(self, key: SourceKey, token: Token) -> None:
         """Raises what `open_source` would raise; changes nothing."""
         with self.changed:
+            self.check_unsealed()
             self.ledger.check_open(key, token)
 
     def open_source(self, key: SourceKey, token: Token) -> Watermark:
         with self.turn, self.changed:
+            self.check_unsealed()
             return Watermark(self.id, self.ledger.open(key, token), self.versions.newest)
 
     def watermark(self, key: SourceKey) -> Watermark:
@@ -250,6 +264,7 @@ class Partition:
         """Rule A11. Raises StaleGeneration."""
         with self.turn, self.changed:
             check_current()
+            self.check_unsealed()
             self.ledger.pass_over(key, next_sequence)
 
     # ---- stale gradients
@@ -309,7 +324,7 @@ class Partition:
                 self.rows.become(tables)
                 self.overlay.clear("the partition has gone back to a checkpoint")
                 self.overlay.end_update()
-                self.torn = None
+                self.torn, self.sealed = None, False
                 self.ledger.restore(state.marks, state.floor)
                 if self.stale is not None:
                     self.stale.restored(state.version)

@@ -61,6 +61,7 @@ def _admit(
         partition.check_whole()
         if partition.ledger.is_duplicate(name):  # rule A2
             return True, contribution
+        partition.check_unsealed()  # rule C9
         if partition.stale is not None:
             partition.stale.check(contribution.base, partition.versions.newest)
         recorded = []

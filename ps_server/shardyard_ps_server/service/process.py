@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
 from shardyard.domain import errors
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
+from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Network, Service
@@ -29,12 +31,15 @@ from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogRoot
 
 log = logging.getLogger("shardyard.server")
 
+DRAIN_POLL_MS: Final = 50
+
 
 class Server:
     """A server without a process of its own: used by `serve` and by the in-process yard.
 
     `on_lost` is called when the coordinator is gone or has declared this server dead, when a log cannot be written,
-    or when a push was applied only in part. `logs`: the folder of logs; None: jobs that need one are refused.
+    or when a push was applied only in part. `on_drain` is called when the coordinator says that this server is to leave
+    in order. `logs`: the folder of logs; None: jobs that need one are refused.
     `budget`: the memory for rows of tables; None: there is no bound.
     """
 
@@ -44,6 +49,7 @@ class Server:
         coordinator: str,
         *,
         on_lost: Callable[[errors.ShardyardError], None],
+        on_drain: Callable[[], None] = lambda: None,
         coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
         logs: LogRoot | None = None,
         budget: Budget | None = None,
@@ -52,7 +58,8 @@ class Server:
         self._logs = logs
         self.store = Store(logs=logs, on_failure=on_lost, budget=budget)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-        self._on_lost = on_lost
+        self._on_lost, self._on_drain = on_lost, on_drain
+        self._empty = False
         self._enrolment: MembershipClient | None = None
 
     def service(self) -> Service:
@@ -78,6 +85,34 @@ class Server:
         enrolment.start()
         self._enrolment = enrolment
 
+    def drain(self, hurry: threading.Event) -> None:
+        """Leaves in order: returns when the coordinator has given the partitions of unfinished jobs to other servers,
+        when the time for that is over, or once `hurry` is set. `leave` follows."""
+        enrolment = self._enrolment
+        if enrolment is None:
+            return
+        begun = heard = time.monotonic()
+        told = False
+        log.info("leaves in order, within %g s; another signal ends it at once", enrolment.drain_ms / 1000)
+        with ExplainedWait(lambda: "the partitions of this server to move to others", logger=log) as wait:
+            while not self._empty and (time.monotonic() - begun) * 1000 < enrolment.drain_ms:
+                try:
+                    if told:
+                        enrolment.beat()
+                    else:
+                        self._empty = enrolment.drain().empty
+                    told, heard = True, time.monotonic()
+                except (errors.Unavailable, errors.NotReady) as error:
+                    if (time.monotonic() - heard) * 1000 >= enrolment.lease_ms:
+                        log.warning("leaves with its partitions, since nobody can move them: %s", error.what)
+                        return
+                except errors.ShardyardError as error:
+                    log.warning("leaves, since it is not a member any more: %s", error.what)
+                    return
+                if self._empty or hurry.wait(DRAIN_POLL_MS / 1000):
+                    return
+                wait.tick()
+
     def leave(self) -> None:
         if self._enrolment is not None:
             self._enrolment.leave()
@@ -98,6 +133,9 @@ class Server:
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         orders.fence(self.store, reply.fenced)
+        if reply.HasField("drain"):
+            self._empty = reply.drain.empty
+            self._on_drain()
 
 
 def _logs(folder: Path, now_s: float) -> LogRoot | None:
@@ -120,9 +158,11 @@ def serve(
     advertise: str | None,
     settings: Settings,
     stop: threading.Event,
+    hurry: threading.Event,
     ready: Callable[[str], None],
 ) -> None:
-    """Runs a server until `stop` is set. Calls `ready` with its address once it can be used.
+    """Runs a server until `stop` is set, or the coordinator wants it to leave. Then it leaves in order, at once if
+    `hurry` is set. Calls `ready` with its address once it can be used.
 
     Raises AddressInUse and CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when the coordinator is gone or
     has declared this server dead; StorageUnavailable when a log cannot be written, or no file can be made in the folder
@@ -139,6 +179,7 @@ def serve(
         GrpcNetwork(),
         coordinator,
         on_lost=on_lost,
+        on_drain=stop.set,
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
@@ -158,6 +199,8 @@ def serve(
         log.info("serving", extra={"address": address, "coordinator": coordinator})
         ready(address)
         stop.wait()
+        if not lost:
+            server.drain(hurry)
     finally:
         server.leave()
         listener.stop()

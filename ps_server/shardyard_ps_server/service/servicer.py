@@ -120,6 +120,7 @@ class Servicer:
             request.oldest,
             frozenset(Incarnation(server) for server in request.logs),
             request.attempt,
+            request.seal,
         )
         if save.number > CHECKPOINT_NUMBER_MAX or save.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
             raise InvalidRequest(f"checkpoint {save.number}, with a wait of {save.wait_ms} ms")

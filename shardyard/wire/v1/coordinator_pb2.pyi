@@ -293,16 +293,18 @@ class DrainRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., member: _Optional[str] = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ("incarnation", "title", "left_ms", "first")
+    __slots__ = ("incarnation", "title", "left_ms", "first", "empty")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TITLE_FIELD_NUMBER: _ClassVar[int]
     LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     title: str
     left_ms: int
     first: bool
-    def __init__(self, incarnation: _Optional[int] = ..., title: _Optional[str] = ..., left_ms: _Optional[int] = ..., first: bool = ...) -> None: ...
+    empty: bool
+    def __init__(self, incarnation: _Optional[int] = ..., title: _Optional[str] = ..., left_ms: _Optional[int] = ..., first: bool = ..., empty: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost", "drained")

@@ -197,7 +197,7 @@ class BegunDataShard(_message.Message):
     def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms", "oldest", "logs", "attempt")
+    __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms", "oldest", "logs", "attempt", "seal")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class SaveCheckpointRequest(_message.Message):
     OLDEST_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -220,7 +221,8 @@ class SaveCheckpointRequest(_message.Message):
     oldest: int
     logs: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ..., oldest: _Optional[int] = ..., logs: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    seal: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ..., oldest: _Optional[int] = ..., logs: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., seal: bool = ...) -> None: ...
 
 class SavedPartition(_message.Message):
     __slots__ = ("partition", "version", "file", "token", "tables")

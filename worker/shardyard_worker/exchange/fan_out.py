@@ -144,6 +144,7 @@ class FanOut:
             self.check,
             f"{waiting_for} on {stream.peer.name}",
             worthwhile=lambda: RECOVERING if self._session.recovering else "",
+            refresh=self._session.refresh,
         )
 
     # ---- exchanges

@@ -17,6 +17,8 @@ R = TypeVar("R")
 
 PAUSE_MS = 20
 PAUSE_MS_MAX = 500
+MOVING_MS = 50
+"""The pause while a partition moves, which takes a second or so."""
 
 
 class RetryPolicy:
@@ -24,7 +26,8 @@ class RetryPolicy:
 
     `check` raises when a retry has become pointless (the job has failed). After `budget_ms` without an answer
     Unavailable is raised, unless `worthwhile` gives a reason to go on, in words. NotReady is an answer: it is retried
-    for as long as `check` allows. The caller explains the wait with `explanation`.
+    for as long as `check` allows. While a partition moves to another server, `refresh` is called before each retry. The
+    caller explains the wait with `explanation`.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class RetryPolicy:
         waiting_for: str,
         *,
         worthwhile: Callable[[], str] = lambda: "",
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
+        self._refresh = refresh
         self._worthwhile = worthwhile
         self._budget_ms = budget_ms
         self._check = check
@@ -59,6 +64,9 @@ class RetryPolicy:
             except errors.NotReady as error:
                 self._last = error.what
                 silent_since = time.monotonic()
+                if errors.SEALED in error.facts:
+                    pause_ms = MOVING_MS
+                    self._refresh()
             except errors.Unavailable as error:
                 self._last = error.what
                 self._check()

@@ -132,7 +132,11 @@ def drain_event(request: wire.DrainRequest) -> events.DrainRequested:
 
 def drain_reply(taken: effects.DrainTaken) -> wire.DrainReply:
     return wire.DrainReply(
-        incarnation=taken.member, title=taken.title, left_ms=min(taken.left_ms, parts.UINT32_MAX), first=taken.first
+        incarnation=taken.member,
+        title=taken.title,
+        left_ms=min(taken.left_ms, parts.UINT32_MAX),
+        first=taken.first,
+        empty=taken.empty,
     )
 
 
