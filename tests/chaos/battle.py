@@ -54,7 +54,7 @@ ASK_S = 0.3
 BEGIN_S = 90.0
 PLAY_S = 120.0
 FINISH_S = 30.0
-DISKS = {"checkpoints": 4 * MIB, "journal": 4 * MIB, "wal": 32 * MIB}
+DISKS = {"checkpoints": 4 * MIB, "journal": 2 * MIB, "wal": 32 * MIB}
 PORTS = range(18_000, 28_000)
 """Below those that the system gives to callers, so that a dead process's port is still free for the next."""
 
