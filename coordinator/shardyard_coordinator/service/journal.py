@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardyard.domain.errors import ConfigurationError, NotFound
+from shardyard.domain.errors import ConfigurationError, NotFound, StorageUnavailable
 from shardyard.domain.ids import JobId, Term
 from shardyard.runtime.failpoints import failpoint
 from shardyard_coordinator.records import Entry, Record
@@ -78,6 +78,14 @@ _SELECT: Final = """
     SELECT number, term, time, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM records ORDER BY number"""
 _UNREADABLE: Final = (sqlite3.DatabaseError, ValueError, TypeError)
 """The errors of reading a damaged file: bytes may not be text, and a number may have another type."""
+_FULL: Final = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
+"""SQLite's codes for a disk that refuses a write. They say nothing about what is in the file."""
 _REFUSED_WHY: Final = "with only a part of its records, a coordinator would contradict its earlier decisions"
 _REFUSED_TODO: Final = (
     "start the release that wrote it, or restore the folder from a copy; otherwise move it away, or set yard.state to "
@@ -98,7 +106,7 @@ class Journal:
     can connect, as in a yard inside one process.
 
     Not safe for several threads at a time. Raises ConfigurationError if another process has the journal, if the folder
-    cannot be written, or if the file is damaged or has another format.
+    cannot be written, or if the file is damaged or has another format; StorageUnavailable if the disk is full.
     """
 
     def __init__(
@@ -128,6 +136,7 @@ class Journal:
                 self._database = _open(folder / FILE)
             except _UNREADABLE as error:
                 os.close(self._lock)
+                self._require_not_full(error)
                 raise ConfigurationError(
                     f"cannot open the journal {folder / FILE}: {error}",
                     why="the coordinator records each decision before it replies",
@@ -251,6 +260,7 @@ class Journal:
             # writes the tables into the file itself, so that a file that lost its log does not look like a new one
             self._database.execute("PRAGMA wal_checkpoint(RESTART)")
         except _UNREADABLE as error:
+            self._require_not_full(error)
             raise self._refused(str(error)) from error
         self._note(latest_record, term)
         return Term(term)
@@ -346,6 +356,18 @@ class Journal:
         assert isinstance(kind, bytes), kind
         assert isinstance(body, bytes), body
         return Record(number, term, at, kind.decode(), json.loads(body))
+
+    def _require_not_full(self, error: Exception) -> None:
+        """Raises StorageUnavailable if the disk has refused a write."""
+        if getattr(error, "sqlite_errorcode", None) in _FULL:
+            free = self.free_bytes()
+            room = "" if free is None else f"; {free:,} bytes free on its disk"
+            raise StorageUnavailable(
+                f"the journal {self.name} cannot be opened ({error}{room})",
+                why="the coordinator must write that a new run of it begins",
+                todo="make room on the disk; leave the file where it is",
+                facts={"file": self.name},
+            ) from error
 
     def _refused(self, what: str, number: int | None = None) -> ConfigurationError:
         which = f"the journal {self.name}" if number is None else f"record {number} of the journal {self.name}"

@@ -11,17 +11,25 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 from shardyard.config.settings import CHECKPOINTS, Settings
+from shardyard.domain import limits
+from shardyard.domain.errors import StorageUnavailable
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
+from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.malloc import tune_malloc
 from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.rpcs.table import make_waiting_service
 from shardyard_coordinator.service.service import Coordinator
 
 log = logging.getLogger("shardyard.coordinator")
+
+OPEN_AGAIN_S: Final = 0.5
+"""The pause between two tries to open a journal whose disk is full."""
 
 
 def serve(
@@ -41,7 +49,9 @@ def serve(
     """
     tune_malloc()
     with ExitStack() as ending:
-        journal = Journal(state)
+        journal = _open_journal(state, bind, stop)
+        if journal is None:
+            return
         ending.callback(journal.close)
         coordinator = Coordinator(
             network=GrpcNetwork(),
@@ -61,6 +71,32 @@ def serve(
         log.info("the coordinator serves at %s (term %d)", address, journal.term)
         ready(address)
         stop.wait()
+
+
+def _open_journal(state: Path | None, bind: str, stop: threading.Event) -> Journal | None:
+    """Waits while the disk is full, since members of a former run continue for as long as they are answered. None if
+    `stop` is set first. Raises ConfigurationError."""
+    try:
+        return Journal(state)
+    except StorageUnavailable as error:
+        log.critical("%s", error)
+        last = error.what
+    with (
+        ExitStack() as ending,
+        ExplainedWait(lambda: f"the journal to be opened: {last}", after_ms=limits.SHOW_WAIT_MS, logger=log) as wait,
+    ):
+        if not bind.endswith(":0"):
+            # whoever asks learns that it is there
+            answering = GrpcServer(bind, [make_waiting_service(lambda: last)])
+            ending.callback(answering.stop)
+            answering.start()
+        while not stop.wait(OPEN_AGAIN_S):
+            wait.tick()
+            try:
+                return Journal(state)
+            except StorageUnavailable as error:
+                last = error.what
+    return None
 
 
 def _with_port(advertise: str, port: int) -> str:

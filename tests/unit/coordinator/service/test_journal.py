@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.domain.errors import ConfigurationError
+from shardyard.domain.errors import ConfigurationError, StorageUnavailable
 from shardyard_coordinator.records import Record
 from shardyard_coordinator.service.journal import FILE, FORMAT, LOCK, ROOM_BYTES, TERMS_KEPT, Journal
 
@@ -91,6 +91,23 @@ def test_journal_takes_records_while_its_files_cannot_grow(tmp_path: Path, with_
     journal.close()
     again = Journal(tmp_path)
     assert len(again.records()) == taken
+    again.close()
+
+
+def test_full_disk_at_the_opening_is_no_damage(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append([("one", {})])
+    journal.close()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        with pytest.raises(StorageUnavailable, match=r"bytes free on its disk.*leave the file where it is") as caught:
+            Journal(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert caught.value.facts == {"file": str(tmp_path / FILE)}
+    again = Journal(tmp_path)
+    assert [each.kind for each in again.records()] == ["one"]
     again.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import sqlite3
 import threading
 from pathlib import Path
@@ -368,3 +369,55 @@ def test_process_serves_over_grpc_until_it_is_stopped(tmp_path: Path) -> None:
         thread.join(DEADLINE_S)
     assert not thread.is_alive()
     Journal(tmp_path / "state").close()
+
+
+def test_process_answers_that_it_is_not_ready_while_its_journal_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, ready, has_room = threading.Event(), threading.Event(), threading.Event()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def open_journal(folder: Path | None) -> Journal:
+        if not has_room.is_set():
+            raise errors.StorageUnavailable("the journal j cannot be opened (disk I/O error; 0 bytes free on its disk)")
+        return Journal(folder)
+
+    def run() -> None:
+        process.serve(
+            bind=address,
+            advertise=None,
+            settings=Settings(),
+            state=tmp_path / "state",
+            stop=stop,
+            ready=lambda _: ready.set(),
+        )
+
+    monkeypatch.setattr(process, "Journal", open_journal)
+    monkeypatch.setattr(process, "OPEN_AGAIN_S", 0.01)
+    thread = threading.Thread(target=run)
+    thread.start()
+    peer = GrpcNetwork().connect(address, name="coordinator")
+
+    def answer() -> str:
+        try:
+            peer.call(methods.HEARTBEAT, wire.HeartbeatRequest(), timeout_ms=1_000)
+        except errors.ShardyardError as error:
+            return error.what if isinstance(error, errors.NotReady) else ""
+        return ""
+
+    try:
+        wait_until(lambda: "the coordinator cannot begin yet: the journal j cannot be opened" in answer(), "an answer")
+        assert not ready.is_set()
+        has_room.set()
+        assert ready.wait(DEADLINE_S)
+        request = wire.RegisterRequest(role=wire.ROLE_WORKER, protocol=limits.PROTOCOL, host="box", pid=1)
+        assert peer.call(methods.REGISTER, request, timeout_ms=5_000).term == 1
+    finally:
+        peer.close()
+        has_room.set()
+        stop.set()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert "the journal j cannot be opened" in caplog.text
