@@ -198,3 +198,50 @@ def test_equally_long_loaders_are_not_warned_about(connect: Connect, caplog: pyt
         optimizer.step()
     job.close()
     assert not any("leaves in the middle" in each for each in warnings_in(caplog))
+
+
+# ---- values that are changed in this process
+
+
+def changes_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each for each in warnings_in(caplog) if "the script has changed parameter" in each]
+
+
+@pytest.mark.parametrize("settings", [{}, SYNC_2])
+def test_values_that_are_loaded_after_prepare_are_warned_about_once(
+    connect: Connect, caplog: pytest.LogCaptureFixture, settings: dict[str, object]
+) -> None:
+    model = mlp()
+    model, optimizer = connect(settings=settings).prepare(model, adam(model))
+    step(model, optimizer)
+    for _ in range(2):
+        model.load_state_dict(mlp().state_dict())
+        step(model, optimizer)
+    (said,) = changes_in(caplog)
+    assert "parameter '0.weight'" in said
+
+
+def test_values_that_are_put_back_are_not_warned_about(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """As with an average of the weights that is only evaluated."""
+    model = mlp()
+    model, optimizer = connect().prepare(model, adam(model))
+    for _ in range(3):
+        step(model, optimizer)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(mlp().state_dict())
+        model.load_state_dict(kept)
+    step(model, optimizer)
+    assert changes_in(caplog) == []
+
+
+@pytest.mark.parametrize("settings", [LOCAL, {"worker.exchange": "overlapped"}, {"worker.exchange": "delayed"}, SYNC_2])
+def test_training_alone_is_not_warned_about(
+    connect: Connect, caplog: pytest.LogCaptureFixture, settings: dict[str, object]
+) -> None:
+    model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(3)).bfloat16()
+    model, optimizer = connect(settings=settings).prepare(model, adam(model))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4).bfloat16()).square().sum().backward()
+        optimizer.step()
+    assert changes_in(caplog) == []

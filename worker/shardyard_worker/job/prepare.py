@@ -140,6 +140,7 @@ class _GradientStep:
         self._scaler = scaler
         self._schedule = schedule
         self._warned_of_scaler = False
+        self._warned_of_changes = False
 
     def __call__(self, optimizer: ServerOptimizer, scaled: Scaled | None) -> None:
         if self._schedule is not None:
@@ -150,6 +151,7 @@ class _GradientStep:
                 why="it looks at parameters of a size, and would leave the gradients of rows scaled",
                 todo="use job.scaler(), before job.prepare; or bfloat16, which needs no scale",
             )
+        self._look_for_changes()
         taken = None if self._rows is None else self._rows.take()
         gradients, overflow = self._unscaled([parameter.target.grad for parameter in self._parameters], scaled)
         if taken is not None and scaled is not None:
@@ -158,6 +160,17 @@ class _GradientStep:
         if self._scaler is not None:
             sent.append(self._scaler.proposal(None if scaled is None else overflow))
         self._loop.contribute(StepInput(sent, 1.0, optimizer.settings(), overflow=overflow, rows=taken))
+
+    def _look_for_changes(self) -> None:
+        changed = "" if self._warned_of_changes else self._loop.need_trainer().values.changed_here()
+        if changed:
+            self._warned_of_changes = True
+            log.warning(
+                "the script has changed parameter %r in this process, for example with model.load_state_dict after"
+                " job.prepare: the gradient is that of its value, but the servers change theirs, and this step replaces"
+                " it; load values before job.prepare",
+                changed,
+            )
 
     def _unscaled(
         self, gradients: list[torch.Tensor | None], scaled: Scaled | None

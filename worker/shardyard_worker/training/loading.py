@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from shardyard.domain import errors
+from shardyard.domain.variables import VariableKind
 from shardyard_worker.exchange.buffers.buffer_layout import Late, Version
 from shardyard_worker.exchange.requests import Bases
 from shardyard_worker.rows.row_prefetch import RowPrefetch
@@ -23,6 +24,10 @@ from shardyard_worker.training.forward_prefetch import ForwardPrefetch
 from shardyard_worker.training.variables import ServerLink, StepContext, Variable
 
 log = logging.getLogger("shardyard.worker")
+
+SAMPLED = 16
+"""Parameters whose changes in place are counted at each step, spread over the model: 5 us. `load_state_dict` changes
+all."""
 
 
 class ValueLoader:
@@ -35,10 +40,19 @@ class ValueLoader:
         self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
         # local steps change the targets in place, and the round's first values are needed at its end
         local = session.job_settings.consistency.local_steps is not None
+        self._takes_steps_here = local
         self._view = session.settings.worker.exchange != "blocking" and not local
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
         self._late: dict[int, list[Late]] = {}
         """The parts of values that were arriving when the version was loaded, by variable."""
+        self._parameters = [
+            (index, each.target)
+            for index, each in enumerate(link.variables)
+            if each.spec.kind is VariableKind.PARAMETER
+        ]
+        self._sample = [target for _, target in self._parameters[:: max(1, len(self._parameters) // SAMPLED)]]
+        self._changes: int | None = None
+        """How often some of the parameters had been changed in place when the version was loaded. None: unknown."""
         self._version: Version = {}
         self._stranded = False
         self._reloading = False
@@ -75,6 +89,7 @@ class ValueLoader:
             for variable in link.variables:
                 variable.put_back()
             link.buffers.values.load(self.targets, view=self._view)
+            self._changes = None if self._view or self._takes_steps_here else self._count_changes()
             return
         # when reloading, the forward is under way, and what it has used must stay
         wanted: Iterable[int] = self._prefetch.awaited if self._reloading else self.targets
@@ -93,6 +108,23 @@ class ValueLoader:
         """Waits until the targets hold the whole version. Call it before asking the servers anything else."""
         if self._late and self._prefetch is not None:
             self._prefetch.take_all()
+
+    def changed_here(self) -> str:
+        """The name of a parameter whose value is not that of the version, because the script has changed it. Empty if
+        there is none, or if values are views of the version."""
+        changes = self._changes
+        if changes is None or changes == (now := self._count_changes()):
+            return ""
+        self._changes = now
+        for index, target in self._parameters:
+            value = torch.empty_like(target, requires_grad=False)
+            self._link.buffers.values.load({index: value})
+            if not torch.allclose(value, target.detach(), rtol=0, atol=0, equal_nan=True):
+                return self._link.variables[index].spec.name
+        return ""
+
+    def _count_changes(self) -> int:
+        return sum([target._version for target in self._sample])
 
     def _bring(self, indices: Sequence[int]) -> None:
         """Waits for these values, and puts them into their targets."""
