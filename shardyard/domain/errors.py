@@ -146,7 +146,8 @@ class UnsupportedModel(InvalidRequest):
 class FeedConflict(InvalidRequest):
     why = "all workers must read the same data set in the same way; otherwise samples would be lost or counted twice"
     todo = (
-        "check that all workers have the same data set and call job.batches in the same order with the same arguments"
+        "check that all workers have the same data set and call job.batches in the same order with the same arguments; "
+        "make random data after sy.connect and before job.prepare, where all workers have the job's seed"
     )
 
 
