@@ -37,6 +37,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Recovery.attempt": "the calls to servers are made again, in another life",
     "CheckpointBook._begun_ms": "the time to the next checkpoint begins anew",
     "CheckpointBook._begun_step": "so do the steps to it",
+    "CheckpointBook._first_ms": "the first checkpoint has all of its time again",
     "CheckpointBook._retry_at_ms": "one that failed is tried again at once",
     "CheckpointBook._failures": "and as if for the first time",
     "CheckpointBook._wanted": "who waited asks again",

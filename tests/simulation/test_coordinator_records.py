@@ -58,6 +58,7 @@ SPEC = effects.JobSpec(JobId(1), SETTINGS["a"], plan(VARIABLES, SGD, partitions=
 ALL_KINDS = {
     "batch_begun",
     "batch_quarantined",
+    "consistency_switched",
     "data_closed",
     "data_leased",
     "feed_closed",
@@ -70,13 +71,14 @@ ALL_KINDS = {
     "member_removed",
     "not_finite",
     "partitions_created",
+    "partitions_lost",
     "partitions_opened",
+    "partitions_placed_again",
     "rank_given",
-    "stop_asked",
+    "recovery_begun",
     "steps_decided",
+    "stop_asked",
     "stop_settled",
-    "consistency_switched",
-    "worker_switched",
     "variables_committed",
     "variables_registered",
     "worker_admitted",
@@ -84,6 +86,7 @@ ALL_KINDS = {
     "worker_gone",
     "worker_joined",
     "worker_quarantined",
+    "worker_switched",
 }
 SNAPSHOT_KINDS = {
     "contributions_dropped_before",

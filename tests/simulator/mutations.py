@@ -21,6 +21,7 @@ from shardyard.domain.ids import Generation, Incarnation, Rank, Token
 from shardyard.domain.push_names import ROW_LANE, DataShardSource, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard_coordinator.core.effects import Base, Persist
+from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import checkpointing, work_verdicts
 from shardyard_coordinator.flows import recovery as recovery_flow
 from shardyard_coordinator.members.membership import Membership
@@ -257,6 +258,14 @@ def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
     """a worker that waits for the end of a synchronous job's data does not notice a restore"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
+
+
+@mutation("A15", "async-checkpoint", 8, 13)
+def work_counts_before_the_first_checkpoint(patch: Patch) -> None:
+    """a job without logs acknowledges work before it has a checkpoint to go back to"""
+    real = JobState.may_acknowledge.fget
+    assert real is not None
+    patch.setattr(JobState, "may_acknowledge", property(lambda job: job.log_owners is None or real(job)))
 
 
 # ---- B: synchronous steps

@@ -77,6 +77,8 @@ class Yard:
         """By run of the job: the step before which it stops."""
         self.has_checkpoint = False
         """Whether a checkpoint was ever committed."""
+        self.waived = False
+        """Whether a job has begun without a first checkpoint, which its disk had refused."""
         self.paces = Paces(self.world.violations.append)
         self.effective: dict[Path, Mark] = {}
         """By the folder of a log: the end of the last record that has taken effect."""

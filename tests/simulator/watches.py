@@ -78,8 +78,8 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
         unheard = code == "WorkerFailed" and bool(yard.finished) and not yard.goodbyes
         # a job has no checkpoint to go back to if the disk has refused all of them
         lost = code == "ServerLost" and not yard.has_checkpoint and len(yard.finished) == yard.plan.workers
-        if code == "ServerLost" and yard.plan.durability == "wal" and not lost:
-            yard.world.violations.append(f"a job with logs ended by a server: {body['failure']['what']}")
+        if code == "ServerLost" and not lost and not yard.waived:
+            yard.world.violations.append(f"a server ended a job: {body['failure']['what']}")
         yard.jobs_finished += body["state"] == "finished" or unheard or lost
     elif kind == "consistency_switched":
         yard.paces.switched(JobId(body["job"]), body["number"])
@@ -97,6 +97,8 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
         yard.paces.goes(Incarnation(body["worker"]))
     elif kind == "checkpoint_committed":
         yard.has_checkpoint = True
+    elif kind == "checkpoint_waived":
+        yard.waived = True
 
 
 class Watch(logging.Handler):

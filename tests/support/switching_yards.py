@@ -21,7 +21,8 @@ FEED = FeedSpec(samples=100, fingerprint="f", batch_size=5, epochs=2, shuffle=Tr
 
 
 class SwitchingYard(MachineYard):
-    """The job has first values. With `feed`, both workers have opened that feed."""
+    """The job has first values, and a checkpoint of them if it has checkpoints. With `feed`, both workers have opened
+    that feed."""
 
     def __init__(self, settings: JobSettings, checkpoints: str | None = None, feed: FeedSpec | None = None) -> None:
         super().__init__(checkpoints=checkpoints)
@@ -29,6 +30,9 @@ class SwitchingYard(MachineYard):
         self.settings = settings
         self.workers = [self.join() for _ in range(2)]
         self.open_job(self.workers[0], VARIABLES, SGD)
+        self.tick()
+        if self.wanted(effects.TakeCheckpoint):
+            self.complete_checkpoint()
         if feed is not None:
             for caller in self.workers:
                 self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))

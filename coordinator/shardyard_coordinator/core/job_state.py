@@ -125,9 +125,11 @@ class JobState:
 
     @property
     def may_acknowledge(self) -> bool:
-        """Whether work may be acknowledged. A job with logs first needs a checkpoint of its own, which its logs
-        follow."""
-        return self.log_owners is None or (self.book.committed is not None and self.origin is None)
+        """Whether work may be acknowledged. A job first needs a checkpoint, to which it can go back. With logs it needs
+        one of its own, which its logs follow; without, it may have none, or begin before it (`book.waived`)."""
+        if self.log_owners is None:
+            return self.book.committed is not None or self.book.waived or not self.book.enabled
+        return self.book.committed is not None and self.origin is None
 
     @property
     def replays_logs(self) -> bool:

@@ -58,8 +58,11 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
     deployed, book, logs = job.deployment, job.book, job.log_owners
     if leaving or not job.may_acknowledge:
         book.want()
-    if deployed.stage is not Stage.OPEN or not book.is_due(now_ms, job.progress.step):
+    if deployed.stage is not Stage.OPEN:
         return []
+    waived = [] if job.may_acknowledge or logs is not None else _waive_first(job, now_ms)
+    if not book.is_due(now_ms, job.progress.step):
+        return waived
     assert deployed.map is not None
     assert book.url is not None
     # before any partition is cut (rule A9)
@@ -73,6 +76,7 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
     step = job.progress.step or (0 if book.committed is None else book.committed.step)
     draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone, leaving)
     return [
+        *waived,
         *job.records([record]),
         TakeCheckpoint(
             spec_of(job),
@@ -86,6 +90,15 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
             deployed.workers if job.has_error_feedback else (),
         ),
     ]
+
+
+def _waive_first(job: JobState, now_ms: int) -> list[Effect]:
+    """Begins the job without a first checkpoint if that does not come."""
+    record = job.book.waive(now_ms)
+    if record is None:
+        return []
+    warning = f"{job.title} begins without a checkpoint, which is not written yet; until it is, the job ends if a"
+    return [*job.records([record]), LogMessage(f"{warning} server dies", warning=True)]
 
 
 def end(job: JobState, taken: CheckpointTaken) -> list[Effect]:

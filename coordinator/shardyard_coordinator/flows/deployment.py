@@ -1,6 +1,7 @@
 """Brings a job's variables to the servers: registration, creation of partitions, first values, opening.
 
-The job's `deployment` has the stage. Invariant: a job with logs serves no worker before its first checkpoint exists.
+The job's `deployment` has the stage. Invariant: a job with checkpoints serves no worker before it has one to which it
+can go back.
 Must not know: how servers are called, leases of members.
 """
 
@@ -155,5 +156,5 @@ def _check_begun(job: JobState) -> None:
     if not job.may_acknowledge:
         raise errors.NotReady(
             f"{job.title} begins when its first checkpoint is written",
-            why="logs say what came after a checkpoint (job.durability wal)",
+            why="if a server died before, its values would be nowhere else",
         )

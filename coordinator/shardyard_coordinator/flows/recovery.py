@@ -133,8 +133,11 @@ def can_go_back(job: JobState) -> bool:
 
 
 def can_begin_again(job: JobState) -> bool:
-    """Whether nothing depends on the first values yet, so that they may be given again."""
-    return not job.may_acknowledge and job.book.committed is None and job.deployment.stage is not Stage.EMPTY
+    """Whether nothing depends on the first values yet, so that they may be given again. No worker reads them before
+    they are committed, and none is told that they are before work may be acknowledged."""
+    if job.book.committed is not None or job.deployment.stage is Stage.EMPTY:
+        return False
+    return not job.may_acknowledge or not job.deployment.is_committed
 
 
 def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
@@ -304,7 +307,7 @@ def _place_again(
     job.recovery.end(attempt.map.generation, now_ms, restored=True)
     job.deployment.place_again(attempt.map)
     placed = job.deployment.with_map("partitions_placed_again")
-    return job.records([record, placed, _begin_logs(job, attempt)])
+    return job.records([record, placed, *([] if job.log_owners is None else [_begin_logs(job, attempt)])])
 
 
 def _take_map(job: JobState, map_: PartitionMap, *, goes_back: bool) -> list[DataShardSource]:
@@ -361,7 +364,7 @@ def entries(job: JobState) -> list[Entry]:
 def restore(job: JobState, kind: str, body: Body, now_ms: int) -> None:
     """Applies a record of `entries`, or of any map after the first. Raises DamagedRecord."""
     match kind:
-        case "checkpoint_begun" | "checkpoint_committed":
+        case "checkpoint_begun" | "checkpoint_committed" | "checkpoint_waived":
             job.book.restore(kind, body)
             # a checkpoint that was not begun here is from another run
             if kind == "checkpoint_committed" and body.number("draft"):

@@ -130,7 +130,7 @@ _KINDS: Final[tuple[tuple[str, Restore], ...]] = (
     ("feedback_due feedback_taken feedback_taken_before", _residuals),
     ("variables_registered worker_admitted initializer_chosen partitions_created variables_committed", _deployment),
     ("partitions_opened partitions_restored_later", _deployment),
-    ("checkpoint_begun checkpoint_committed logs_begun partitions_lost recovery_begun", _recovery),
+    ("checkpoint_begun checkpoint_committed checkpoint_waived logs_begun partitions_lost recovery_begun", _recovery),
     ("partitions_moved partitions_placed_again", _recovery),
     ("pushes_lost pushes_lost_before", lambda job, kind, body, _: job.lost_pushes.restore(kind, body)),
     ("stop_asked stop_settled", lambda job, kind, body, _: job.stopping.restore(kind, body)),

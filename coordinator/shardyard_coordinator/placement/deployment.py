@@ -67,6 +67,11 @@ class Deployment:
         return None if self.map is None else self.map.generation
 
     @property
+    def is_committed(self) -> bool:
+        """Whether the first values are on the servers for good, or a checkpoint has them."""
+        return self.stage not in _BEFORE_COMMIT
+
+    @property
     def servers(self) -> tuple[Server, ...]:
         """The servers that have a partition of the job."""
         return () if self.map is None else tuple(server for server, _ in placement.servers_of(self.map))

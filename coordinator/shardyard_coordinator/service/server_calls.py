@@ -71,7 +71,12 @@ class ServerCalls:
         elif work := self._background.get(type(effect)):
             self._later(work, effect)
 
-    def open_later(self, openings: Iterable[effects.OpenPartitions]) -> None:
+    def tick(self) -> None:
+        """Has the machine do what is due. Raises as `Mailbox.handle`."""
+        found = self.handle(events.Ticked())
+        self._open_later(effect for effect in found if isinstance(effect, effects.OpenPartitions))
+
+    def _open_later(self, openings: Iterable[effects.OpenPartitions]) -> None:
         """Opens partitions in the background, the servers of one job one after the other."""
         by_job: dict[JobId, list[effects.OpenPartitions]] = {}
         for effect in openings:
@@ -97,6 +102,7 @@ class ServerCalls:
         with self._reported(events.PartitionsOpened(job, generation), events.NotAnswered(job, wanted[0])):
             for effect in wanted:
                 self._servers.open(effect)
+        self.tick()  # workers wait for the first checkpoint, which is due
 
     @contextmanager
     def _reported(self, done: events.Event, failed: events.Event) -> Iterator[None]:

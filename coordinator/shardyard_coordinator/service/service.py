@@ -18,7 +18,7 @@ from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network
-from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core import effects
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.mailbox import Mailbox
@@ -105,13 +105,11 @@ class Coordinator:
         while not self._stop.wait(self._tick_ms / 1000):
             self._mailbox.repair(self._calls.start)
             try:
-                found = self._calls.handle(events.Ticked())
+                self._calls.tick()
             except ShardyardError as error:
                 log.debug("no tick: %s", error)
             except Exception:
                 log.exception("a tick failed")
-            else:
-                self._calls.open_later(effect for effect in found if isinstance(effect, effects.OpenPartitions))
 
     def _workers_of(self, job: JobId) -> frozenset[Incarnation]:
         with self._mailbox.machine() as machine:

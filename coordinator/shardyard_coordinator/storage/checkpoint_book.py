@@ -29,9 +29,13 @@ from shardyard_coordinator.records import (
 
 RETRY_MS: Final = 1_000
 _FILE_FIELDS: Final = 4
+_WAIVED: Final[Entry] = ("checkpoint_waived", {})
 FAILURES_IN_DOUBT: Final = 3
 """Tries in which servers were not ready, after which a checkpoint may never come."""
 RETRY_MS_MAX: Final = 60_000
+FIRST_MS_MAX: Final = 10_000
+"""How long a job without logs waits for its first checkpoint. Longer than a lease: a server that has died is noticed
+before, and the job begins again on another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,10 @@ class CheckpointBook:
         self._wanted = False
         self._failed: tuple[int, ShardyardError] | None = None
         self._abandoned: set[int] = set()
+        self._first_ms: int | None = None
+        """Since when the first checkpoint is being written."""
+        self.waived = False
+        """Whether the job has begun without a first checkpoint."""
         self.draft: Draft | None = None
         self.committed: Committed | None = None
 
@@ -93,6 +101,15 @@ class CheckpointBook:
         death of a server makes an attempt fail too, but is reported soon, and is no doubt by itself."""
         passing = self._failed is not None and isinstance(self._failed[1], NotReady)
         return not self.enabled or self._failures >= (FAILURES_IN_DOUBT if passing else 1)
+
+    def waive(self, now_ms: int) -> Entry | None:
+        """Lets the job begin without a first checkpoint if the storage refuses it, or if it takes long."""
+        refused = self._failed is not None and not isinstance(self._failed[1], NotReady)
+        late = self._first_ms is not None and now_ms - self._first_ms >= FIRST_MS_MAX
+        if self.committed is not None or self.waived or not (refused or late):
+            return None
+        self.waived = True
+        return _WAIVED
 
     @property
     def base(self) -> int:
@@ -155,6 +172,8 @@ class CheckpointBook:
     ) -> tuple[Draft, Entry]:
         assert self.draft is None
         self._number += 1
+        if self.committed is None and self._first_ms is None:
+            self._first_ms = now_ms
         self._begun_ms, self._begun_step, self._wanted = now_ms, step, False
         self.draft = Draft(self._number, step, data_ledger, floor, gone, sealed)
         return self.draft, ("checkpoint_begun", {"number": self._number})
@@ -194,6 +213,7 @@ class CheckpointBook:
 
     def abandon(self) -> None:
         """The checkpoint being written no longer counts, because the job's partitions were restored meanwhile."""
+        self._first_ms = None
         if self.draft is not None:
             self._abandoned.add(self.draft.number)
             self.draft, self._wanted = None, True
@@ -227,10 +247,13 @@ class CheckpointBook:
             found.append(self._committed)
         if self._number > self.base:
             found.append(("checkpoint_begun", {"number": self._number}))
-        return found
+        return [*found, _WAIVED] if self.waived else found
 
     def restore(self, kind: str, body: Body) -> None:
         """Raises DamagedRecord."""
+        if kind == "checkpoint_waived":
+            self.waived = True
+            return
         number = body.number("number", least=1)
         if kind == "checkpoint_begun":
             require(number > self._number, f"checkpoint {number} is begun after {self._number}")

@@ -124,10 +124,10 @@ class HostedJob:
             )
 
     def begins_anew(self, request: CreateRequest) -> bool:
-        """Whether empty partitions replace those that are here. A job with logs begins anew, under a higher generation
-        and without a checkpoint, when a server has died before any work counted. Raises InvalidRequest if work has
-        counted here."""
-        if self.wal is None or request.generation <= self.generation or request.restore.url:
+        """Whether empty partitions replace those that are here. A job begins anew, under a higher generation and
+        without a checkpoint, when a server has died before any work counted. Raises InvalidRequest if work has counted
+        here."""
+        if request.generation <= self.generation or request.restore.url:
             return False
         for partition in self.in_order:
             version, sources = partition.describe()

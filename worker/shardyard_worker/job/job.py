@@ -220,8 +220,8 @@ class Job(JobData):
         >>> with sy.connect(settings={"job.checkpoint.url": "checkpoints"}) as job:
         ...     job.register({"w": torch.zeros(2)})
         ...     job.push({"w": torch.ones(2)})
-        ...     job.checkpoint()
-        1
+        ...     job.checkpoint()  # number 1 has the first values
+        2
         """
         self._loop.need_trainer()
         with self._session.interrupts:

@@ -38,8 +38,10 @@ class RetryPolicy:
         *,
         worthwhile: Callable[[], str] = lambda: "",
         refresh: Callable[[], None] = lambda: None,
+        pause_ms_max: int = PAUSE_MS_MAX,
     ) -> None:
         self._refresh = refresh
+        self._pause_ms_max = pause_ms_max
         self._worthwhile = worthwhile
         self._budget_ms = budget_ms
         self._check = check
@@ -75,4 +77,4 @@ class RetryPolicy:
                 if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
                     raise
             time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
-            pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
+            pause_ms = min(2 * pause_ms, self._pause_ms_max)

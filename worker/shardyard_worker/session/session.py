@@ -29,7 +29,7 @@ from shardyard.wire.method import Method
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.session.drain import Drain
 from shardyard_worker.session.interrupts import Interrupts
-from shardyard_worker.session.retry import RetryPolicy
+from shardyard_worker.session.retry import PAUSE_MS_MAX, RetryPolicy
 from shardyard_worker.session.step_barrier import StepBarrier
 
 log = logging.getLogger("shardyard.worker")
@@ -290,12 +290,17 @@ class Session:
     # ---- calls
 
     def ask(
-        self, method: Method[Request, Response], request: Request, *, check: Callable[[], None] | None = None
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        *,
+        check: Callable[[], None] | None = None,
+        pause_ms_max: int = PAUSE_MS_MAX,
     ) -> Response:
         """Calls the coordinator. Retries while it is not ready or does not answer, since it may be restarting. Ends
         early with what `check` raises (by default the session's own)."""
         deadline_ms = self.settings.worker.rpc_deadline_ms
-        policy = self._retry_policy(f"the coordinator to answer {method.name}", check or self.check)
+        policy = self._retry_policy(f"the coordinator to answer {method.name}", check or self.check, pause_ms_max)
         with self.wait_registry.over(lambda: policy.explanation):
             return policy.call(lambda: self._peer.call(method, request, timeout_ms=deadline_ms))
 
@@ -325,10 +330,12 @@ class Session:
         except (errors.Unavailable, errors.NotReady):
             log.debug("the coordinator did not answer a heartbeat")
 
-    def _retry_policy(self, waiting_for: str, check: Callable[[], None]) -> RetryPolicy:
+    def _retry_policy(
+        self, waiting_for: str, check: Callable[[], None], pause_ms_max: int = PAUSE_MS_MAX
+    ) -> RetryPolicy:
         # longer than the grace time, after which the coordinator counts as lost and `check` raises that
         budget_ms = 2 * self.settings.membership.coordinator_grace_ms
-        return RetryPolicy(budget_ms, check, waiting_for)
+        return RetryPolicy(budget_ms, check, waiting_for, pause_ms_max=pause_ms_max)
 
     # ---- heartbeats
 

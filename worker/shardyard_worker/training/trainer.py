@@ -44,6 +44,8 @@ R = TypeVar("R")
 
 SLICE_MS = 200
 """How long a server holds a pull before the worker checks what else has changed."""
+BEGIN_PAUSE_MS = 100
+"""The longest pause between two questions whether the job has begun, which takes a moment."""
 
 
 class Trainer:
@@ -67,7 +69,7 @@ class Trainer:
         self.optimizer = optimizer
         self.variables = tuple(variables)
         self._tables = tables
-        reply = session.ask(methods.REGISTER_VARIABLES, self._registration(), check=session.check_waiting)
+        reply = self._register(session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
         self.accumulates = False
@@ -94,6 +96,10 @@ class Trainer:
     def _copies(self) -> DeviceCopies | None:
         with torch._C.DisableTorchFunctionSubclass():  # reads attributes of targets, not their values
             return copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
+
+    def _register(self, check: Callable[[], None] | None = None) -> wire.RegisterVariablesReply:
+        request = self._registration()
+        return self.session.ask(methods.REGISTER_VARIABLES, request, check=check, pause_ms_max=BEGIN_PAUSE_MS)
 
     def _registration(self) -> wire.RegisterVariablesRequest:
         return wire.RegisterVariablesRequest(
@@ -137,7 +143,7 @@ class Trainer:
     def follow_map(self) -> None:
         """Connects under the newest map. Filled-in gradients and the current values stay as they are."""
         session, link = self.session, self.link
-        reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
+        reply = self._register()
         map_ = layout_messages.map_from_wire(reply.map)
         log.info("the job's partitions are at generation %d", map_.generation)
         mode = session.mode
@@ -246,7 +252,7 @@ class Trainer:
             generation = self.link.router.generation
             request = wire.CommitVariablesRequest(caller=common_messages.caller_to_wire(caller), generation=generation)
             try:
-                self.session.ask(methods.COMMIT_VARIABLES, request)
+                self.session.ask(methods.COMMIT_VARIABLES, request, pause_ms_max=BEGIN_PAUSE_MS)
             except errors.StaleGeneration as error:
                 log.info("the servers are given first values again (%s)", error.what)
                 self.follow_map()

@@ -177,6 +177,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     if moment == "asked":
         yard.settle(9)
     if moment in ("asked", "settled"):
+        yard.switch_point_told(yard.workers[0], step=9)
         yard.write()
     if moment != "restored":
         yard.tick()

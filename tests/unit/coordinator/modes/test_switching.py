@@ -60,8 +60,6 @@ def test_job_that_has_no_servers_yet_tells_them_once_they_have_its_partitions() 
 
 def test_servers_of_another_map_are_told_again_and_are_given_the_number_with_their_partitions() -> None:
     yard = Yard(checkpoints="/c")
-    yard.tick()
-    yard.complete_checkpoint()
     yard.switch(BOUNDED, 3)
     yard.tell_servers()
     for worker in yard.workers:
@@ -86,8 +84,6 @@ def test_servers_of_another_map_are_told_again_and_are_given_the_number_with_the
 
 def test_new_servers_do_not_expect_who_has_not_gone_over() -> None:
     yard = Yard(checkpoints="/c")
-    yard.tick()
-    yard.complete_checkpoint()
     for worker in yard.workers:
         yard.handle(events.FeedOpened(worker, 0, FEED))
         yard.handle(events.LeaseRequested(worker, 0))

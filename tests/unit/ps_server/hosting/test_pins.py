@@ -35,7 +35,7 @@ from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.reads import await_pinned, pin_version, unpin
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import KEPT, VersionPin, Versions
-from tests.unit.ps_server.hosting.test_store import GENERATION, HERE, JOB, LAYOUT, OWNED, order, payload, server
+from tests.unit.ps_server.hosting.test_store import GENERATION, HERE, JOB, LAYOUT, MOVED, OWNED, order, payload, server
 
 READER = Caller(JOB, Incarnation(0), Term(0))
 PIN = bytes(range(16))
@@ -300,7 +300,7 @@ def test_reader_without_an_incarnation_reads_its_pin_and_nothing_else() -> None:
 def test_partitions_that_move_end_their_pins() -> None:
     found = server()
     pulls.pin(found, wish())
-    orders.create(found, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+    orders.create(found, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), MOVED))
     assert len(pins_of(found)) == 0
     with pytest.raises(StaleGeneration):
         pull(found)

@@ -32,6 +32,7 @@ from shardyard.domain.push_names import DataShardSource, PushName, RankSource, S
 from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.shared_memory import SharedMemory
+from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Counters, Store
@@ -58,6 +59,8 @@ LAYOUT = JobLayout(
     ),
 )
 OWNED = [PartitionId(0), PartitionId(2)]
+MOVED = Restore("/checkpoints", ())
+"""Of a server that keeps its partitions, while others are restored elsewhere."""
 
 
 def server(mode: UpdateMode = UpdateMode.ASYNC, *, ranks: int = 2, opened: bool = True) -> Store:
@@ -201,9 +204,9 @@ def test_same_order_to_create_again_keeps_what_is_there() -> None:
 
 def test_same_order_of_a_later_generation_moves_the_generation_and_never_back() -> None:
     here = server()
-    orders.create(here, CreateRequest(JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+    orders.create(here, CreateRequest(JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), MOVED))
     with pytest.raises(StaleGeneration):
-        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), MOVED))
     assert admission.admit(here, WORKER, HERE, Generation(6)).generation == 6
 
 
@@ -431,7 +434,7 @@ def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(c
     if change == "fenced":
         orders.fence(here, [WORKER.incarnation])
     else:
-        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2)))
+        orders.create(here, CreateRequest(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), MOVED))
     with pytest.raises(StaleIncarnation if change == "fenced" else StaleGeneration):
         pushes.push(here, admitted, order(), payload(order()))
     here.become(HERE, Term(2))
