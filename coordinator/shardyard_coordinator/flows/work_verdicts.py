@@ -79,9 +79,7 @@ def report_not_finite(job: JobState, said: NotFiniteReported) -> list[Effect]:
     fresh = [
         QuarantinedWork(of_data, sequence, parameter=said.parameter, worker=worker)
         for sequence in sequences
-        if of_data is not None
-        and not quarantine.has(of_data, sequence)
-        and not _is_over_for(job, of_data, sequence)
+        if of_data is not None and not quarantine.has(of_data, sequence) and not _is_over_for(job, of_data, sequence)
     ]
     if policy is NonFinite.FAIL or len(quarantine) + len(fresh) > QUARANTINED_MAX:
         return _fail_by_not_finite(job, said, said.title)
