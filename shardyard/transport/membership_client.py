@@ -191,7 +191,8 @@ class MembershipClient:
         drained: bool = False,
     ) -> bool:
         """Stops, and tells the coordinator. If it does not answer within a second, tries again for `patience_ms`: it
-        may be restarting, and a member that leaves without being heard looks dead. `pushed`: a worker's acknowledged
+        may be restarting, and a member that leaves without being heard looks dead. With patience, waits for as long as
+        the coordinator answers that it is not ready. `pushed`: a worker's acknowledged
         pushes without leased data. `residual_lost`: the 2-norm of the residual that it did not send.
         `drained`: it leaves because it drains. Returns whether the coordinator answered that this residual counts as
         lost."""
@@ -206,12 +207,16 @@ class MembershipClient:
     def _send_leave(self, request: wire.LeaveRequest, patience_ms: int) -> wire.LeaveReply:
         request.caller.CopyFrom(common_messages.caller_to_wire(self.caller))
         give_up = time.monotonic() + patience_ms / 1000
-        with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
+        last = ""
+        with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go{last}", logger=log) as wait:
             while True:
                 try:
                     return self._peer.call(methods.LEAVE, request, timeout_ms=LEAVE_MS)
                 except errors.ShardyardError as refused:
+                    last = f" ({refused.what})"
                     silent = isinstance(refused, errors.Unavailable | errors.NotReady)
+                    if isinstance(refused, errors.NotReady) and patience_ms:
+                        give_up = time.monotonic() + patience_ms / 1000
                     if not silent or time.monotonic() >= give_up:
                         log.debug("the coordinator did not take the leave: %s", refused)
                         return wire.LeaveReply()

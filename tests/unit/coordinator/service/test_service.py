@@ -265,6 +265,22 @@ def test_members_are_answered_for_longer_than_a_lease_while_the_journal_cannot_b
     assert worker.lease().lease.token == 1
 
 
+def test_readers_are_answered_while_the_journal_cannot_be_written(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=30)
+    with monkeypatch.context() as full:
+        full.setattr(yard.journal, "append", fill)
+        full.setattr(yard.journal, "replace", fill)
+        with pytest.raises(errors.NotReady):
+            worker.lease()
+        followed = wire.FollowJobRequest(job_name="default", reader=bytes(16))
+        reply = yard.peer().call(methods.FOLLOW_JOB, followed, timeout_ms=1)
+        assert (reply.job, reply.state) == (worker.job, wire.JOB_STATE_RUNNING)
+        reported = wire.ReportEvaluationRequest(job=worker.job, step=3)
+        with pytest.raises(errors.NotReady):
+            yard.peer().call(methods.REPORT_EVALUATION, reported, timeout_ms=1)
+
+
 def test_status_and_log_say_in_time_that_the_disk_is_full(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

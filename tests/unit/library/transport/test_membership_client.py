@@ -13,6 +13,7 @@ from shardyard.config.settings import MembershipSettings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
 from shardyard.domain.limits import PROTOCOL
+from shardyard.transport import membership_client
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context, Peer, Service
 from shardyard.transport.membership_client import Membership, MembershipClient
@@ -389,6 +390,23 @@ def test_leaving_returns_whether_the_residual_counts_as_lost(
     assert member.enrolment.leave(residual_lost=norm) is (norm > 0)
     coordinator.vanish()
     assert not member.enrolment.leave(residual_lost=norm), "a coordinator that does not answer counts nothing"
+
+
+def test_goodbye_waits_for_as_long_as_the_coordinator_answers_that_it_is_not_ready(
+    coordinator: FakeCoordinator, make: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_client, "RETRY_MS", 20)
+    coordinator.appear()
+    member = make()
+    member.enrolment.register(patience_ms=0)
+    coordinator.refusals["Leave"] = [errors.NotReady("its disk is full")] * 10
+    began = time.monotonic()
+    member.enrolment.leave(patience_ms=50)
+    assert time.monotonic() - began > 0.15
+    assert len(coordinator.left) == 11
+    coordinator.refusals["Leave"] = [errors.NotReady("its disk is full")] * 10
+    member.enrolment.leave("it broke")
+    assert len(coordinator.left) == 12, "a process that ends with an error does not wait"
 
 
 def test_goodbye_waits_for_a_coordinator_that_is_started_again(
