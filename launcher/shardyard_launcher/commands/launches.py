@@ -62,13 +62,15 @@ def logs(
 
 
 def _show(said: agent_wire.ProcessOutput, *, several: bool, timestamps: bool) -> None:
+    from shardyard_launcher.scripts.launches import moment_of
+
     parts = [said.line]
     if said.by_agent:
         parts.insert(0, "[agent]")
     elif several:
         parts.insert(0, f"[{said.local_index}]")
     if timestamps:
-        moment = datetime.datetime.fromtimestamp(said.time_s, datetime.UTC)
+        moment = datetime.datetime.fromtimestamp(moment_of(said.time_s), datetime.UTC)
         parts.insert(0, moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03}Z")
     stream = sys.stderr if said.standard_error else sys.stdout
     if said.standard_error:

@@ -30,6 +30,7 @@ READ_TIMEOUT_MS: Final = 60_000
 FOLLOW_TIMEOUT_MS: Final = 30 * 24 * 3_600_000
 END_GRACE_MS: Final = 5_000
 LATE_MS: Final = 10_000
+MOMENT_S_MAX: Final = 1e11
 NAMED_MAX: Final = 8
 """Launches that an error names."""
 
@@ -52,9 +53,23 @@ class FoundLaunch:
         return not self.described.ended
 
     @property
+    def started_s(self) -> float:
+        """In seconds since 1970; 0 if that is not known."""
+        return moment_of(self.described.started_s)
+
+    @property
+    def ended_s(self) -> float:
+        return moment_of(self.described.ended_s)
+
+    @property
     def title(self) -> str:
         """For example `launch 482913 of train.py on gamma`."""
         return f"launch {self.number} of {Path(self.described.script).name} on {self.agent.host}"
+
+
+def moment_of(time_s: float) -> float:
+    """What a peer says is a time, if it can be one."""
+    return time_s if 0.0 <= time_s <= MOMENT_S_MAX else 0.0
 
 
 def end_launch(found: FoundLaunch) -> bool:
@@ -161,7 +176,7 @@ def list_launches(members: list[wire.MemberStatus], said: Mapping[int, Described
             for launch in described.launches:
                 # agents on one folder both know what has ended there
                 found.setdefault(launch.launch, FoundLaunch(member, launch))
-    return sorted(found.values(), key=lambda each: (not each.runs, -each.described.started_s, each.number))
+    return sorted(found.values(), key=lambda each: (not each.runs, -each.started_s, each.number))
 
 
 def find_launch(coordinator: str, wanted: str | None) -> FoundLaunch:

@@ -33,7 +33,7 @@ def launches_table(launches: list[FoundLaunch]) -> RenderableType | None:
             str(Incarnation(each.agent.incarnation)),
             each.agent.host,
             f"{said.running} of {said.workers}" if each.runs else str(said.workers),
-            f"{_ago(said.started_s, now_s)} ago",
+            f"{_ago(each.started_s, now_s)} ago",
             describe_state(each, now_s),
         ]
         table.add_row(*map(Text, cells))
@@ -47,7 +47,7 @@ def describe_state(launch: FoundLaunch, now_s: float) -> str:
         return "runs"
     if not said.HasField("ending"):
         return "ended with its agent"
-    ago = f"{_ago(said.ended_s, now_s)} ago"
+    ago = f"{_ago(launch.ended_s, now_s)} ago"
     if said.ending.stopped:
         return f"was stopped {ago}"
     if not said.ending.exit_code:
@@ -66,8 +66,8 @@ def launch_as_json(launch: FoundLaunch) -> dict[str, object]:
         "running": launch.runs,
         "processes": said.workers,
         "processes_running": said.running,
-        "started_s": said.started_s,
-        "ended_s": said.ended_s or None,
+        "started_s": launch.started_s,
+        "ended_s": launch.ended_s or None,
         "stopped": said.ending.stopped,
         "exit_code": said.ending.exit_code if ended else None,
         "first_error_process": said.ending.first_error_index if ended and said.ending.exit_code else None,

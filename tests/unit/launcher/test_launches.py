@@ -102,6 +102,13 @@ def test_state_of_a_launch_in_words(fields: dict[str, Any], said: str) -> None:
     assert describe_state(found(1, **fields), 100.0) == said
 
 
+def test_times_that_no_clock_can_have_are_not_shown() -> None:
+    for time_s in (float("nan"), float("inf"), -1.0, 1e300):
+        launch = found(1, runs=False, started_s=time_s, ended_s=time_s, ending=agent_wire.LaunchEnded())
+        assert (launch.started_s, launch.ended_s) == (0.0, 0.0)
+        assert describe_state(launch, 60.0) == "ended well 1 min 0 s ago"
+
+
 # ---- variables
 
 

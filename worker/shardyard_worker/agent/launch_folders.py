@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -28,9 +29,13 @@ from typing import Any, Final
 
 from shardyard.domain import limits
 
+log = logging.getLogger("shardyard.agent")
+
 FOLDER: Final = "launches"
 RECORD: Final = "launch.json"
 LOCK: Final = "lock"
+UNRECORDED: Final = "ended"
+"""The name of the lock of a launch whose end could not be recorded."""
 NEW: Final = ".new-"
 NUMBER_MIN, NUMBER_MAX = 100_000, 999_999
 """Short enough to type. A random one, so that launches of several agents, and of an agent that has lost its folder,
@@ -128,15 +133,24 @@ class LaunchFolder:
     def write(self, record: LaunchRecord) -> None:
         """For the holder of the lock. Raises OSError."""
         part = self.path / (RECORD + ".part")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
-            json.dump(dataclasses.asdict(record), stream)
-        os.replace(part, self.path / RECORD)
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+                json.dump(dataclasses.asdict(record), stream)
+            os.replace(part, self.path / RECORD)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def end(self, record: LaunchRecord) -> None:
-        """Writes the last record and gives up the lock. Raises OSError if the record could not be written."""
+        """Writes the last record and gives up the lock. Raises OSError if the record could not be written; the launch
+        is not launched again in that case either."""
         try:
             self.write(record)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rename(self.path / LOCK, self.path / UNRECORDED)  # a full disk has room for that
+            raise
         finally:
             self.release()
 
@@ -221,6 +235,52 @@ class LaunchFolders:
         for path in self.path.glob(f"{NEW}*"):
             if not LaunchFolder(path).runs and time.time() - _changed_s(path) > ABANDONED_S:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class AgentFolders:
+    """The launches of one agent: in its state folder, and, if that cannot be written, in a temporary folder that lasts
+    as long as the agent."""
+
+    def __init__(self, state: Path) -> None:
+        self._all = [LaunchFolders(state)]
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self._all[0].prepare()
+        except OSError as error:
+            self._use_temporary(error)
+
+    def create(self, describe: Callable[[int], LaunchRecord]) -> LaunchFolder:
+        """As that of LaunchFolders. Raises OSError if no disk has room."""
+        try:
+            return self._all[0].create(describe)
+        except OSError as error:
+            self._use_temporary(error)
+            return self._all[-1].create(describe)
+
+    def find(self, number: int) -> LaunchFolder | None:
+        found = (folders.find(number) for folders in list(self._all))
+        return next((folder for folder in found if folder is not None), None)
+
+    def records(self) -> list[tuple[LaunchFolder, LaunchRecord]]:
+        return [each for folders in list(self._all) for each in folders.records()]
+
+    def take_lost(self) -> list[tuple[LaunchFolder, LaunchRecord]]:
+        return self._all[0].take_lost()
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _use_temporary(self, error: OSError) -> None:
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="shardyard-agent-", ignore_cleanup_errors=True)
+            self._all.append(LaunchFolders(Path(self._temporary.name)))
+        log.warning(
+            "what launches print is kept in %s, until this agent ends, because %s cannot be written (%s); --state "
+            "names another folder",
+            *(self._temporary.name, self._all[0].path, error.strerror),
+        )
+        self._all[-1].prepare()
 
 
 def _ending(entry: dict[str, Any]) -> Ending:

@@ -33,7 +33,7 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent import launch_folders
 from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give, run_id_of
 from shardyard_worker.agent.launch import RunningLaunch
-from shardyard_worker.agent.launch_folders import Ending, LaunchFolder, LaunchFolders, LaunchRecord
+from shardyard_worker.agent.launch_folders import AgentFolders, Ending, LaunchFolder, LaunchRecord
 from shardyard_worker.agent.output_files import KeptLine, read_output
 from shardyard_worker.agent.supervision import STOP_GRACE_MS
 
@@ -77,8 +77,7 @@ class AgentService:
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
         self._has_resumed = False
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._folders = self._open_folders()
+        self._folders = AgentFolders(plan.state)
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
         self.wait_registry = WaitRegistry(logger=log)
         """Explains all waits of this agent, in its log and to the coordinator."""
@@ -158,29 +157,14 @@ class AgentService:
             folder = self._folders.create(describe)
         except OSError as error:
             raise errors.StorageUnavailable(
-                f"there can be no folder for the launch in {self._folders.path}: {error.strerror}",
-                todo="see the free space of that disk, or start the agent with another folder (--state)",
+                f"there can be no folder for the launch in {self._plan.state}, nor in {tempfile.gettempdir()}: "
+                f"{error.strerror}",
+                todo="see the free space of these disks, or start the agent with another folder (--state)",
             ) from error
         return self._running(describe(int(folder.path.name)), folder, order)
 
     def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
         return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
-
-    def _open_folders(self) -> LaunchFolders:
-        """In the state folder; in a temporary one if that cannot be written."""
-        folders = LaunchFolders(self._plan.state)
-        try:
-            folders.prepare()
-        except OSError as error:
-            self._temporary = tempfile.TemporaryDirectory(prefix="shardyard-agent-", ignore_cleanup_errors=True)
-            log.warning(
-                "what launches print is kept in %s, until this agent ends, because %s cannot be written (%s); --state "
-                "names another folder",
-                *(self._temporary.name, self._plan.state, error.strerror),
-            )
-            folders = LaunchFolders(Path(self._temporary.name))
-            folders.prepare()
-        return folders
 
     def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
         """Stops all launches, waits for them, accepts no new ones."""
@@ -194,8 +178,7 @@ class AgentService:
             if not launch.join(grace_ms + 5_000):
                 log.error("launch %d has not ended in time", launch.number)
         self.wait_registry.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._folders.close()
 
     def _forget(self) -> None:
         ended = [number for number, launch in self._launches.items() if launch.events.ended]

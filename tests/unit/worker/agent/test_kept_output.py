@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -439,7 +440,7 @@ def test_agent_that_cannot_write_its_folder_keeps_output_for_its_own_life(
         assert [line.line for line in read(agent, launch=number) if not line.by_agent] == ["x"]
     finally:
         agent.close(grace_ms=100)
-    assert "file cannot be written (Not a directory)" in caplog.text
+    assert "file/launches cannot be written (Not a directory)" in caplog.text
 
 
 # ---- launches that nobody follows
@@ -593,6 +594,64 @@ def test_launch_is_resumed_by_one_agent_only(
     finally:
         for each in both:
             each.close(grace_ms=100)
+
+
+def test_launch_whose_end_cannot_be_recorded_is_not_started_again(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = unattended(agent, script)
+    with monkeypatch.context() as full:
+        full.setattr(LaunchFolder, "write", refuse)
+        (script.parent / "go").touch()
+        wait(agent, number)
+        agent.close(grace_ms=10)
+    assert "its end is not kept (No space left on device)" in caplog.text
+    successor = agent_on(script.parent)
+    try:
+        successor.resume()
+        assert described(successor, number).ended
+        assert len(printed(successor, number)) == 1
+    finally:
+        successor.close(grace_ms=100)
+
+
+def test_disk_that_is_full_refuses_no_launch(
+    agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier launches are known still. The folder of this one lasts as long as the agent."""
+    before = launch(agent, script, "print('before')\n")
+    wait(agent, before)
+    with monkeypatch.context() as full:
+        full.setattr(launch_folders, "tempfile", FullTempfile(script.parent / "launches"))
+        number = launch(agent, script, "print('x')\n")
+    wait(agent, number)
+    assert printed(agent, number) == ["x"]
+    assert printed(agent, before) == ["before"]
+    assert described(agent, number).ended
+    assert described(agent, before).ended
+    assert "launches cannot be written (No space left on device)" in caplog.text
+
+
+class FullTempfile:
+    """The module, on a disk that takes nothing in one folder."""
+
+    def __init__(self, full: Path) -> None:
+        self._full = full
+
+    def mkdtemp(self, **given: Any) -> str:
+        if given["dir"] == self._full:
+            refuse()
+        return tempfile.mkdtemp(**given)
+
+    def TemporaryDirectory(self, **given: Any) -> Any:  # noqa: N802
+        return tempfile.TemporaryDirectory(**given)
+
+    def TemporaryFile(self, **given: Any) -> Any:  # noqa: N802 - as the module has it
+        return tempfile.TemporaryFile(**given)
+
+
+def refuse(*given: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_output_goes_on_in_the_file_of_the_agent_before(tmp_path: Path) -> None:
