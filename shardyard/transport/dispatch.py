@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from shardyard.domain import errors
@@ -44,9 +44,13 @@ def serve(
         answer = scope.run(handler, given, context)
         if method.streams_out:
             answers = iter(answer)
-            while (item := scope.run(next, answers, _END)) is not _END:
-                failpoint(place)
-                yield method.response.encode(item)
+            try:
+                while (item := scope.run(next, answers, _END)) is not _END:
+                    failpoint(place)
+                    yield method.response.encode(item)
+            finally:
+                if isinstance(answers, Generator):  # what it holds is freed now, not when it is collected
+                    scope.run(answers.close)
         else:
             failpoint(place)
             yield method.response.encode(answer)
