@@ -322,6 +322,11 @@ def kill(yard: Yard, container: str) -> None:
     run(["docker", "run", "--rm", "--pid=host", "--user=0", "--entrypoint=python", yard.image("server"), "-c", ends])
 
 
+# as if nothing had happened. At this constant rate an asynchronous job's accuracy falls below 95% at some steps,
+# whether a process died or not
+SYNC = {"SHARDYARD__JOB__CONSISTENCY__MODE": "sync", "SHARDYARD__JOB__SEED": "1"}
+
+
 def train_long(yard: Yard, folder: Path, name: str, **environment: str) -> str:
     """Begins to train again, for long enough that something can die meanwhile, with partitions on every server. The
     worker's container."""
@@ -358,10 +363,7 @@ def ends_well(worker: str) -> str:
 def test_job_goes_on_when_a_servers_container_is_killed(yard: Yard, tmp_path: Path) -> None:
     killed, _ = yard.containers("server")
     restarts, before = state(killed)["RestartCount"], yard.servers()
-    # synchronous: as if nothing had happened. At this constant rate an asynchronous job's accuracy falls below 95% at
-    # some steps, whether a server died or not
-    sync = {"SHARDYARD__JOB__CONSISTENCY__MODE": "sync", "SHARDYARD__JOB__SEED": "1"}
-    worker = train_long(yard, tmp_path, "server-dies", **sync)
+    worker = train_long(yard, tmp_path, "server-dies", **SYNC)
     kill(yard, killed)
     ends_well(worker)
     assert state(killed)["RestartCount"] == restarts + 1
@@ -372,7 +374,7 @@ def test_job_goes_on_when_a_servers_container_is_killed(yard: Yard, tmp_path: Pa
 
 
 def test_job_goes_on_when_the_agents_container_is_killed(yard: Yard, tmp_path: Path) -> None:
-    worker = train_long(yard, tmp_path, "agent-dies")
+    worker = train_long(yard, tmp_path, "agent-dies", **SYNC)
     kill(yard, worker)
     ends_well(worker)
     assert state(worker)["RestartCount"] == 1
