@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.session.drain import Drained
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard, status
 
 LOCAL = {"job.consistency.mode": "local", "job.consistency.steps": 2, "job.consistency.logical_ranks": 1}
@@ -94,6 +96,22 @@ def test_a_script_that_only_looks_at_the_job_is_told_that_it_trained_nothing(
         job = status(yard)
         assert (job.state, "nothing was trained" in job.failure.what) == (wire.JOB_STATE_FAILED, True)
     assert any("without job.prepare or job.register: nothing was trained" in each for each in warnings_in(caplog))
+
+
+def drained(job: sy.Job) -> None:
+    job.drain()
+    with pytest.raises(Drained):
+        job.prepare(model := mlp(), adam(model))
+
+
+@pytest.mark.parametrize("leaves", [sy.Job.stop, drained])
+def test_a_worker_that_is_told_to_leave_before_prepare_is_not_told_that_it_trained_nothing(
+    connect: Connect, caplog: pytest.LogCaptureFixture, leaves: Callable[[sy.Job], None]
+) -> None:
+    job = connect()
+    leaves(job)
+    job.close()
+    assert not any("nothing was trained" in each for each in warnings_in(caplog))
 
 
 def test_steps_before_prepare_and_after_the_job_are_the_scripts_own(connect: Connect) -> None:

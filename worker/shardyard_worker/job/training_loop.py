@@ -315,7 +315,8 @@ class TrainingLoop:
         """Ends the steps. A push in flight counts once it is acknowledged; an error that it meets is raised. Raises
         InvalidRequest if the script has trained without the job."""
         if self.strategy is None or self.trainer is None:
-            if self.trainer is None and not error and self.session.step_barrier.stop is None:
+            ends = not error and self.session.step_barrier.stop is None and not self.session.drain.hands_over
+            if self.trainer is None and ends:
                 self.unprepared.check(self.session.settings.job.name)
             return
         try:
@@ -324,7 +325,7 @@ class TrainingLoop:
             else:
                 if self.local is not None and self.local.owes:
                     self.end_round()  # the last round of a script's own data may be shorter
-                if self.own_steps and isinstance(self.strategy, SyncStrategy):
+                if self.own_steps and isinstance(self.strategy, SyncStrategy) and not self.session.drain.hands_over:
                     self.strategy.warn_of_open_step()
                 self.strategy.leave(self.settings())
                 self.trainer.values.complete()
