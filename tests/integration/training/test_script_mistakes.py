@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -143,6 +144,19 @@ def test_a_step_of_the_optimizer_that_was_given_to_prepare_is_refused(
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     with pytest.raises(errors.InvalidRequest, match=r"use the optimizer that job\.prepare returned"):
         scaler.step(optimizer)
+
+
+def test_a_scheduler_that_is_built_on_it_follows_without_a_warning_of_torch(connect: Connect) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, moved = connect().prepare(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            step(model, moved)
+            scheduler.step()
+    assert moved.param_groups[0]["lr"] == 0.0025
 
 
 # ---- job.prepare twice

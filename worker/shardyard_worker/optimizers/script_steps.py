@@ -69,4 +69,6 @@ def refuse_steps(optimizer: torch.optim.Optimizer, *, unless: Callable[[], bool]
                 todo="use the optimizer that job.prepare returned: model, optimizer = job.prepare(model, optimizer)",
             )
 
+    # a scheduler that is built on it would warn that it is called before the optimizer's first step
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return optimizer.register_step_pre_hook(refuse)
