@@ -70,6 +70,14 @@ def test_yard_whose_journal_cannot_be_written_for_a_while_keeps_its_promises(kin
     assert met["full journal"] >= len(SEEDS_OF_A_KIND)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["async-sampler", "sync-sampler"])
+def test_promise_2_loader_that_reads_ahead_counts_each_sample_once_under_every_seed(kind: str) -> None:
+    for found in run_seeds(SEEDS_OF_A_KIND, kind=kind):
+        assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
+
+
 @pytest.mark.long("hybrid-first")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])

@@ -54,6 +54,7 @@ from shardyard_worker.data import feed as feeds
 from shardyard_worker.data.feed import Feed
 from shardyard_worker.data.sync_feed import SyncFeed
 from shardyard_worker.exchange.norm_sums import NormSums
+from shardyard_worker.job.sampler import SampledEpoch
 from shardyard_worker.training.nonfinite import NonFiniteCheck
 
 from .disk import SimulatedOs
@@ -252,6 +253,19 @@ def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
 
     real = DataLedger.release
     patch.setattr(DataLedger, "release", release)
+
+
+@mutation("A16", "sync-sampler", 17)
+def what_was_promised_counts(patch: Patch) -> None:
+    """a step on any batch of a loader counts as the feed's current work"""
+    real = SampledEpoch.takes_step
+    patch.setattr(SampledEpoch, "takes_step", lambda epoch: real(epoch) or (not epoch._ended and not epoch._is_taken))
+
+
+@mutation("A16", "async-sampler", 17)
+def a_loader_ends_with_what_it_has(patch: Patch) -> None:
+    """a loader is not kept going at the end of what a worker has"""
+    patch.setattr(SampledEpoch, "_must_go_on", False)
 
 
 @mutation("A11", "sync-checkpoint", 10)

@@ -76,11 +76,13 @@ class Plan:
     """For synchronous jobs: rows are updated as they come."""
     looks_ahead: bool = False
     """Whether the script announces which rows it will look up."""
+    pulls_ahead: int | None = None
+    """How many lists of `job.sampler` a loader pulls ahead of the batch that it delivers. None: job.batches."""
 
     @property
     def counts(self) -> bool:
         """Whether values say how often each sample of each epoch has counted."""
-        return self.mode == "async" or bool(self.backups) or bool(self.switches)
+        return self.mode == "async" or bool(self.backups or self.switches) or self.pulls_ahead is not None
 
     @property
     def takes_steps(self) -> bool:
@@ -173,12 +175,13 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     - "switch": a person switches the job; a synchronous one to asynchronous updates first. "over": back and forth
       between synchronous and asynchronous updates.
     - "full": the disk of the coordinator's journal is full for a while, once or more often.
+    - "sampler": a loader pulls ahead from job.sampler.
     - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
     """
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    others = ("stop", "clip", "backup", "switch", "over", "full", "lag", "rows", "lives", "cold", *WRONGS)
+    others = ("stop", "clip", "backup", "switch", "over", "full", "lag", "rows", "lives", "cold", "sampler", *WRONGS)
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # only the coordinator dies
@@ -246,6 +249,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_laggard(plan)
     if "full" in words:
         plan = _with_full_journal(plan)
+    if "sampler" in words:
+        plan = _with_sampler(plan)
     if "over" in words:
         return _with_steps(plan)
     if "switch" in words:
@@ -255,6 +260,14 @@ def make_plan(seed: int, kind: str = "") -> Plan:
             plan = replace(plan, optimizer="lion", clipping=NO_CLIPPING, wrong="")
         return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
+
+
+def _with_sampler(plan: Plan) -> Plan:
+    """Each pass over the loader is a feed of one epoch. Values count samples, so steps add the same for each."""
+    rng = random.Random(f"sampler {plan.seed}")
+    optimizer = "lion" if plan.mode == "sync" else plan.optimizer
+    plan = replace(plan, epochs=1, wrong="", drops=False, clipping=NO_CLIPPING, optimizer=optimizer)
+    return replace(plan, pulls_ahead=rng.choice((0, 1, 3)), feeds=rng.choice((1, 2, 3)))
 
 
 def _with_steps(plan: Plan) -> Plan:

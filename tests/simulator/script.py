@@ -17,6 +17,7 @@ from shardyard.config.settings import (
 from shardyard.domain.push_names import DataShardSource, PushName
 from shardyard_worker.job import connect as worker_job
 from shardyard_worker.training.variables import StepInput
+from tests.support.pulling import delivered
 
 from .rows import NAME as ROWS
 from .rows import SHARED, SHARED_COUNTED, Rows
@@ -41,7 +42,9 @@ def train(yard: Yard, settings: Settings) -> None:
         job.register(dict.fromkeys(names, firsts), **_optimizer(yard))
         dataset = TensorDataset(torch.arange(plan.samples))
         ahead = functools.partial(_ahead, yard, rows) if rows is not None and plan.looks_ahead else None
-        for _ in range(plan.feeds):
+        if plan.pulls_ahead is not None:
+            _train_sampled(yard, job, names, size, dataset)
+        for _ in range(plan.feeds if plan.pulls_ahead is None else 0):
             batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs, look_ahead=ahead)
             # otherwise a loop that ends by an error is closed when its traceback is collected
             with contextlib.closing(batches):
@@ -241,6 +244,25 @@ def _train_counting(
             continue
         _push(yard, job, dict.fromkeys(names, gradient), rows, overflow=False)
         _stop_by_chance(yard, job)
+
+
+def _train_sampled(yard: Yard, job: Any, names: list[str], size: int, dataset: TensorDataset) -> None:
+    plan, world = yard.plan, yard.world
+    assert plan.pulls_ahead is not None
+    sampler = job.sampler(dataset, batch_size=plan.batch)
+    try:
+        for feed in range(plan.feeds):
+            for chosen in delivered(sampler, plan.pulls_ahead):
+                gradient = torch.zeros(size, dtype=torch.float64)
+                gradient[chosen + plan.first_coordinate(feed, 0)] = -1.0
+                if plan.compute:
+                    world.pause(world.rng.randrange(plan.compute))
+                job.push(dict.fromkeys(names, gradient))
+                _stop_by_chance(yard, job)
+    finally:
+        # otherwise a loop that ends by an error is closed when its traceback is collected
+        if job._loop.sampled is not None:
+            job._loop.sampled.close()
 
 
 def _accumulates(yard: Yard, name: PushName) -> bool:

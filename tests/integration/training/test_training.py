@@ -126,6 +126,21 @@ def test_promise_2_each_sample_counts_once_when_workers_are_killed(yard: LocalCl
         assert result["counts"] == [4.0] * 203
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_promise_2_a_loader_with_job_sampler_counts_each_sample_once_when_a_worker_is_killed_at_the_end(
+    yard: LocalCluster, probes: Probes, mode: str
+) -> None:
+    settings = SYNC | {"job__consistency__logical_ranks": 2} if mode == "sync" else {}
+    common = {"coordinator": yard.coordinator, "job": f"loader-{mode}", "job__workers_expected": 2, **settings}
+    options = ["--samples", "96", "--epochs", "2", "--ranks", "2", "--sampler", "2", "--pause-ms", "20"]
+    started = [probes.start("count", *options, **common) for _ in range(2)]
+    victim, _ = started.pop(0)
+    victim.wait_for("computed 22")  # of 24, where both are as fast
+    victim.kill()
+    (result,) = (finish(script, out) for script, out in started)
+    assert result["counts"] == [2.0] * 96
+
+
 def test_a_script_with_its_own_loader_and_loader_processes_trains(yard: LocalCluster, probes: Probes) -> None:
     result = probes.run("loader", coordinator=yard.coordinator, job="loader")
     assert result["computed"] == 52

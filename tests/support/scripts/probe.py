@@ -81,7 +81,12 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     computed = 0
     data, often = TensorDataset(torch.arange(options.samples)), {"accumulate": options.accumulate}
-    for (index,) in job.batches(data, batch_size=4, epochs=options.epochs, **often):
+    if options.sampler is None:
+        batches = job.batches(data, batch_size=4, epochs=options.epochs, **often)
+    else:
+        loader = DataLoader(data, batch_sampler=job.sampler(data, batch_size=4), num_workers=options.sampler)
+        batches = (batch for _ in range(options.epochs) for batch in loader)
+    for (index,) in batches:
         time.sleep(options.pause_ms / 1000)
         # its part in the mean of a step is as much smaller as there are other ranks
         share = options.ranks if job.mode.value == "sync" else 1
@@ -207,6 +212,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--sampler", type=int, help="counts with job.sampler and a loader with so many processes")
     parser.add_argument("--compile", default="", help="the backend of torch.compile")
     parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--checkpoint-at", type=int, default=0)

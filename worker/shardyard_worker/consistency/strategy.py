@@ -61,6 +61,9 @@ class Strategy(ABC):
         """Before this worker leaves without an error: waits for the push in flight, and pushes or reports the residual
         that compression has kept. `groups`: the settings for that push. Raises LostWork."""
 
+    def drop(self) -> None:  # noqa: B027
+        """A batch was computed that is no work of this worker, and is not pushed."""
+
     # ---- where a push stays in flight, or servers wait for workers that have work
 
     def resume(self) -> None:  # noqa: B027 - by default there is nothing to do

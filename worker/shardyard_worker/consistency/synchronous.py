@@ -191,6 +191,10 @@ class SyncStrategy(Strategy):
             self._following(self.versions.find_work)
             raise LostWork from None
 
+    def drop(self) -> None:
+        if self.versions.current is not None:
+            self.versions.load_again()  # the forward has changed buffers
+
     def _contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None) -> None:
         versions, pushes = self.versions, self._trainer.pushes
         if name is None:

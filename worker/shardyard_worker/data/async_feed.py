@@ -223,7 +223,7 @@ class AsyncFeed(Feed):
         counts, shard.announce_until = self._begins(lease.source, lease.token, sequence, highest=highest)
         return counts
 
-    def _following(self) -> Iterator[Reading]:
+    def following(self) -> Iterator[Reading]:
         shard = self._shard
         if shard is None:
             return
@@ -249,7 +249,7 @@ class AsyncFeed(Feed):
         if self._look_ahead is None or self._is_told_to_stop:
             return ()
         due = due_batches(self._session.settings.worker.window, self._settings.accumulate)
-        following = list(islice(self._following(), due.stop))
+        following = list(islice(self.following(), due.stop))
         self._read_early(following)
         return self._ids_of(following[due.start :])
 

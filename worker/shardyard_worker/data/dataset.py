@@ -88,6 +88,13 @@ class Reader:
         return digest.hexdigest()[:32]
 
 
+class IndexReader(Reader):
+    """Gives indices instead of samples, to those who read by themselves."""
+
+    def fetch(self, indices: Indices) -> Any:
+        return indices.tolist()
+
+
 def _require_seekable(dataset: object) -> None:
     """Raises UnseekableDataset, with what to do instead, for a dataset that cannot be read by index."""
     kind = type(dataset).__name__

@@ -102,6 +102,8 @@ class Feed(ABC):
         self._look_ahead = look_ahead
         self.upcoming: Upcoming | None = None if look_ahead is None else self._announced
         self.work: Work | None = None
+        self.seed: Seed | None = None
+        """That of the last batch that was yielded."""
 
     @property
     def _is_told_to_stop(self) -> bool:
@@ -181,16 +183,17 @@ class Feed(ABC):
     # ---- reading
 
     @abstractmethod
-    def _following(self) -> Iterator[Reading]:
+    def following(self) -> Iterator[Reading]:
         """The batches that this worker expects to compute after the current one, in order, as far as they are known.
         Ends before a batch at which workers may have died, so that it is not read before its turn (rule A13)."""
 
     def _fetch(self, seed: Seed, chosen: Indices) -> Any:
         """The current batch. Afterwards the generators are as reading it has left them."""
         seed_everything(*seed)
+        self.seed = seed
         early = self._early.pop(seed, None)
         if early is None and self._reader.reads_ahead:
-            early = self._reader.read(seed, chosen, lambda: chain([Reading(seed, chosen.tolist())], self._following()))
+            early = self._reader.read(seed, chosen, lambda: chain([Reading(seed, chosen.tolist())], self.following()))
         return self._reader.fetch(chosen) if early is None else early.take()
 
     def _read_early(self, first: Sequence[Reading]) -> None:
@@ -202,7 +205,7 @@ class Feed(ABC):
                 )
 
     def _following_from(self, place: int) -> Iterator[Reading]:
-        return islice(self._following(), place, None)
+        return islice(self.following(), place, None)
 
     def _ids_of(self, readings: Iterable[Reading]) -> Sequence[Announced]:
         """The announced ids of batches that were read early."""

@@ -176,7 +176,7 @@ class SyncFeed(Feed):
         """A step's only batch is seeded by its name alone."""
         return self._session.seed, 0, of.rank, of.step, *((number,) if number else ())
 
-    def _following(self) -> Iterator[Reading]:
+    def following(self) -> Iterator[Reading]:
         if self._at is None:
             return
         rank, step, of, number = self._at
@@ -208,7 +208,7 @@ class SyncFeed(Feed):
         if self._look_ahead is None or self._is_told_to_stop:
             return ()
         step = self._strategy.step + 1
-        following = list(takewhile(lambda reading: reading.seed[STEP_OF_SEED] == step, self._following()))
+        following = list(takewhile(lambda reading: reading.seed[STEP_OF_SEED] == step, self.following()))
         self._read_early(following)
         return self._ids_of(following)
 

@@ -36,7 +36,8 @@ def connect(
 ) -> Job:
     """Joins the settings' job in the yard at `settings.coordinator`. Starts it if there is none of that name.
 
-    `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job.
+    `network`: how to reach the yard; gRPC by default. `on_close` is called after this worker has left the job; it is
+    given where the yard is in this process and ends with the job.
     `owns_process`: SIGTERM lets the worker leave in order, and the process ends if that takes too long. Raises
     CoordinatorUnavailable, ConfigurationError, JobFailed. Raises SystemExit(0) if this process was started again after
     the run of its launch was finished.
@@ -48,6 +49,7 @@ def connect(
     metrics = MetricLog()
     run = run_of(os.environ)
     session = Session(network or GrpcNetwork(), settings.coordinator, settings, membership, metrics.take, run=run)
+    session.is_alone = on_close is not None
     files: TensorBoardWriter | None = None
     try:
         with session.interrupts:

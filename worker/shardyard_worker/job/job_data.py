@@ -8,11 +8,15 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.data.dataset import IndexReader
+from shardyard_worker.data.feed import FeedSettings
+from shardyard_worker.data.given_data import BATCH_SIZE, DataArguments, reader_of, steps_of
 from shardyard_worker.data.loader_processes import Collate
 from shardyard_worker.data.look_ahead import LookAhead
 from shardyard_worker.job.batches import announce, open_batches
-from shardyard_worker.job.given_data import DataArguments, reader_of, steps_of
 from shardyard_worker.job.membership import JobMember
+from shardyard_worker.job.sampler import JobSampler
 
 B = TypeVar("B")
 
@@ -78,6 +82,39 @@ class JobData(JobMember):
         InvalidRequest.
         """
         return announce(self._loop, batches, ids_of, accumulate)
+
+    def sampler(
+        self, dataset: Dataset[Any], *, batch_size: int = BATCH_SIZE, shuffle: bool = True, drop_last: bool = False
+    ) -> JobSampler:
+        """Returns a torch Sampler of lists of indices, for a DataLoader that the script goes through by itself:
+        `DataLoader(dataset, batch_sampler=job.sampler(dataset, batch_size=32), num_workers=4)`.
+
+        Each pass over the loader is one epoch, in which each sample counts once over all workers, even if processes
+        die. Call `optimizer.step()` once for each batch. Arguments are as in job.batches. All workers must make as many
+        passes. With num_workers, an epoch may end with a batch that repeats the last one and does not count. In a job
+        of local steps use job.batches(loader). Raises UnseekableDataset, InvalidRequest.
+
+        >>> model = torch.nn.Linear(1, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.arange(6.0).view(6, 1), torch.zeros(6, 1))
+        >>> with sy.connect() as job:
+        ...     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        ...     loader = torch.utils.data.DataLoader(data, batch_sampler=job.sampler(data, batch_size=2))
+        ...     for epoch in range(2):
+        ...         for x, y in loader:
+        ...             optimizer.zero_grad()
+        ...             torch.nn.functional.mse_loss(model(x), y).backward()
+        ...             optimizer.step()
+        ...     job.step
+        6
+        """
+        if self._loop.is_local:
+            raise InvalidRequest(
+                "job.sampler in a job of local steps",
+                why="a round has several batches, of which a loader may deliver some that do not count",
+                todo="use job.batches(loader), which reads in the loader's processes too",
+            )
+        settings = FeedSettings(batch_size, 1, shuffle, drop_last)
+        return JobSampler(self._loop, IndexReader(dataset, self.device), settings)
 
     @property
     def step_due(self) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,22 @@ LOOK_AHEAD_METRIC = "look_ahead_hits"
 """The share of the rows that forwards needed that were already fetched, since look-ahead began."""
 
 
+class Sampled(Protocol):
+    """A pass over a DataLoader with `job.sampler`."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the script goes through it no more."""
+
+    def takes_step(self) -> bool:
+        """A step follows. Returns whether the batch at hand counts. Raises InvalidRequest."""
+
+    def stepped(self) -> None:
+        """The step was taken."""
+
+    def close(self) -> None: ...
+
+
 class TrainingLoop:
     """The steps of one job. Only the thread that trains uses it."""
 
@@ -71,6 +87,8 @@ class TrainingLoop:
         """The optimizer's current settings."""
         self.own_steps = 0
         """Steps outside job.batches."""
+        self.sampled: Sampled | None = None
+        """The pass over a DataLoader with `job.sampler` that the script is in."""
         self.own_data = OwnData()
         self.samples: ForwardSamples | None = None
         """Counts the samples of steps outside job.batches."""
@@ -187,6 +205,9 @@ class TrainingLoop:
     def contribute(self, sending: StepInput) -> None:
         """`optimizer.step()` and `job.push`."""
         self.session.check()
+        if not self._takes_step():
+            self.between_steps()
+            return
         sending = replace(sending, bases=self.need_trainer().values.bases)
         self.report_rows()
         if self.feed is None and isinstance(self.strategy, SyncStrategy):
@@ -194,11 +215,25 @@ class TrainingLoop:
                 self.follow_mode()
         with self.session.interrupts:
             counted = self._count(sending)
+            if self.sampled is not None:
+                self.sampled.stepped()
         if counted and (self.session.mode is UpdateMode.ASYNC or self.step != self._last_step):
             self._last_step = self.step
             self._callbacks.after_step()
         self.between_steps()
         self._end_own_step()
+
+    def _takes_step(self) -> bool:
+        """Whether the batch at hand counts. One of `job.sampler` may not."""
+        if self.sampled is None:
+            return True
+        with self.session.interrupts:
+            takes_step = self.sampled.takes_step()
+            if not takes_step:
+                self.present_strategy().drop()
+        if not takes_step and self.samples is not None:
+            self.samples.take()
+        return takes_step
 
     def step_locally(self, closure: Callable[[], float] | None) -> float | None:
         """`optimizer.step()` in local mode."""
@@ -319,6 +354,8 @@ class TrainingLoop:
             if self.trainer is None and ends:
                 self.unprepared.check(self.session.settings.job.name)
             return
+        if self.sampled is not None and not error:
+            self.sampled.close()
         try:
             if error:
                 self.trainer.router.close()

@@ -111,6 +111,8 @@ class Session:
         self.number = 0
         """This worker's number among the job's living workers."""
         self.world_size = 1
+        self.is_alone = False
+        """Whether the yard is in this process, for this worker only."""
         self.generation = Generation(0)
         self.recovering = False
         self.step_barrier = StepBarrier()

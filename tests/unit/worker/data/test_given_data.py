@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from shardyard.domain.errors import InvalidRequest, UnseekableDataset
+from shardyard_worker.data.given_data import DataArguments, _settings_of, reader_of
 from shardyard_worker.data.loader_processes import LoaderSettings
-from shardyard_worker.job.given_data import DataArguments, _settings_of, reader_of
 
 DATA = TensorDataset(torch.arange(10))
 CPU = torch.device("cpu")
