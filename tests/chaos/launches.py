@@ -1,9 +1,9 @@
 """Launches under fire: `shardyard run SCRIPT` or `shardyard up SCRIPT`, while its processes are killed and stopped.
 
 A seed draws the command, the job and the faults. A fault comes after some time, from the command's first moment on, or
-when so much of the job is done. It strikes a process that the command has started: the coordinator, a server, the agent
-or a training process, whether it is ready or not. If there is none at that moment, because it is being restarted, it
-strikes the next one.
+when so much of the job is done. It strikes a process that the command has started: the coordinator, a server, the
+agent, a training process or the supervisor of `up`, whether it is ready or not. If there is none at that moment,
+because it is being restarted, it strikes the next one.
 
 Owns: what is struck, when, and how the command is started and ended. Invariants: every wait is bounded; nothing is
 left. Must not know: what a right end is (test_launches, with oracle).
@@ -29,9 +29,10 @@ from tests.chaos.battle import BATCHES, JOB, as_environment, job_settings, scrip
 from tests.chaos.places import KEPT_ENVIRONMENT, tail
 from tests.chaos.schedules import LEASE_S, Plan
 
-COORDINATOR, SERVER, AGENT, TRAINING = "coordinator", "server", "agent", "training process"
-ROLES = (COORDINATOR, SERVER, SERVER, AGENT, TRAINING, TRAINING)
-"""What a fault strikes, each as often as it stands here."""
+COORDINATOR, SERVER, AGENT, TRAINING, SUPERVISOR = "coordinator", "server", "agent", "training process", "supervisor"
+RUN = (COORDINATOR, COORDINATOR, SERVER, SERVER, SERVER, AGENT, AGENT, TRAINING, TRAINING, TRAINING)
+ROLES = {"run": RUN, "up": (*RUN, SUPERVISOR)}
+"""What a fault strikes under each command, each as often as it stands here."""
 MARK = "LAUNCH_OF_TEST"
 """In the environment of all processes of a launch: its folder."""
 LOOK_S = 0.03
@@ -93,11 +94,13 @@ def draw_launch(seed: int) -> LaunchSchedule:
         overlap=False,
         jumping=(),
     )
+    command = ("run", "up")[seed % 2]
     strikes = []
     for _ in range(chance.choice((2, 3, 3))):
-        role = chance.choice(ROLES)
+        role = chance.choice(ROLES[command])
         stopped_s = chance.choice((0.0, 0.0, 0.0, chance.uniform(0.3, 1.0), LEASE_S * chance.uniform(1.3, 2.5)))
-        starts = chance.random() < 0.45
+        # the supervisor starts the yard: if it dies before that is up, the start has failed
+        starts = chance.random() < 0.45 and role != SUPERVISOR
         strikes.append(
             Strike(
                 role,
@@ -108,7 +111,7 @@ def draw_launch(seed: int) -> LaunchSchedule:
                 again=not stopped_s and chance.random() < 0.2,
             )
         )
-    return LaunchSchedule(seed, ("run", "up")[seed % 2], plan, tuple(strikes))
+    return LaunchSchedule(seed, command, plan, tuple(strikes))
 
 
 @dataclass(frozen=True)

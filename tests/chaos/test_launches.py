@@ -1,6 +1,7 @@
 """Launches under fire: `shardyard run` and `shardyard up` with a script survive what a yard survives.
 
-`make chaos` plays many (LAUNCHES=n), and repeats one by its seed; the tests play two, and those that were red once.
+`make chaos` plays 50 (LAUNCHES=n for another number) and repeats one (LAUNCH=seed). The tests play the first two, and
+in `make test-long` those that were red once.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import pytest
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.storage.storage import open_storage
 from tests.chaos import oracle
-from tests.chaos.launches import AGENT, COORDINATOR, PLAY_S, SERVER, TRAINING, draw_launch, play_launch
+from tests.chaos.launches import AGENT, COORDINATOR, PLAY_S, SERVER, SUPERVISOR, TRAINING, draw_launch, play_launch
 
 HERE = Path(__file__).parent
 FEW = 2
 FIRST_SEEDS = int(os.environ.get("CHAOS_LAUNCHES", FEW))
-ONE_SEED = os.environ.get("CHAOS_SEED", "")
+ONE_SEED = os.environ.get("CHAOS_LAUNCH", "")
 
 
 def red_launches() -> list[int]:
@@ -65,7 +66,7 @@ def test_schedules_are_functions_of_their_seeds_and_strike_everybody_at_any_time
     drawn = [draw_launch(seed) for seed in range(50)]
     assert drawn == [draw_launch(seed) for seed in range(50)]
     strikes = [strike for each in drawn for strike in each.strikes]
-    assert {strike.role for strike in strikes} == {COORDINATOR, SERVER, AGENT, TRAINING}
+    assert {strike.role for strike in strikes} == {COORDINATOR, SERVER, AGENT, TRAINING, SUPERVISOR}
     assert {(each.command, each.plan.sync) for each in drawn} == {
         (command, sync) for command in ("run", "up") for sync in (True, False)
     }

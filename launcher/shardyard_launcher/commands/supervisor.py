@@ -137,6 +137,24 @@ def supervise_again(settings: Settings, folder: Path, state: YardState) -> Runni
     return _begin(folder, YardState(state.roles, state.restarts))[0]
 
 
+def keep_supervised(yard: RunningYard, settings: Settings, folder: Path) -> list[str]:
+    """Starts a supervisor if a running yard has lost its own, as the next `shardyard up` would. Says so."""
+    from shardyard.domain import errors
+    from shardyard_launcher.yard.state_file import locked, read_state
+
+    if yard.supervised:
+        return []
+    try:
+        with locked(folder):
+            found = read_state(folder)
+            if found is None:
+                return []
+            dead, yard.state = yard.state.supervisor, supervise_again(settings, folder, found).state
+    except errors.NotReady:
+        return []  # another command starts or stops the yard
+    return [f"{dead or 'the supervisor'} has ended; started {yard.state.supervisor} in its place"]
+
+
 def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
     from shardyard_launcher.yard.local_cluster import SETTINGS_FILE, environment_of_roles
     from shardyard_launcher.yard.role_process import start_role

@@ -58,7 +58,7 @@ def up(
     A yard is a coordinator, servers and an agent on this machine. A yard that is up already is used. Without a script,
     the command only starts the yard. `shardyard down` stops it.
     """
-    from shardyard_launcher.commands.supervisor import StartFailed
+    from shardyard_launcher.commands.supervisor import StartFailed, keep_supervised
     from shardyard_launcher.yard.local_cluster import Interrupted
 
     given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
@@ -79,10 +79,12 @@ def up(
         code = 0
         if command:
             script = _script(command, given, {}, whole=True, workers=0)
-            settings = given.loaded.settings
-            code = _follow(
-                yard.state.coordinator, yard.state.agent, script, settings, signals, yard.check, sys.stdout, began
-            )
+            up_now, settings = yard.state, given.loaded.settings
+
+            def check() -> list[str]:
+                return [*keep_supervised(yard, settings, folder), *yard.check()]
+
+            code = _follow(up_now.coordinator, up_now.agent, script, settings, signals, check, sys.stdout, began)
         yard.refresh()
         if ours and (signals.exit_code is not None or yard.broken):
             _take_down(yard, folder)

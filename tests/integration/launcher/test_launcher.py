@@ -483,6 +483,35 @@ def test_supervisor_that_died_harms_nobody_and_is_replaced_by_the_next_up(shell:
     assert shell.processes() == []
 
 
+@pytest.mark.long
+def test_supervisor_that_dies_while_a_script_runs_is_replaced_at_once(shell: Shell) -> None:
+    go = shell.folder / "go"
+    script = (
+        f"import os, time\nprint('begun', flush=True)\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.02)\n"
+    )
+    process = shell.start(
+        "up",
+        "--state",
+        str(shell.state),
+        "--set",
+        "yard.coordinator_port=0",
+        "--set",
+        "yard.workers=1",
+        shell.script(script),
+    )
+    read_until(process, "begun")
+    supervisor, server = shell.pid_of("supervisor"), shell.pid_of("server")
+    os.kill(supervisor, signal.SIGKILL)
+    read_until(process, f"supervisor (pid {supervisor}) has ended; started supervisor")
+    os.kill(server, signal.SIGKILL)
+    read_until(process, f"(pid {server}) has ended; restart 1 of")
+    go.touch()
+    ended = finish(process)
+    assert ended.returncode == 0, ended.stderr
+    assert shell.down().returncode == 0
+    assert shell.processes() == []
+
+
 def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
     go = shell.folder / "go"
     script = (
