@@ -8,9 +8,12 @@ clocks, what a process does.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Final
 
+LEFT_IN_ORDER: Final = 128 + signal.SIGTERM
+"""The exit code of a training process that was told to leave before its work was done. It is not started again."""
 BACKOFF_MS: Final = 200
 """The pause before the first restart."""
 BACKOFF_MS_MAX: Final = 5_000

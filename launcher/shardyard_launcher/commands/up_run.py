@@ -290,7 +290,11 @@ def _follow(
 
 def _report_end(script: Path, workers: int, ended: agent_wire.LaunchEnded, first_error: str) -> int:
     """Says why a script has not ended well, if it has not. Returns its exit status."""
-    if ended.stopped:
+    from shardyard.runtime.restart_policy import LEFT_IN_ORDER
+
+    if ended.exit_code == LEFT_IN_ORDER:
+        click.echo(f"{script} ended: {ended.first_error}", err=True)
+    elif ended.stopped:
         click.echo(f"{script} was stopped", err=True)
     elif ended.exit_code:
         which = f"; process {ended.first_error_index} failed first" if workers > 1 else ""

@@ -41,6 +41,8 @@ KEY_BITS: Final = 48
 PROGRESS_MS: Final = 1_000
 FIRST_STEP_MS: Final = 200
 """How often status is asked for, and how often before the first step of a job."""
+_GRACE: Final = "as long as a coordinator is (membership.coordinator_grace_ms)"
+_IDLE: Final = "as long as a job without workers is (job.idle_ms)"
 WORKERS_EXPECTED: Final = "job.workers_expected"
 
 
@@ -113,7 +115,8 @@ class ScriptRun:
         )
         self._launch = AgentLaunch(agent)
         self._request = _request_for(script) if isinstance(script, Script) else None
-        self._grace_ms = settings.membership.coordinator_grace_ms
+        self._grace_ms, self._grace_setting = settings.membership.coordinator_grace_ms, _GRACE
+        self._idle_ms = settings.job.idle_ms
         self._restarts = RestartPolicy(
             restarts_max=settings.yard.restarts_max,
             window_ms=settings.yard.restarts_window_ms,
@@ -189,7 +192,11 @@ class ScriptRun:
                 self.workers = reply.workers
             return None
         try:
-            return self._show_next(display)
+            ended = self._show_next(display)
+            if ended is None or not ended.agent_leaves or self._request is None:
+                return ended
+            self._leave_agent(display)
+            return None
         except errors.NotFound as error:
             self._launch_again(display, f"{self._launch.name} died, and the script's processes with it", error)
             return None
@@ -212,9 +219,19 @@ class ScriptRun:
         display.note(f"{what}; the script is launched again")
         self._move(self._launch.address)
 
+    def _leave_agent(self, display: Display) -> None:
+        """The agent leaves in order, and the script is not done. Another agent launches it, or one that takes this
+        one's place. No restart is counted."""
+        assert self._request is not None
+        display.note(f"{self._launch.name} leaves the yard; the script is launched again on another agent")
+        self._grace_ms, self._grace_setting = self._idle_ms, _IDLE
+        self._request.key = _new_key()  # for the old one the agent would answer with what has ended
+        self._move(self._launch.address)
+
     def _bear_silence(self, display: Display) -> None:
-        """Waits for an agent that does not answer, since it may be restarting, as long as members wait for a
-        coordinator. If another agent has taken its place, the script is launched there. Raises Unavailable."""
+        """Waits for an agent that does not answer, since it may be restarting: as long as members wait for a
+        coordinator, or, if it has left in order, as long as the job waits for workers. If another agent has taken its
+        place, the script is launched there. Raises Unavailable."""
         silence = self._launch.silence
         if silence is None:
             if self._said_silent:
@@ -226,7 +243,7 @@ class ScriptRun:
             raise errors.Unavailable(
                 f"{self._launch.name} did not answer for {silent_ms / 1000:.0f} s: {silence.error.what}",
                 todo="see in its log why it ended, and start the script again when there is an agent. It is waited for "
-                "as long as a coordinator is (membership.coordinator_grace_ms)",
+                + self._grace_setting,
             ) from silence.error
         if silent_ms > SILENT_MS and not self._said_silent:
             self._said_silent = True
@@ -240,6 +257,8 @@ class ScriptRun:
             what = f"{self._launch.name} is gone, and the agent at {others[0]} is there"
             if self._launch.is_launched:
                 self._launch_again(display, what, silence.error)
+            else:
+                display.note(f"the script is launched on the agent at {others[0]}")
             self._move(others[0])
 
     def _move(self, agent: str) -> None:
@@ -294,9 +313,13 @@ def _request_for(script: Script) -> agent_wire.LaunchRequest:
         workers=script.workers,
         restarts_max=script.restarts_max,
         restarts_window_ms=script.restarts_window_ms,
-        key=secrets.randbits(KEY_BITS) + 1,
+        key=_new_key(),
         unattended=script.unattended,
     )
+
+
+def _new_key() -> int:
+    return secrets.randbits(KEY_BITS) + 1
 
 
 class _StatusPoller:
@@ -332,9 +355,10 @@ class _StatusPoller:
 
 
 def agents_of(status: wire.StatusReply) -> list[wire.MemberStatus]:
-    """The yard's agents that can be called, the best one first: an agent on this machine sees the same paths."""
+    """The yard's agents that can launch a script, the best one first: an agent on this machine sees the same paths."""
     here = os.uname().nodename
     agents = [member for member in status.members if member.role == wire.ROLE_AGENT and member.address]
+    agents = [member for member in agents if not member.HasField("drain")]
     return sorted(agents, key=lambda member: (member.host != here, member.incarnation))
 
 

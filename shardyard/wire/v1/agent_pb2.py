@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshardyard/wire/v1/agent.proto\x12\x11shardyard.wire.v1\"\xad\x02\n\rLaunchRequest\x12\x0e\n\x06script\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x03(\t\x12\x19\n\x11working_directory\x18\x03 \x01(\t\x12\x46\n\x0b\x65nvironment\x18\x04 \x03(\x0b\x32\x31.shardyard.wire.v1.LaunchRequest.EnvironmentEntry\x12\x0f\n\x07workers\x18\x05 \x01(\r\x12\x14\n\x0crestarts_max\x18\x06 \x01(\r\x12\x1a\n\x12restarts_window_ms\x18\x07 \x01(\r\x12\x0b\n\x03key\x18\x08 \x01(\x06\x12\x12\n\nunattended\x18\t \x01(\x08\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\".\n\x0bLaunchReply\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x0f\n\x07workers\x18\x02 \x01(\r\"2\n\x0cWatchRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x12\n\nnext_event\x18\x02 \x01(\x06\"D\n\x0eProcessStarted\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08restarts\x18\x03 \x01(\r\"l\n\rProcessOutput\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x16\n\x0estandard_error\x18\x02 \x01(\x08\x12\x0c\n\x04line\x18\x03 \x01(\t\x12\x0e\n\x06time_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62y_agent\x18\x05 \x01(\x08\"j\n\rProcessExited\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x11\n\texit_code\x18\x03 \x01(\x11\x12\x14\n\x0cwill_restart\x18\x04 \x01(\x08\x12\x0e\n\x06\x65nding\x18\x05 \x01(\t\"a\n\x0bLaunchEnded\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x19\n\x11\x66irst_error_index\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_error\x18\x03 \x01(\t\x12\x0f\n\x07stopped\x18\x04 \x01(\x08\"\xf5\x01\n\x0bLaunchEvent\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\x34\n\x07started\x18\x02 \x01(\x0b\x32!.shardyard.wire.v1.ProcessStartedH\x00\x12\x32\n\x06output\x18\x03 \x01(\x0b\x32 .shardyard.wire.v1.ProcessOutputH\x00\x12\x32\n\x06\x65xited\x18\x04 \x01(\x0b\x32 .shardyard.wire.v1.ProcessExitedH\x00\x12/\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1e.shardyard.wire.v1.LaunchEndedH\x00\x42\x07\n\x05\x65vent\"q\n\x11ReadOutputRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x14\n\x07process\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04tail\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x42\n\n\x08_processB\x07\n\x05_tail\">\n\x0bOutputLines\x12/\n\x05lines\x18\x01 \x03(\x0b\x32 .shardyard.wire.v1.ProcessOutput\"/\n\x0bStopRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x10\n\x08grace_ms\x18\x02 \x01(\r\"\x0b\n\tStopReply\"\x16\n\x14\x44\x65scribeAgentRequest\"\xd8\x01\n\x0f\x44\x65scribedLaunch\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x0e\n\x06script\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x12\x0f\n\x07workers\x18\x05 \x01(\r\x12\x11\n\tstarted_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12.\n\x06\x65nding\x18\x08 \x01(\x0b\x32\x1e.shardyard.wire.v1.LaunchEnded\x12\x0c\n\x04pids\x18\t \x03(\r\x12\x12\n\nnext_event\x18\n \x01(\x06\"[\n\x12\x44\x65scribeAgentReply\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x34\n\x08launches\x18\x02 \x03(\x0b\x32\".shardyard.wire.v1.DescribedLaunch2\x9c\x03\n\x05\x41gent\x12J\n\x06Launch\x12 .shardyard.wire.v1.LaunchRequest\x1a\x1e.shardyard.wire.v1.LaunchReply\x12J\n\x05Watch\x12\x1f.shardyard.wire.v1.WatchRequest\x1a\x1e.shardyard.wire.v1.LaunchEvent0\x01\x12T\n\nReadOutput\x12$.shardyard.wire.v1.ReadOutputRequest\x1a\x1e.shardyard.wire.v1.OutputLines0\x01\x12\x44\n\x04Stop\x12\x1e.shardyard.wire.v1.StopRequest\x1a\x1c.shardyard.wire.v1.StopReply\x12_\n\rDescribeAgent\x12\'.shardyard.wire.v1.DescribeAgentRequest\x1a%.shardyard.wire.v1.DescribeAgentReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dshardyard/wire/v1/agent.proto\x12\x11shardyard.wire.v1\"\xad\x02\n\rLaunchRequest\x12\x0e\n\x06script\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x03(\t\x12\x19\n\x11working_directory\x18\x03 \x01(\t\x12\x46\n\x0b\x65nvironment\x18\x04 \x03(\x0b\x32\x31.shardyard.wire.v1.LaunchRequest.EnvironmentEntry\x12\x0f\n\x07workers\x18\x05 \x01(\r\x12\x14\n\x0crestarts_max\x18\x06 \x01(\r\x12\x1a\n\x12restarts_window_ms\x18\x07 \x01(\r\x12\x0b\n\x03key\x18\x08 \x01(\x06\x12\x12\n\nunattended\x18\t \x01(\x08\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\".\n\x0bLaunchReply\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x0f\n\x07workers\x18\x02 \x01(\r\"2\n\x0cWatchRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x12\n\nnext_event\x18\x02 \x01(\x06\"D\n\x0eProcessStarted\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08restarts\x18\x03 \x01(\r\"l\n\rProcessOutput\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x16\n\x0estandard_error\x18\x02 \x01(\x08\x12\x0c\n\x04line\x18\x03 \x01(\t\x12\x0e\n\x06time_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62y_agent\x18\x05 \x01(\x08\"j\n\rProcessExited\x12\x13\n\x0blocal_index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x11\n\texit_code\x18\x03 \x01(\x11\x12\x14\n\x0cwill_restart\x18\x04 \x01(\x08\x12\x0e\n\x06\x65nding\x18\x05 \x01(\t\"w\n\x0bLaunchEnded\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x19\n\x11\x66irst_error_index\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_error\x18\x03 \x01(\t\x12\x0f\n\x07stopped\x18\x04 \x01(\x08\x12\x14\n\x0c\x61gent_leaves\x18\x05 \x01(\x08\"\xf5\x01\n\x0bLaunchEvent\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\x34\n\x07started\x18\x02 \x01(\x0b\x32!.shardyard.wire.v1.ProcessStartedH\x00\x12\x32\n\x06output\x18\x03 \x01(\x0b\x32 .shardyard.wire.v1.ProcessOutputH\x00\x12\x32\n\x06\x65xited\x18\x04 \x01(\x0b\x32 .shardyard.wire.v1.ProcessExitedH\x00\x12/\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1e.shardyard.wire.v1.LaunchEndedH\x00\x42\x07\n\x05\x65vent\"q\n\x11ReadOutputRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x14\n\x07process\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04tail\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x42\n\n\x08_processB\x07\n\x05_tail\">\n\x0bOutputLines\x12/\n\x05lines\x18\x01 \x03(\x0b\x32 .shardyard.wire.v1.ProcessOutput\"/\n\x0bStopRequest\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x10\n\x08grace_ms\x18\x02 \x01(\r\"\x0b\n\tStopReply\"\x16\n\x14\x44\x65scribeAgentRequest\"\xd8\x01\n\x0f\x44\x65scribedLaunch\x12\x0e\n\x06launch\x18\x01 \x01(\x06\x12\x0e\n\x06script\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x12\x0f\n\x07workers\x18\x05 \x01(\r\x12\x11\n\tstarted_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12.\n\x06\x65nding\x18\x08 \x01(\x0b\x32\x1e.shardyard.wire.v1.LaunchEnded\x12\x0c\n\x04pids\x18\t \x03(\r\x12\x12\n\nnext_event\x18\n \x01(\x06\"[\n\x12\x44\x65scribeAgentReply\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x34\n\x08launches\x18\x02 \x03(\x0b\x32\".shardyard.wire.v1.DescribedLaunch2\x9c\x03\n\x05\x41gent\x12J\n\x06Launch\x12 .shardyard.wire.v1.LaunchRequest\x1a\x1e.shardyard.wire.v1.LaunchReply\x12J\n\x05Watch\x12\x1f.shardyard.wire.v1.WatchRequest\x1a\x1e.shardyard.wire.v1.LaunchEvent0\x01\x12T\n\nReadOutput\x12$.shardyard.wire.v1.ReadOutputRequest\x1a\x1e.shardyard.wire.v1.OutputLines0\x01\x12\x44\n\x04Stop\x12\x1e.shardyard.wire.v1.StopRequest\x1a\x1c.shardyard.wire.v1.StopReply\x12_\n\rDescribeAgent\x12\'.shardyard.wire.v1.DescribeAgentRequest\x1a%.shardyard.wire.v1.DescribeAgentReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,23 +48,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROCESSEXITED']._serialized_start=636
   _globals['_PROCESSEXITED']._serialized_end=742
   _globals['_LAUNCHENDED']._serialized_start=744
-  _globals['_LAUNCHENDED']._serialized_end=841
-  _globals['_LAUNCHEVENT']._serialized_start=844
-  _globals['_LAUNCHEVENT']._serialized_end=1089
-  _globals['_READOUTPUTREQUEST']._serialized_start=1091
-  _globals['_READOUTPUTREQUEST']._serialized_end=1204
-  _globals['_OUTPUTLINES']._serialized_start=1206
-  _globals['_OUTPUTLINES']._serialized_end=1268
-  _globals['_STOPREQUEST']._serialized_start=1270
-  _globals['_STOPREQUEST']._serialized_end=1317
-  _globals['_STOPREPLY']._serialized_start=1319
-  _globals['_STOPREPLY']._serialized_end=1330
-  _globals['_DESCRIBEAGENTREQUEST']._serialized_start=1332
-  _globals['_DESCRIBEAGENTREQUEST']._serialized_end=1354
-  _globals['_DESCRIBEDLAUNCH']._serialized_start=1357
-  _globals['_DESCRIBEDLAUNCH']._serialized_end=1573
-  _globals['_DESCRIBEAGENTREPLY']._serialized_start=1575
-  _globals['_DESCRIBEAGENTREPLY']._serialized_end=1666
-  _globals['_AGENT']._serialized_start=1669
-  _globals['_AGENT']._serialized_end=2081
+  _globals['_LAUNCHENDED']._serialized_end=863
+  _globals['_LAUNCHEVENT']._serialized_start=866
+  _globals['_LAUNCHEVENT']._serialized_end=1111
+  _globals['_READOUTPUTREQUEST']._serialized_start=1113
+  _globals['_READOUTPUTREQUEST']._serialized_end=1226
+  _globals['_OUTPUTLINES']._serialized_start=1228
+  _globals['_OUTPUTLINES']._serialized_end=1290
+  _globals['_STOPREQUEST']._serialized_start=1292
+  _globals['_STOPREQUEST']._serialized_end=1339
+  _globals['_STOPREPLY']._serialized_start=1341
+  _globals['_STOPREPLY']._serialized_end=1352
+  _globals['_DESCRIBEAGENTREQUEST']._serialized_start=1354
+  _globals['_DESCRIBEAGENTREQUEST']._serialized_end=1376
+  _globals['_DESCRIBEDLAUNCH']._serialized_start=1379
+  _globals['_DESCRIBEDLAUNCH']._serialized_end=1595
+  _globals['_DESCRIBEAGENTREPLY']._serialized_start=1597
+  _globals['_DESCRIBEAGENTREPLY']._serialized_end=1688
+  _globals['_AGENT']._serialized_start=1691
+  _globals['_AGENT']._serialized_end=2103
 # @@protoc_insertion_point(module_scope)

@@ -90,16 +90,18 @@ class ProcessExited(_message.Message):
     def __init__(self, local_index: _Optional[int] = ..., pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., will_restart: bool = ..., ending: _Optional[str] = ...) -> None: ...
 
 class LaunchEnded(_message.Message):
-    __slots__ = ("exit_code", "first_error_index", "first_error", "stopped")
+    __slots__ = ("exit_code", "first_error_index", "first_error", "stopped", "agent_leaves")
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     FIRST_ERROR_INDEX_FIELD_NUMBER: _ClassVar[int]
     FIRST_ERROR_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
+    AGENT_LEAVES_FIELD_NUMBER: _ClassVar[int]
     exit_code: int
     first_error_index: int
     first_error: str
     stopped: bool
-    def __init__(self, exit_code: _Optional[int] = ..., first_error_index: _Optional[int] = ..., first_error: _Optional[str] = ..., stopped: bool = ...) -> None: ...
+    agent_leaves: bool
+    def __init__(self, exit_code: _Optional[int] = ..., first_error_index: _Optional[int] = ..., first_error: _Optional[str] = ..., stopped: bool = ..., agent_leaves: bool = ...) -> None: ...
 
 class LaunchEvent(_message.Message):
     __slots__ = ("number", "started", "output", "exited", "ended")

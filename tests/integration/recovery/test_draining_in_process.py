@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import pytest
 
 import shardyard as sy
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_worker.session.departure import Departure
-from shardyard_worker.session.drain import EXIT_CODE, Drain, Drained
+from shardyard_worker.session.drain import Drain, Drained
 from tests.support.alone import SYNC, Counted, local_yard, status
 from tests.support.waiting import wait_until
 
@@ -85,7 +86,7 @@ def test_step_after_should_stop_ends_a_script_with_a_loop_of_its_own_and_counts(
         counted.step(counted.data.tensors[0])
         with pytest.raises(Drained) as ended:
             counted.step(counted.data.tensors[0])
-        assert (ended.value.code, job.step) == (EXIT_CODE, 2)
+        assert (ended.value.code, job.step) == (LEFT_IN_ORDER, 2)
         job.close()
 
 

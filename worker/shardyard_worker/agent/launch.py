@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.domain import limits
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block
@@ -80,7 +81,8 @@ class RunningLaunch:
         )
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
-        self._stop_asked: deque[int] = deque()
+        self._stop_asked: deque[tuple[int, bool]] = deque()
+        """Grace times, each with whether the agent leaves."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -112,9 +114,10 @@ class RunningLaunch:
                 with contextlib.suppress(OSError):
                     self._folder.write(self.record)
 
-    def stop(self, grace_ms: int) -> None:
-        """Sends SIGTERM now, and SIGKILL after the grace time. Does not wait."""
-        self._stop_asked.append(grace_ms)
+    def stop(self, grace_ms: int, *, agent_leaves: bool = False) -> None:
+        """Sends SIGTERM now, and SIGKILL after the grace time. Does not wait. `agent_leaves`: the script can go on
+        elsewhere."""
+        self._stop_asked.append((grace_ms, agent_leaves))
         with self._closing:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):
@@ -164,9 +167,11 @@ class RunningLaunch:
                     self.events.append(event)
 
     def _on_exit(self, exited: wire.ProcessExited) -> None:
+        who = f"process {exited.local_index} (pid {exited.pid})"
         if exited.will_restart:
-            who = f"process {exited.local_index} (pid {exited.pid})"
             log.warning("launch %d: %s %s; it is started again", self.number, who, exited.ending)
+        elif exited.exit_code == LEFT_IN_ORDER:
+            log.info("launch %d: %s %s", self.number, who, exited.ending)
         self._report_exit(exited.pid, exited.exit_code)
 
     def _on_end(self, ended: wire.LaunchEnded) -> None:
@@ -184,7 +189,7 @@ class RunningLaunch:
         if not ended.exit_code:
             log.info("%s ended well, %s", what, after)
         elif ended.stopped:
-            log.info("%s was stopped, %s", what, after)
+            log.info("%s ended, %s: %s", what, after, ended.first_error)
         else:
             log.error(
                 "%s failed, %s; process %d failed first:\n%s\nits output is in %s",
@@ -231,7 +236,9 @@ class RunningLaunch:
         for child in ended:
             self._reap(child)
         while self._stop_asked:
-            self._carry_out(self._supervision.stop(self._stop_asked.popleft(), _now_ms()))
+            grace_ms, agent_leaves = self._stop_asked.popleft()
+            order = self._supervision.leave if agent_leaves else self._supervision.stop
+            self._carry_out(order(grace_ms, _now_ms()))
         self._carry_out(self._supervision.time_passed(_now_ms()))
 
     def _read(self, pipe: Pipe) -> None:

@@ -1,8 +1,8 @@
 """The agent as a process: a member of the yard that serves launches, or runs one script and ends with it.
 
 Owns: the agent's membership (it enrols again after it was declared dead or the coordinator came back; training goes on
-meanwhile), the reports of ended processes. Invariant: when `serve` returns, every process that the agent started is
-gone. Must not know: torch, command lines.
+meanwhile), the reports of ended processes. An agent that is told to end leaves in order: its processes do so first.
+Invariant: when `serve` returns, every process that the agent started is gone. Must not know: torch, command lines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -36,15 +37,24 @@ log = logging.getLogger("shardyard.agent")
 
 SLICE_MS: Final = 200
 REPORT_TIMEOUT_MS: Final = 2_000
+LATE_S: Final = 5.0
+"""How much longer than its grace time the end of a launch may take."""
 
 
 class AgentMembership:
     """The agent's membership. One thread calls `enrol` and `keep`; the rest is safe for several. `waiting_for`:
-    describes what the agent waits for, for its heartbeats."""
+    describes what the agent waits for, for its heartbeats. `stop` is set when the coordinator tells it to leave."""
 
     def __init__(
-        self, peer: Peer, membership: Membership, *, coordinator_grace_ms: int, waiting_for: Callable[[], str]
+        self,
+        peer: Peer,
+        membership: Membership,
+        *,
+        coordinator_grace_ms: int,
+        waiting_for: Callable[[], str],
+        stop: threading.Event,
     ) -> None:
+        self._stop = stop
         self._grace_ms = coordinator_grace_ms
         self._waiting_for = waiting_for
         self._peer = peer
@@ -56,12 +66,12 @@ class AgentMembership:
     def incarnation(self) -> Incarnation:
         return self._client.incarnation
 
-    def enrol(self, stop: threading.Event) -> None:
+    def enrol(self) -> None:
         """Raises CoordinatorUnavailable if the coordinator does not answer for `coordinator_grace_ms`."""
         try:
-            self._enrol(self._grace_ms, stop)
+            self._enrol(self._grace_ms, self._stop)
         except errors.Unavailable:
-            if not stop.is_set():
+            if not self._stop.is_set():
                 raise
 
     def keep(self) -> None:
@@ -87,6 +97,18 @@ class AgentMembership:
             # without the report its lease still expires, only later
             log.debug("the end of process %d was not reported: %s", pid, error)
 
+    @property
+    def drain_ms(self) -> int:
+        """How long this agent may take to leave in order."""
+        return self._client.drain_ms
+
+    def report_drain(self) -> None:
+        """Tells the coordinator that this agent leaves in order."""
+        try:
+            self._client.drain()
+        except errors.ShardyardError as error:
+            log.debug("the coordinator was not told that this agent leaves: %s", error)
+
     def leave(self) -> None:
         if self.incarnation:
             self._client.leave()
@@ -103,11 +125,16 @@ class AgentMembership:
         return MembershipClient(
             self._peer,
             self._membership,
-            on_reply=lambda _: None,  # a heartbeat's reply has nothing for an agent
+            on_reply=self._on_reply,
             on_lost=self._on_lost,
             report=self._report,
             grace_ms=self._grace_ms,
         )
+
+    def _on_reply(self, reply: coordinator_wire.HeartbeatReply) -> None:
+        if reply.HasField("drain") and not self._stop.is_set():
+            log.warning("the coordinator tells this agent to leave")
+            self._stop.set()
 
     def _report(self, request: coordinator_wire.HeartbeatRequest) -> None:
         request.waiting_for = self._waiting_for()
@@ -130,7 +157,8 @@ def serve(
     stop: threading.Event,
     ready: Callable[[str], None],
 ) -> int:
-    """Runs an agent until `stop` is set, or, with a `command` (script and arguments), until that script has ended.
+    """Runs an agent until `stop` is set, or, with a `command` (script and arguments), until that script has ended. Once
+    `stop` is set the agent leaves in order, at most for membership.drain_s.
 
     Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `state`: the
     folder in which it keeps its launches. `ready` is called with the agent's address. Raises AddressInUse,
@@ -164,9 +192,10 @@ def serve(
             Membership(MemberRole.AGENT, address),
             coordinator_grace_ms=grace_ms,
             waiting_for=lambda: service.wait_registry.waiting_for,
+            stop=stop,
         )
         listener.start()
-        membership.enrol(stop)
+        membership.enrol()
         if stop.is_set():
             return 0
         if command is None:
@@ -186,7 +215,12 @@ def serve(
             membership.keep()
         return 0
     finally:
-        service.close()
+        if stop.is_set() and membership is not None and membership.incarnation:
+            reporter.submit(membership.report_drain)
+            log.info("leaves in order, within %g s", membership.drain_ms / 1000)
+            service.close(membership.drain_ms, agent_leaves=True)
+        else:
+            service.close()
         # sends the reports that wait, within a few seconds
         wait([reporter.submit(lambda: None)], timeout=2 * REPORT_TIMEOUT_MS / 1000)
         reporter.shutdown(wait=False, cancel_futures=True)
@@ -198,11 +232,16 @@ def serve(
 
 
 def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event) -> int:
-    """Prints a launch's output on this process's own streams, until it has ended or `stop` is set."""
+    """Prints a launch's output on this process's own streams, until it has ended. Once `stop` is set its processes
+    leave in order."""
     wanted = 0
     several = launch.order.workers > 1
     shown = ShownOutput()
-    while not stop.is_set():
+    give_up: float | None = None
+    while give_up is None or time.monotonic() < give_up:
+        if stop.is_set() and give_up is None:
+            launch.stop(membership.drain_ms, agent_leaves=True)
+            give_up = time.monotonic() + membership.drain_ms / 1000 + LATE_S
         for event in launch.events.after(wanted, wait_ms=SLICE_MS):
             wanted = event.number + 1
             if event.HasField("output"):
@@ -213,7 +252,7 @@ def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.
                 stream.flush()
             elif event.HasField("ended"):
                 ended = event.ended
-                if ended.exit_code:
+                if ended.exit_code and not ended.stopped:
                     error = shown.tell(ended.first_error_index, ended.first_error, several=several)
                     log.error("process %d failed first:\n%s", ended.first_error_index, error)
                 return ended.exit_code

@@ -46,6 +46,8 @@ ARGUMENTS_MAX: Final = 4_096
 BLOCK_CHARACTERS_MAX: Final = limits.MIB
 """Characters of all arguments, or of the whole environment, of a launch."""
 WATCH_SLICE_MS: Final = 200
+LAST_EVENTS_MS: Final = 1_000
+"""How long an agent that ends waits for those who watch its launches."""
 STREAMS_MAX: Final = 48
 """Callers who watch launches or follow output at a time, so that other calls are still served."""
 
@@ -166,19 +168,27 @@ class AgentService:
     def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
         return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
 
-    def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
-        """Stops all launches, waits for them, accepts no new ones."""
+    def close(self, grace_ms: int = STOP_GRACE_MS, *, agent_leaves: bool = False) -> None:
+        """Stops all launches, waits for them and for those who watch them, accepts no new ones. `agent_leaves`: the
+        scripts can go on elsewhere."""
         with self._lock:
             self._closed = True
             launches = list(self._launches.values())
         for launch in launches:
             launch.forgo()
-            launch.stop(grace_ms)
+            launch.stop(grace_ms, agent_leaves=agent_leaves)
         for launch in launches:
             if not launch.join(grace_ms + 5_000):
                 log.error("launch %d has not ended in time", launch.number)
+        self._await_streams()
         self.wait_registry.close()
         self._folders.close()
+
+    def _await_streams(self) -> None:
+        """Waits until those who watch have the last events."""
+        give_up = time.monotonic() + LAST_EVENTS_MS / 1000
+        for _ in range(STREAMS_MAX):
+            self._streams.acquire(timeout=max(0.0, give_up - time.monotonic()))
 
     def _forget(self) -> None:
         ended = [number for number, launch in self._launches.items() if launch.events.ended]

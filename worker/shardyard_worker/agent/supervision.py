@@ -2,8 +2,9 @@
 
 Owns: the life of a launch's processes, which of their ends are followed by a restart, the choice of the first error by
 time. Each method of `Supervision` takes what has happened, and returns what to do. Invariants: a process is restarted
-only if a signal ended it or it lost the yard, and while its budget lasts; an error of the script ends the launch; after
-the first failure no process is started; exactly one LaunchEnded is emitted, as the last event. Must not know:
+only if a signal ended it or it lost the yard, and while its budget lasts; one that was told to leave ends alone; an
+error of the script ends the launch; after the first failure no process is started; exactly one LaunchEnded is emitted,
+as the last event. Must not know:
 processes, pipes, clocks (launch has them), torch.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardyard.domain.errors import WorkerQuarantined
-from shardyard.runtime.restart_policy import GivenUp, RestartAt, RestartPolicy
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER, GivenUp, RestartAt, RestartPolicy
 from shardyard.wire.v1 import agent_pb2 as wire
 
 STOP_GRACE_MS: Final = 3_000
@@ -94,8 +95,11 @@ class Supervision:
         self._quarantined: list[_Failure] = []
         """These count as failures only if no process ended well."""
         self._any_well = False
+        self._any_undone = False
+        """Whether a process has left before its work was done."""
         self._stopping = False
         self._stop_asked = False
+        self._agent_leaves = False
         self._kill_due_ms: int | None = None
         self.ended: wire.LaunchEnded | None = None
 
@@ -139,6 +143,12 @@ class Supervision:
         self._stop_asked = self._stop_asked or not self._stopping
         return [*self._begin_stop(now_ms, grace_ms), *self._finish()]
 
+    def leave(self, grace_ms: int, now_ms: int) -> list[Effect]:
+        """The agent leaves the yard: its processes leave in order."""
+        self._agent_leaves = not self._stopping
+        self._any_undone |= any(process.phase is Phase.RESTARTING for process in self._processes)
+        return [*self._begin_stop(now_ms, grace_ms), *self._finish()] if self.ended is None else []
+
     def exited(
         self, index: int, exit_code: int, error: RecordedError | None, time_s: float, now_ms: int
     ) -> list[Effect]:
@@ -157,6 +167,9 @@ class Supervision:
             return effects
         process.phase = Phase.ENDED
         self._any_well = self._any_well or exit_code == 0
+        if self._is_undone(exit_code, error):
+            self._any_undone = True  # the others go on
+            return effects + self._finish()
         failure = self._failure(process, exit_code, error, time_s, decided)
         if error is not None and error.kind == QUARANTINED and not self._stopping:
             self._quarantined.append(failure)  # the job goes on without it
@@ -167,6 +180,12 @@ class Supervision:
         if exit_code != 0:
             effects += self._begin_stop(now_ms, STOP_GRACE_MS)
         return effects + self._finish()
+
+    def _is_undone(self, exit_code: int, error: RecordedError | None) -> bool:
+        """Whether the process has left before its work was done, because it was told to."""
+        if error is not None:
+            return self._agent_leaves and error.new_process_helps
+        return exit_code == LEFT_IN_ORDER or (self._agent_leaves and exit_code < 0)
 
     def _decide_restart(
         self, process: _Process, exit_code: int, error: RecordedError | None, now_ms: int
@@ -228,9 +247,15 @@ class Supervision:
             self.ended = wire.LaunchEnded(
                 exit_code=first.exit_code, first_error_index=first.index, first_error=first.text
             )
+        elif self._agent_leaves and self._any_undone:
+            what = "the agent leaves the yard, and the script was not done"
+            self.ended = wire.LaunchEnded(exit_code=LEFT_IN_ORDER, first_error=what, stopped=True, agent_leaves=True)
         elif self._stop_asked:
             what = "the launch was stopped"
             self.ended = wire.LaunchEnded(exit_code=-signal.SIGTERM, first_error=what, stopped=True)
+        elif self._any_undone and not self._any_well:
+            what = "its processes were told to leave (SIGTERM, shardyard drain) before the script was done"
+            self.ended = wire.LaunchEnded(exit_code=LEFT_IN_ORDER, first_error=what, stopped=True)
         else:
             self.ended = wire.LaunchEnded()
         return [wire.LaunchEvent(ended=self.ended)]
@@ -240,6 +265,8 @@ def describe_end(exit_code: int, error: RecordedError | None) -> str:
     """For example "was killed by SIGKILL", "ended with StaleIncarnation", "ended with exit code 3"."""
     if error is not None:
         return f"ended with {error.kind}"
+    if exit_code == LEFT_IN_ORDER:
+        return f"left in order before its work was done (exit code {exit_code})"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

@@ -10,12 +10,9 @@ Owns: whether this worker is told to leave, whether its work is handed over. Inv
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from typing import Final
 
-EXIT_CODE: Final = 128 + signal.SIGTERM
-"""That of a process which SIGTERM ends, so that whoever started this one knows that its work is not done."""
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 
 
 class Drained(SystemExit):
@@ -23,7 +20,7 @@ class Drained(SystemExit):
     does not."""
 
     def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+        super().__init__(LEFT_IN_ORDER)
 
 
 class Drain:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.runtime.restart_policy import BACKOFF_MS
+from shardyard.runtime.restart_policy import BACKOFF_MS, LEFT_IN_ORDER
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block, gpus_to_give
 from shardyard_worker.agent.service import is_local_caller
@@ -294,6 +294,59 @@ def test_ended_launch_takes_no_more_events() -> None:
     assert core.stop(1, 1) == []
     assert core.time_passed(1) == []
     assert core.printed(0, False, "late") == []
+
+
+# ---- leaving in order
+
+
+def test_process_that_was_told_to_leave_ends_alone() -> None:
+    core = begun(2, restarts_max=5)
+    assert end(core, 0, LEFT_IN_ORDER, 0) == [exited(0, 100, LEFT_IN_ORDER)]
+    assert core.time_passed(60_000) == []
+    assert told(end(core, 1, 0, 1)) == (0, 0, "")
+
+
+def test_launch_whose_processes_were_all_told_to_leave_is_not_done() -> None:
+    core = begun(2)
+    end(core, 0, LEFT_IN_ORDER, 0)
+    code, _, what = told(end(core, 1, LEFT_IN_ORDER, 1))
+    assert code == LEFT_IN_ORDER
+    assert "told to leave" in what
+    assert core.ended is not None
+    assert (core.ended.stopped, core.ended.agent_leaves) == (True, False)
+
+
+@pytest.mark.parametrize("codes", [(LEFT_IN_ORDER, LEFT_IN_ORDER), (0, LEFT_IN_ORDER), (-TERM, 0), (-KILL, -KILL)])
+def test_launch_can_go_on_elsewhere_when_its_agent_leaves(codes: tuple[int, int]) -> None:
+    core = begun(2, restarts_max=5)
+    assert core.leave(700, 1_000) == [SendSignal(0, TERM), SendSignal(1, TERM)]
+    assert core.next_due_ms() == 1_700
+    end(core, 0, codes[0], 1_100)
+    assert told(end(core, 1, codes[1], 1_200))[0] == LEFT_IN_ORDER
+    assert core.ended is not None
+    assert (core.ended.stopped, core.ended.agent_leaves) == (True, True)
+
+
+def test_launch_that_was_done_when_its_agent_left_ended_well() -> None:
+    core = begun(2)
+    core.leave(700, 0)
+    end(core, 0, 0, 1)
+    assert told(end(core, 1, 0, 2)) == (0, 0, "")
+
+
+def test_error_of_the_script_while_the_agent_leaves_is_told() -> None:
+    core = begun(2)
+    core.leave(700, 0)
+    end(core, 0, 1, 1, error=failure("real", 9.0))
+    assert told(end(core, 1, LEFT_IN_ORDER, 2)) == (1, 0, "Traceback: real")
+
+
+def test_agent_that_leaves_ends_a_launch_whose_process_waits_for_its_restart() -> None:
+    core = begun(1, restarts_max=1)
+    end(core, 0, -9, 0)
+    assert told(core.leave(100, 1))[0] == LEFT_IN_ORDER
+    assert core.ended is not None
+    assert core.ended.agent_leaves
 
 
 # ---- environment
