@@ -22,6 +22,7 @@ from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, loa
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.runtime.preemption import PreemptionWatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,7 +112,7 @@ def server(given: Given, bind: str, advertise: str | None) -> int:
     """Run a server: it holds parameters and updates them."""
     from shardyard_ps_server.service import process
 
-    with StopSignals() as signals:
+    with StopSignals() as signals, _stopped_by_notice(given.loaded.settings, signals):
         process.serve(
             coordinator=given.loaded.settings.coordinator,
             bind=bind,
@@ -159,7 +160,7 @@ def agent(
     settings = given.loaded.settings
     # the training processes inherit the settings with the environment
     os.environ.update(launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=False))
-    with StopSignals() as signals:
+    with StopSignals() as signals, _stopped_by_notice(settings, signals):
         code = agent_process.serve(
             coordinator=settings.coordinator,
             bind=bind,
@@ -175,6 +176,13 @@ def agent(
     if command and signals.exit_code is not None:
         return signals.exit_code
     return exit_status(code)
+
+
+def _stopped_by_notice(settings: Settings, signals: StopSignals) -> PreemptionWatch:
+    """A notice of preemption has the effect of a signal while this lasts."""
+    from shardyard.runtime.preemption import PreemptionWatch
+
+    return PreemptionWatch(settings.membership.notice_place, lambda _: signals.stop.set())
 
 
 def exit_status(code: int) -> int:

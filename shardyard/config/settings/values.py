@@ -31,6 +31,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
 _PORT = re.compile(r"[0-9]{1,5}")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,64}\]")
 
+_NOTICE_PLACE = re.compile(r"never|https?://[^\s/][^\s]{0,2047}|/[^\0]{1,2047}")
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -91,6 +93,9 @@ JobName = Annotated[
     Expected(
         f'1 to {limits.JOB_NAME_CHARACTERS_MAX} letters, digits, ".", "_" or "-", beginning with a letter or digit'
     ),
+]
+NoticePlace = Annotated[
+    str, _matching(_NOTICE_PLACE), Expected("never, an absolute path, or an http:// or https:// URL")
 ]
 Device = Annotated[str, _matching(_DEVICE), Expected("auto, cpu, cuda, or cuda:N")]
 _CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/guides/compression.md)"

@@ -7,7 +7,18 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, model_validator
 
-from shardyard.config.settings.values import AUTO, DURATION_MS_MAX, PORT_MAX, Auto, Folder, Host, Section, impossible
+from shardyard.config.settings.values import (
+    AUTO,
+    DURATION_MS_MAX,
+    NEVER,
+    PORT_MAX,
+    Auto,
+    Folder,
+    Host,
+    NoticePlace,
+    Section,
+    impossible,
+)
 from shardyard.domain import limits
 
 WAL_FOLDER: Final = "wal"
@@ -100,9 +111,19 @@ class MembershipSettings(Section):
         " counts as dead. Give the process that stops it a little longer, such as stop_grace_period: 30s in compose.",
     )
 
+    preemption_notice: NoticePlace = Field(
+        default=NEVER,
+        description="Where a notice appears that this machine is about to be taken away: the absolute path of a file,"
+        " or an http or https URL. A server, agent or training process that finds one leaves in order.",
+    )
+
     @property
     def heartbeat_every_ms(self) -> int:
         return self.lease_ms // HEARTBEATS_PER_LEASE if self.heartbeat_ms == "auto" else self.heartbeat_ms
+
+    @property
+    def notice_place(self) -> str | None:
+        return None if self.preemption_notice == NEVER else self.preemption_notice
 
     @property
     def drain_ms(self) -> int:

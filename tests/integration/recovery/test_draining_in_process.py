@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 import shardyard as sy
+from shardyard.config import configuration
 from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_worker.session.departure import Departure
 from shardyard_worker.session.drain import Drain, Drained
@@ -93,7 +96,8 @@ def test_step_after_should_stop_ends_a_script_with_a_loop_of_its_own_and_counts(
 class Leaver:
     """What Departure needs of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = "never") -> None:
+        self.settings = configuration.load(None, {}, {"membership.preemption_notice": notice}).settings
         self.drain = Drain()
         self.told = 0
 
@@ -126,6 +130,17 @@ def test_handler_of_the_script_is_left_alone() -> None:
     finally:
         departure.close()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_notice_of_preemption_tells_the_worker(tmp_path: Path) -> None:
+    notice = tmp_path / "preempted"
+    leaver = Leaver(str(notice))
+    departure = Departure(leaver)  # type: ignore[arg-type]
+    notice.touch()
+    wait_until(lambda: leaver.told == 1)
+    assert leaver.drain.reason == f"a preemption notice at {notice}"
+    departure.close()
+    assert "preemption" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_process_that_the_script_forks_ends_by_the_signal() -> None:

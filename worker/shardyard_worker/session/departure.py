@@ -1,4 +1,4 @@
-"""A training process that leaves its job in order on SIGTERM, and ends in time.
+"""A training process that leaves its job in order on SIGTERM or a notice of preemption, and ends in time.
 
 A signal's handler runs between any two instructions of the main thread, which may hold a lock. So it only notes the
 request and writes a byte; a thread tells the coordinator and watches the time.
@@ -19,13 +19,14 @@ import threading
 from types import FrameType
 from typing import Any
 
+from shardyard.runtime.preemption import PreemptionWatch
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
 
 class Departure:
-    """From now on SIGTERM lets the worker leave, until `close`."""
+    """From now on SIGTERM, or a notice of preemption, lets the worker leave, until `close`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -39,11 +40,13 @@ class Departure:
         self._drain.on_begin = self._wake
         if self._drain.asked:
             self._wake()
+        self._preemption = PreemptionWatch(session.settings.membership.notice_place, self._drain.begin)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handler)
 
     def close(self) -> None:
         """The worker has left."""
+        self._preemption.close()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._drain.on_begin = lambda: None
