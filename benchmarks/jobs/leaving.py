@@ -37,6 +37,7 @@ LOOK_S = 0.005
 SETTLE_S = 1.5
 """For so long steps go on before the next process leaves; and a server's leaving is over by then."""
 LEFT_S_MAX = 40.0
+MEMBERS = ("worker", "server")
 MODES = {
     "async": {},
     "sync": {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 2},
@@ -184,21 +185,23 @@ def drain_servers(times: int) -> tuple[list[Figures], int]:
 def main() -> None:
     parser = options_of(__doc__, pairs=1)
     parser.add_argument("--times", type=int, default=20, help="how many workers and servers leave, one by one (20)")
+    parser.add_argument("--members", nargs="+", choices=MEMBERS, default=list(MEMBERS), help="which of them leave")
     options = parser.parse_args()
     raw: dict[str, Any] = {}
     twice = 0
-    for mode in MODES:
+    for mode in MODES if "worker" in options.members else ():
         raw[f"worker, {mode}"], again = drain_workers(mode, options.times)
         twice += again
-    raw["server"], again = drain_servers(options.times)
-    raw["computed twice"] = twice + again
-    for name in (*(f"worker, {mode}" for mode in MODES), "server"):
-        p50, p99 = np.percentile(column(raw[name], "next_step_s"), [50, 99])
-        print(f"{name}: p50 {p50:.3g} s, p99 {p99:.3g} s until the others' next step")
-    print(f"samples computed twice: {raw['computed twice']}")
-    bars = {f"shardyard, {name}": column(raw[name], "next_step_s") for name in raw if name != "computed twice"}
+    if "server" in options.members:
+        raw["server"], again = drain_servers(options.times)
+        twice += again
+    for name, found in raw.items():
+        p50, p99 = np.percentile(column(found, "next_step_s"), [50, 99])
+        print(f"{name}: p50 {p50:.3g} s, p99 {p99:.3g} s until the others' next step (n {len(found)})")
+    print(f"samples computed twice: {twice}")
+    bars = {f"shardyard, {name}": column(found, "next_step_s") for name, found in raw.items()}
     panels = [Panel("from SIGTERM until the others' next step", "s", bars=bars)]
-    report("leaving", raw, {}, panels=panels, folder=options.figures)
+    report("leaving", {**raw, "computed twice": twice}, {}, panels=panels, folder=options.figures)
 
 
 if __name__ == "__main__":
