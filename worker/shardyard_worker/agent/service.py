@@ -103,6 +103,7 @@ class AgentService:
             if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
                 raise errors.NotReady(f"the agent runs {LAUNCHES_RUNNING_MAX} launches already, as many as it takes")
             self._forget()
+            request.environment[RUN_ID_VARIABLE] = order.run_id  # it is the same launch when it is resumed
             kept = base64.b64encode(request.SerializeToString()).decode() if request.unattended else ""
             launch = self._begin(order, kept)
             self._launches[launch.number] = launch

@@ -452,6 +452,7 @@ def unattended(agent: AgentService, script: Path, **fields: Any) -> int:
         "import os, pathlib, time\nfolder = pathlib.Path(__file__).parent\n"
         "starts = folder / 'starts'\nstarts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
         "print('start', len(starts.read_text()), os.environ['GREETING'], flush=True)\n"
+        "with (folder / 'runs').open('a') as runs:\n    print(os.environ['SHARDYARD_RUN_ID'], file=runs)\n"
         "while not (folder / 'go').exists():\n    time.sleep(0.01)\n"
     )
     given = {"unattended": True, "restarts_max": 2, "restarts_window_ms": 60_000} | fields
@@ -479,7 +480,7 @@ def printed(agent: AgentService, number: int) -> list[str]:
 def test_unattended_launch_goes_on_under_the_agent_that_replaces_a_killed_one(
     agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under its number, with its variables; its output follows what is there."""
+    """Under its number, with its variables and its identity; its output follows what is there."""
     number = unattended(agent, script)
     last = described(agent, number).next_event
     die(agent, monkeypatch)
@@ -499,6 +500,8 @@ def test_unattended_launch_goes_on_under_the_agent_that_replaces_a_killed_one(
         assert events[0].HasField("started")
         assert events[-1].ended.exit_code == 0
         assert printed(successor, number) == ["start 1 hello", "start 2 hello"]
+        first, second = (script.parent / "runs").read_text().split()
+        assert first == second
         agents = [line.line for line in read(successor, launch=number) if line.by_agent]
         assert "the agent was killed; the next agent starts the launch again" in agents
     finally:
