@@ -24,7 +24,9 @@ from shardyard_coordinator.core.effects import Base, Persist
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import checkpointing, work_verdicts
 from shardyard_coordinator.flows import recovery as recovery_flow
+from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.members.membership import Membership
+from shardyard_coordinator.members.runs import Runs
 from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.storage import recovery
 from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
@@ -534,6 +536,18 @@ def nobody_waits_for_the_slowest(patch: Patch) -> None:
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for workers that it has not heard from"""
     patch.setattr(WorkerClocks, "expect", lambda self, workers: None)
+
+
+@mutation("A17", "async", 0)
+def finished_runs_are_forgotten(patch: Patch) -> None:
+    """a coordinator that was restarted does not know which launches had joined a job"""
+    patch.setattr(Runs, "restore", lambda self, body: None)
+
+
+@mutation("A17", "sync", 0)
+def finished_run_begins_again(patch: Patch) -> None:
+    """a process of a finished run begins a new job"""
+    patch.setattr(JobDirectory, "to_join", lambda self, name, run: self.unfinished(name))
 
 
 @mutation("C4", "coordinator", 2, 5)

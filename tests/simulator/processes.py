@@ -57,6 +57,9 @@ def _main(yard: Yard, process: Process, place: str) -> None:
                 _server(yard, f"{place}:7000")
             case _:
                 train(yard, settings_of(yard))
+    except SystemExit as ended:  # `connect` ends a process that was started again after the end of its run
+        if ended.code != 0 or not yard.jobs_finished:
+            yard.world.violations.append(f"{process} ended with {ended.code} and had work to do")
     except EXPECTED as error:
         how = f"failed: {error.code}: {error.what}"
     except errors.StorageUnavailable as error:
@@ -68,6 +71,24 @@ def _main(yard: Yard, process: Process, place: str) -> None:
         yard.world.violations.append(f"{process} ended by {how}")
     process.kill(how)
     yard.world.park()
+
+
+def come_again(yard: Yard) -> Process:
+    """Starts a worker once more, after the end of its run. The coordinator knows of the run from its records."""
+    yard.places["coordinator"].kill("killed")
+    process = yard.world.process("worker-0")
+
+    def main() -> None:
+        try:
+            train(yard, settings_of(yard))
+        except (SystemExit, errors.JobFailed) as ended:
+            yard.world.say(f"{process} has nothing left to do: {ended}")
+        process.kill("exited")
+        yard.world.park()
+
+    process.spawn(main, "main")
+    yard.world.say(f"{process} starts")
+    return process
 
 
 def _ended(yard: Yard, process: Process, place: str) -> None:

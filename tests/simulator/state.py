@@ -67,6 +67,8 @@ class Yard:
         self.unfinished: dict[object, None] = {}
         """Jobs that began and have not ended."""
         self.jobs_finished = 0
+        self.jobs_failed = 0
+        """A worker that comes after a failure belongs to another launch."""
         self.goodbyes = 0
         self.versions: dict[int, dict[str, bytes]] = {}
         self.pushes: dict[int, int] = {}

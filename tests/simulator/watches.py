@@ -81,6 +81,7 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
         if code == "ServerLost" and not lost and not yard.waived:
             yard.world.violations.append(f"a server ended a job: {body['failure']['what']}")
         yard.jobs_finished += body["state"] == "finished" or unheard or lost
+        yard.jobs_failed += body["state"] == "failed"
     elif kind == "consistency_switched":
         yard.paces.switched(JobId(body["job"]), body["number"])
         yard.happened.append("switch")

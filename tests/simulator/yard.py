@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardyard.domain.ids import RunName
 from shardyard_coordinator.service.journal import Journal
 
 from .disk import SimulatedOs
@@ -29,7 +30,7 @@ from .network import SimulatedNetwork
 from .paces import watch_paces
 from .parallel import SHM, folder_name
 from .plan import Plan
-from .processes import start
+from .processes import come_again, start
 from .state import Ending, Yard, current_yard, running
 from .substitutes import installed
 from .watches import SimulatedJournal, Watch, watch_ledgers, watch_logs
@@ -51,6 +52,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
     from shardyard_ps_server.tables import disk_tier
+    from shardyard_worker.session.run_name import end_run, run_of
 
     optimizer_warmup.warm(optimizer_warmup.every_loop(("float64",)))
     partition_tables.warm()
@@ -60,6 +62,8 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(GrpcServer): _Listener,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
+        id(run_of): lambda _: RunName(f"launch {current_yard().jobs_failed}"),
+        id(end_run): lambda _: None,
     }
     watch, root = Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate
@@ -130,6 +134,7 @@ def _run(yard: Yard, *, judged: bool) -> Ending:
         world.violations.append(f"{stuck}: the yard is not done")
     if judged and not world.violations:
         judge(yard)
+        _judge_the_end(yard)
     outcome = Ending(
         yard.plan,
         list(world.violations),
@@ -148,6 +153,17 @@ def _run(yard: Yard, *, judged: bool) -> Ending:
         if process.alive:
             process.kill("the end")
     return outcome
+
+
+def _judge_the_end(yard: Yard) -> None:
+    """Checks that a worker that comes again finds its run finished, and begins no other."""
+    world, again = yard.world, come_again(yard)
+    try:
+        world.run(lambda: not again.alive or bool(yard.unfinished), limit=world.now + PATIENCE)
+    except Stuck as stuck:
+        world.violations.append(f"{stuck}: a worker that came again after the end of its run")
+    if yard.unfinished:
+        world.violations.append("a worker that came again has begun a run that was finished")
 
 
 def _is_done(yard: Yard) -> bool:
