@@ -275,7 +275,8 @@ class Session:
                 return
             self._failure = error
             listeners = list(self._listeners)
-        log.error("the job has failed: %s", error)
+        what = "this worker has lost the yard" if error.new_process_helps else "the job has failed"
+        log.error("%s: %s", what, error)
         for listener in listeners:
             listener.on_failure()
 
