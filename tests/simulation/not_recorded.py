@@ -7,7 +7,6 @@ from typing import Final
 
 NOT_RECORDED: Final[Mapping[str, str]] = {
     "Machine.term": "each opening of the journal has its own, higher one",
-    "Machine._begun_ms": "the time of this life's beginning",
     "Machine._ticked_ms": "the clock of another process means nothing",
     "Machine.waits": "the time of each wait begins anew",
     "Member.waiting_for": "said again with the next heartbeat",

@@ -71,7 +71,6 @@ class Machine:
         self._members = Membership(term=term, lease_ms=lease_ms, drain_ms=drain_ms)
         self._jobs = JobDirectory(term, checkpoints)
         self._ticked_ms = now_ms
-        self._begun_ms = now_ms
         self.waits = WaitReasons()
         self.term = term
 
@@ -125,9 +124,6 @@ class Machine:
     def jobs(self) -> tuple[JobState, ...]:
         """Unfinished jobs and the latest ended ones, in the order in which they began."""
         return tuple(self._jobs)
-
-    def uptime_ms(self, now_ms: int) -> int:
-        return now_ms - self._begun_ms
 
     def handle(self, event: events.Event, now_ms: int) -> list[Effect]:
         """Handles one event. If the request is refused, raises ShardyardError and changes nothing."""

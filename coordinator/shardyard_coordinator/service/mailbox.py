@@ -78,6 +78,7 @@ class Mailbox:
         self._checkpoints = checkpoints
         self._wait_registry = wait_registry
         self._lock = threading.Lock()
+        self.begun_ms = clock.now_ms()
         self._machine = self._restore()
         self._log_restored()
         self._closed = False

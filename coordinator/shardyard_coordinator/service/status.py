@@ -32,7 +32,6 @@ def describe(machine: Machine, now_ms: int) -> wire.StatusReply:
     jobs = {job.id: job for job in machine.jobs}
     return wire.StatusReply(
         term=machine.term,
-        uptime_ms=machine.uptime_ms(now_ms),
         members=[
             _member(
                 member,

@@ -18,6 +18,7 @@ def _status(backend: Backend, _: wire.StatusRequest) -> wire.StatusReply:
     with backend.mailbox.machine() as machine:
         now_ms = backend.mailbox.now_ms()
         reply = status.describe(machine, now_ms)
+    reply.uptime_ms = now_ms - backend.mailbox.begun_ms
     full = backend.mailbox.full_disk
     if full is not None:
         reply.full_disk.CopyFrom(

@@ -262,6 +262,8 @@ def test_members_are_answered_for_longer_than_a_lease_while_the_journal_cannot_b
         assert len(status.members) == 3
     yard.pass_repair()
     assert worker.beat().undecided == ""
+    up_ms = yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1).uptime_ms
+    assert up_ms >= 20 * 500, "it was there all the time"
     assert worker.lease().lease.token == 1
 
 
