@@ -84,6 +84,7 @@ ALL_KINDS = {
     "worker_admitted",
     "worker_freed",
     "worker_gone",
+    "run_joined",
     "worker_joined",
     "worker_quarantined",
     "worker_switched",

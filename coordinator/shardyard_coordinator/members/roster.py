@@ -26,7 +26,7 @@ class Roster:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
         self.numbers: dict[Incarnation, int] = {}
-        """Of each living worker, from 0: the lowest number that was free when it joined."""
+        """Of each living worker, from 0: the lowest number that was free when it joined. In the order of `living`."""
         self.fenced: list[Incarnation] = []
         """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
@@ -67,7 +67,7 @@ class Roster:
 
     def enter_as(self, worker: Incarnation, number: int) -> None:
         self.living = sorted([*self.living, worker])
-        self.numbers[worker] = number
+        self.numbers = dict(sorted({**self.numbers, worker: number}.items()))
         self._over_at_ms = None
 
     def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
