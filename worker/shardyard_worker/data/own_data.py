@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("shardyard.worker")
 
@@ -23,15 +24,19 @@ class ForwardSamples:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._count = 0
-        self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._hook: RemovableHandle | None = None
+        if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+            self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def take(self) -> int:
-        """The samples since the last call; 0 if no forward was seen, as in a model that was compiled afterwards."""
+        """The samples since the last call; 0 if no forward was seen, as in a model that is scripted, or was compiled
+        afterwards."""
         count, self._count = self._count, 0
         return count
 
     def close(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _note(self, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         # a compiler would trace the count, and compile anew for each

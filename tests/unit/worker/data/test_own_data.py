@@ -66,6 +66,15 @@ def test_compiled_model_is_traced_without_the_count() -> None:
     assert samples.take() == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_model_is_taken_without_the_count() -> None:
+    model = torch.jit.script(torch.nn.Linear(2, 1))
+    samples = ForwardSamples(model)
+    model(torch.zeros(3, 2))
+    assert samples.take() == 0
+    samples.close()
+
+
 def warned(caplog: pytest.LogCaptureFixture, data: OwnData | None = None) -> int:
     caplog.clear()
     (data or OwnData()).look()
