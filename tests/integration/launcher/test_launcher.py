@@ -316,7 +316,8 @@ def test_yard_that_trains_is_saved_before_it_goes_down(shell: Shell) -> None:
     saved = re.search(r"^job digits: checkpoint (\d+) of step (\d+) is in ", down.stdout, re.MULTILINE)
     assert saved is not None, down.stdout
     listed = json.loads(shell.run("checkpoint", "list", "--json", "--state", str(shell.state)).stdout)["checkpoints"]
-    assert (listed[-1]["number"], listed[-1]["step"]) == tuple(map(int, saved.groups()))
+    # servers that leave in order may have taken another one since
+    assert tuple(map(int, saved.groups())) in [(each["number"], each["step"]) for each in listed]
     finish(running)
     assert shell.processes() == []
 
