@@ -223,7 +223,7 @@ class ScriptRun:
         """The agent leaves in order, and the script is not done. Another agent launches it, or one that takes this
         one's place. No restart is counted."""
         assert self._request is not None
-        display.note(f"{self._launch.name} leaves the yard; the script is launched again on another agent")
+        display.note(f"{self._launch.name} leaves the yard; the script is launched again when an agent is there")
         self._grace_ms, self._grace_setting = self._idle_ms, _IDLE
         self._request.key = _new_key()  # for the old one the agent would answer with what has ended
         self._move(self._launch.address)
