@@ -247,10 +247,9 @@ class ScriptRun:
             ) from silence.error
         if silent_ms > SILENT_MS and not self._said_silent:
             self._said_silent = True
-            display.note(
-                f"{self._launch.name} does not answer ({silence.error.what}); waiting for it, at most "
-                f"{self._grace_ms / 1000:g} s"
-            )
+            said = silence.error
+            what = f"{self._launch.name} does not answer" if isinstance(said, errors.Unavailable) else said.what
+            display.note(f"{what}; waiting for it, at most {self._grace_ms / 1000:g} s")
         # the coordinator forgets an agent that is gone
         others = [each.address for each in self._agents]
         if silent_ms > SILENT_MS and others and self._launch.address not in others:

@@ -35,10 +35,12 @@ ENDS_AT_GO = """
 class Agent:
     """An agent at an address. `enrolled`: whether it has registered with the coordinator."""
 
-    def __init__(self, address: str = "127.0.0.1:0", *, enrolled: bool = True) -> None:
+    def __init__(self, folder: Path, address: str = "127.0.0.1:0", *, enrolled: bool = True) -> None:
         self.enrolled = enrolled
         self._service = AgentService(
-            AgentPlan("127.0.0.1:9", 1), incarnation=lambda: int(self.enrolled), report_exit=lambda pid, code: None
+            AgentPlan("127.0.0.1:9", 1, folder),
+            incarnation=lambda: int(self.enrolled),
+            report_exit=lambda pid, code: None,
         )
         self.launches = 0
         launch = self._service.service.handlers[methods.LAUNCH]
@@ -129,11 +131,11 @@ def coordinator(members: list[wire.MemberStatus]) -> Iterator[str]:
 
 
 @pytest.fixture
-def agents() -> Iterator[Callable[..., Agent]]:
+def agents(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     made: list[Agent] = []
 
     def start(address: str = "127.0.0.1:0", *, enrolled: bool = True) -> Agent:
-        made.append(Agent(address, enrolled=enrolled))
+        made.append(Agent(tmp_path, address, enrolled=enrolled))
         return made[-1]
 
     yield start
@@ -228,7 +230,8 @@ def test_agent_that_dies_again_and_again_is_given_up(
 
 
 def test_request_that_is_sent_again_launches_once(script: Path, agents: Callable[..., Agent]) -> None:
-    service = AgentService(AgentPlan("127.0.0.1:9", 1), incarnation=lambda: 1, report_exit=lambda pid, code: None)
+    plan = AgentPlan("127.0.0.1:9", 1, script.parent)
+    service = AgentService(plan, incarnation=lambda: 1, report_exit=lambda pid, code: None)
     request = agent_wire.LaunchRequest(script=str(script), working_directory=str(script.parent), key=7)
     try:
         first = service.launch(request)
