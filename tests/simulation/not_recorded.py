@@ -20,6 +20,8 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     " recorded, because it has no workers, and when it ends all of it",
     "JobState.rows_seen": "servers say it again with the next heartbeat",
     "JobState.departing": "found again with the next tick",
+    "JobState.missing": "found again with the next tick",
+    "Membership._server_came_ms": "the servers that are expected are waited for anew",
     "JobState.reads_steps": "servers are asked again",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",

@@ -36,6 +36,11 @@ def _fault(yard: Yard, kind: str) -> None:
             victim = rng.choice(alive)
             world.say(f"FAULT kill {victim}")
             victim.kill("killed")
+        case "leave" if alive:
+            victim = rng.choice(alive)
+            world.say(f"FAULT {victim} is told to leave")
+            if victim in yard.told_to_leave:
+                victim.spawn(yard.told_to_leave[victim].set, "signal")
         case "freeze" if alive:
             victim = rng.choice(alive)
             span = rng.choice((rng.randrange(600 * MS), rng.randrange(8 * SECOND)))

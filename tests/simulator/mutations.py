@@ -42,6 +42,7 @@ from shardyard_ps_server.partition import step_gate as gate
 from shardyard_ps_server.partition.dense_state import StateCut
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.next_version import RowUpdate, update_rows
+from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows import row_sums
 from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.tables.table import Table as TableOfPartition
@@ -431,6 +432,12 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
 def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
     """a step does not close for the ranks that its verdict leaves out"""
     patch.setattr(sync_step, "_close", lambda partition, gate, members: gate.name_members(members))
+
+
+@mutation("C9", "async-leave")
+def a_sealed_partition_takes_pushes(patch: Patch) -> None:
+    """a partition goes on after the cut from which another server continues"""
+    patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
 @mutation("C8", "async-full", 22, 8)

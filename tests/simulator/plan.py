@@ -174,6 +174,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     - "clip", after "sync": the job clips by norm. "backup": it has backup workers.
     - "switch": a person switches the job; a synchronous one to asynchronous updates first. "over": back and forth
       between synchronous and asynchronous updates.
+    - "leave": servers leave in order, most of them while others are there; each comes back as a new one.
     - "full": the disk of the coordinator's journal is full for a while, once or more often.
     - "sampler": a loader pulls ahead from job.sampler.
     - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
@@ -181,7 +182,21 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    others = ("stop", "clip", "backup", "switch", "over", "full", "lag", "rows", "lives", "cold", "sampler", *WRONGS)
+    others = (
+        "stop",
+        "clip",
+        "backup",
+        "switch",
+        "over",
+        "full",
+        "leave",
+        "lag",
+        "rows",
+        "lives",
+        "cold",
+        "sampler",
+        *WRONGS,
+    )
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # only the coordinator dies
@@ -247,6 +262,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_lives(plan)
     if "lag" in words:
         plan = _with_laggard(plan)
+    if "leave" in words:
+        plan = _with_departures(plan)
     if "full" in words:
         plan = _with_full_journal(plan)
     if "sampler" in words:
@@ -308,6 +325,17 @@ def _with_lives(plan: Plan) -> Plan:
     )
     cold = plan.cold or rng.random() < 0.5
     return replace(plan, lives=lives, shares_rows=True, cold=cold, batch=1, drops=False, wrong="")
+
+
+def _with_departures(plan: Plan) -> Plan:
+    rng = random.Random(f"leave {plan.seed}")
+    times = [rng.randrange(plan.calm_at) for _ in range(rng.choice((1, 2, 3, 5)))]
+    faults = plan.faults if rng.random() < 0.5 else ()
+    return replace(
+        plan,
+        servers=rng.choice((1, 2, 2, 3)),
+        faults=tuple(sorted((*faults, *((at, "leave server") for at in times)))),
+    )
 
 
 def _with_full_journal(plan: Plan) -> Plan:

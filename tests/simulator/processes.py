@@ -23,7 +23,7 @@ from shardyard_ps_server.service import process as server_process
 from .script import train
 from .state import COORDINATOR, JOB, Yard
 from .substitutes import Event
-from .world import MS, Process
+from .world import MS, Process, current
 
 STARTS_MAX = 60
 EXPECTED = (
@@ -112,12 +112,14 @@ def _coordinator(yard: Yard) -> None:
 
 
 def _server(yard: Yard, address: str) -> None:
+    stop = Event()
+    yard.told_to_leave[current().process] = stop
     server_process.serve(
         coordinator=COORDINATOR,
         bind=address,
         advertise=None,
         settings=settings_of(yard),
-        stop=Event(),  # type: ignore[arg-type]
+        stop=stop,  # type: ignore[arg-type]
         hurry=Event(),  # type: ignore[arg-type]
         ready=lambda _: None,
     )
@@ -159,7 +161,7 @@ def settings_of(yard: Yard) -> Settings:
             rpc_deadline_ms=1_500,
             exchange="delayed" if plan.window else "blocking",
         ),
-        membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000),
+        membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000, drain_s=6),
     )
 
 

@@ -12,6 +12,7 @@ from .disk import Disk
 from .network import Wires
 from .paces import Paces
 from .plan import Plan
+from .substitutes import Event
 from .world import Process, World
 
 COORDINATOR = "coordinator:7000"
@@ -62,6 +63,8 @@ class Yard:
         self.starts = 0
         self.finished: dict[str, dict[str, bytes]] = {}
         self.happened: list[str] = []
+        self.told_to_leave: dict[Process, Event] = {}
+        """What a signal sets in a server."""
         self.journal_full_until = 0
         """Until when the disk of the coordinator's journal is full."""
         self.unfinished: dict[object, None] = {}

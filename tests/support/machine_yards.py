@@ -21,11 +21,14 @@ from shardyard_coordinator.service.status import describe
 class MachineYard:
     """`effects` are those of the latest event. `persisted` has all records so far, `told` all log messages."""
 
-    def __init__(self, *, lease_ms: int = 1_000, checkpoints: str | None = None) -> None:
+    def __init__(self, *, lease_ms: int = 1_000, checkpoints: str | None = None, servers_expected: int = 1) -> None:
         self.now_ms = 0
         self.lease_ms = lease_ms
         self.checkpoints = checkpoints
-        self.machine = Machine(term=Term(1), lease_ms=lease_ms, now_ms=0, checkpoints=checkpoints)
+        self.servers_expected = servers_expected
+        self.machine = Machine(
+            term=Term(1), lease_ms=lease_ms, now_ms=0, checkpoints=checkpoints, servers_expected=servers_expected
+        )
         self.effects: list[effects.Effect] = []
         self.persisted: list[effects.Persist] = []
         self.told: list[str] = []
@@ -111,6 +114,7 @@ class MachineYard:
             lease_ms=self.lease_ms,
             now_ms=self.now_ms,
             checkpoints=self.checkpoints,
+            servers_expected=self.servers_expected,
         )
         self.persisted = self.machine.snapshot()
         return self.machine.resume()

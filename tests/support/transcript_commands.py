@@ -80,9 +80,12 @@ def verb(function: Command) -> Command:
 
 
 @verb
-def yard(stage: Stage, *, servers: str = "2", checkpoints: str = "", lease_ms: str = str(LEASE_MS)) -> None:
-    """A coordinator with so many servers. `checkpoints`: the URL for jobs whose settings have none."""
-    stage.yard = MachineYard(lease_ms=int(lease_ms), checkpoints=checkpoints or None)
+def yard(
+    stage: Stage, *, servers: str = "2", checkpoints: str = "", lease_ms: str = str(LEASE_MS), expected: str = "1"
+) -> None:
+    """A coordinator with so many servers, which waits for those that are expected. `checkpoints`: the URL for jobs
+    whose settings have none."""
+    stage.yard = MachineYard(lease_ms=int(lease_ms), checkpoints=checkpoints or None, servers_expected=int(expected))
     for index in range(int(servers)):
         stage.members[f"s{index}"] = stage.yard.register(MemberRole.SERVER, f"s:{index}")
 

@@ -163,13 +163,21 @@ class RoleYard:
     """A coordinator and servers, each in a process of its own. Only the test restarts them."""
 
     def __init__(
-        self, folder: Path, *, servers: int = 2, lease_ms: int = 0, grace_ms: int = 0, drain_s: int = 0
+        self,
+        folder: Path,
+        *,
+        servers: int = 2,
+        lease_ms: int = 0,
+        grace_ms: int = 0,
+        drain_s: int = 0,
+        servers_expected: int = 1,
     ) -> None:
         """`lease_ms`: the lease of members, for tests that freeze a member and must not lose it. `grace_ms`: for how
         long servers continue without a coordinator. `drain_s`: how long members may take to leave in order. 0: the
         default."""
         self.state = folder / "state"
         self._lease = {"SHARDYARD__MEMBERSHIP__LEASE_MS": str(lease_ms)} if lease_ms else {}
+        self._expected = {"SHARDYARD__MEMBERSHIP__SERVERS_EXPECTED": str(servers_expected)}
         self._drain = {"SHARDYARD__MEMBERSHIP__DRAIN_S": str(drain_s)} if drain_s else {}
         self._grace = {"SHARDYARD__MEMBERSHIP__COORDINATOR_GRACE_MS": str(grace_ms)} if grace_ms else {}
         self.servers: list[Script] = []
@@ -188,7 +196,7 @@ class RoleYard:
     def start_coordinator(self, bind: str, failpoints: str = "") -> Script:
         return Script(
             [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)],
-            {"SHARDYARD_FAILPOINTS": failpoints} | self._lease | self._drain,
+            {"SHARDYARD_FAILPOINTS": failpoints} | self._lease | self._drain | self._expected,
         )
 
     def start_server(self, bind: str, failpoints: str = "") -> Script:

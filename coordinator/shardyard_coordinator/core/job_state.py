@@ -59,7 +59,8 @@ class JobState:
     once it has begun, or if it begins with first values. A job with logs has begun once it has a checkpoint of its own;
     until then it can only begin again.
     `reads_steps`: a read of the ledgers is under way. `departing`: what it waits for, while a
-    server leaves it. `rows_seen`: by server, the rows of each table."""
+    server leaves it. `missing`: the servers for which its partitions wait. `rows_seen`: by server, the rows of
+    each table."""
 
     id: JobId
     settings: JobSettings
@@ -92,6 +93,7 @@ class JobState:
     last_checkpoint: LastCheckpoint = field(default_factory=LastCheckpoint)
     reads_steps: bool = False
     departing: str = ""
+    missing: str = ""
     rows_seen: dict[Incarnation, tuple[int, ...]] = field(default_factory=dict)
 
     @property

@@ -65,5 +65,5 @@ def move(job: JobState, sealed: frozenset[Incarnation], now_ms: int) -> list[Eff
     numbers, servers = ", ".join(map(str, moved[:8])), ", ".join(map(str, sorted(sealed)))
     return [
         *job.records([record]),
-        LogMessage(f"{job.title}: partitions {numbers} move, since server {servers} leaves"),
+        LogMessage(f"{job.title}: partitions {numbers} leave server {servers}"),
     ]

@@ -35,8 +35,11 @@ from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.log_owners import LogOwner
 
 
-def register_variables(job: JobState, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
-    """Replies, or creates partitions; in that case the worker asks again. Raises VariableConflict, NotReady, and what
+def register_variables(
+    job: JobState, registered: VariablesRegistered, servers: Sequence[Server], missing: str = ""
+) -> list[Effect]:
+    """Replies, or creates partitions; in that case the worker asks again. `missing`: the servers for which partitions
+    wait. Raises VariableConflict, NotReady, and what
     placement raises."""
     worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
     table_specs.check_settings(registered.tables, job.settings)
@@ -52,6 +55,10 @@ def register_variables(job: JobState, registered: VariablesRegistered, servers: 
         _check_begun(job)
     effects: list[Effect] = []
     if deployed.stage is Stage.EMPTY:
+        if missing:
+            raise errors.NotReady(
+                f"{job.title} waits for {missing}", why="its partitions are spread over all servers that are expected"
+            )
         effects += _place(job, registered, servers)
     else:
         assert deployed.layout is not None

@@ -244,13 +244,13 @@ def resume(job: JobState, servers: Iterable[Incarnation]) -> list[Effect]:
 # ---- time
 
 
-def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
-    """`servers`: the living ones."""
+def tick(job: JobState, now_ms: int, servers: Sequence[Server], missing: str = "") -> list[Effect]:
+    """`servers`: the living ones. `missing`: those for which partitions wait."""
     job.readers.expire(now_ms)
     if job.phase.ended:
         return readers.drop_if_read(job, now_ms)
     if job.phase is JobPhase.FINISHING:
-        return job_end.tick(job, now_ms) or _tick_storage(job, now_ms, servers)
+        return job_end.tick(job, now_ms) or _tick_storage(job, now_ms, servers, missing)
     if job.roster.is_over(now_ms):
         return job_end.finish(job, now_ms)
     idle_ms = job.roster.idle_ms(now_ms)
@@ -270,14 +270,26 @@ def tick(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         *last_step.read_steps(job),
         *mode_switch.tick(job, now_ms),
         *deployment.reopen(job, now_ms),
-        *_tick_storage(job, now_ms, servers),
+        *_tick_storage(job, now_ms, servers, missing),
     ]
 
 
-def _tick_storage(job: JobState, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
+def _is_unplaced(job: JobState) -> bool:
+    """Whether partitions may wait for servers that are expected. Those of a server that leaves do not, while other
+    partitions of the job have servers."""
+    map_, recovery_ = job.deployment.map, job.recovery
+    if map_ is None:
+        return True
+    return recovery_.attempt is None and (recovery_.goes_back or len(recovery_.lost) == len(map_.owners))
+
+
+def _tick_storage(job: JobState, now_ms: int, servers: Sequence[Server], missing: str) -> list[Effect]:
     """Continues checkpoints and recovery. Partitions are first asked about departed workers."""
     leaving, holds = departure.due(job, servers), lost_pushes.is_due(job)
+    job.missing = missing if _is_unplaced(job) else ""
     reading = lost_pushes.ask(job, now_ms)
+    if job.missing:
+        return reading
     if job.origin is not None and job.deployment.stage is Stage.EMPTY and staying(servers):
         return [*reading, *recovery.restore_origin(job, servers, now_ms)]
     begun_again = departure.give_up_first_values(job, servers, now_ms)

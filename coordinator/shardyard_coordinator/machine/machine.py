@@ -66,9 +66,10 @@ class Machine:
         now_ms: int,
         checkpoints: str | None = None,
         drain_ms: int = 1000 * DRAIN_S,
+        servers_expected: int = 1,
     ) -> None:
         self._lease_ms = lease_ms
-        self._members = Membership(term=term, lease_ms=lease_ms, drain_ms=drain_ms)
+        self._members = Membership(term=term, lease_ms=lease_ms, drain_ms=drain_ms, servers_expected=servers_expected)
         self._jobs = JobDirectory(term, checkpoints)
         self._ticked_ms = now_ms
         self.waits = WaitReasons()
@@ -84,11 +85,19 @@ class Machine:
         now_ms: int,
         checkpoints: str | None = None,
         drain_ms: int = 1000 * DRAIN_S,
+        servers_expected: int = 1,
     ) -> Self:
         """The machine that wrote the records, in a new term. Every lease counts as just renewed (rule C4), and calls to
         servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot be
         read or does not fit those before it."""
-        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints, drain_ms=drain_ms)
+        machine = cls(
+            term=term,
+            lease_ms=lease_ms,
+            now_ms=now_ms,
+            checkpoints=checkpoints,
+            drain_ms=drain_ms,
+            servers_expected=servers_expected,
+        )
         for record in records:
             try:
                 machine._restore(record.kind, Body(record.body), now_ms)
@@ -158,7 +167,8 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
-                return deployment.register_variables(self._job_of(caller), event, self._servers(now_ms))
+                job, missing = self._job_of(caller), self._members.missing_servers(now_ms)
+                return deployment.register_variables(job, event, self._servers(now_ms), missing)
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self._job_of(returned.caller), returned, next_sequence, generation)
             case events.WatermarksRead(asked):
@@ -291,9 +301,9 @@ class Machine:
             )
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
-        servers = self._servers(now_ms)
+        servers, missing = self._servers(now_ms), self._members.missing_servers(now_ms)
         for job in self._jobs:
-            effects += life.tick(job, now_ms, servers)
+            effects += life.tick(job, now_ms, servers, missing)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:

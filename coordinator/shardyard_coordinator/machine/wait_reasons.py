@@ -85,8 +85,10 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
         yield "fence", f"servers to refuse worker {_named(job.roster.fencing)}, before others have their work"
     if job.recovery.needed:
         yield "recovery", _recovery(job)
-    elif job.deployment.stage is not Stage.OPEN and job.workers:
+    elif job.deployment.stage is not Stage.OPEN and job.workers and not job.missing:
         yield "deployment", _deployment(job.deployment)
+    if job.missing and not job.recovery.needed:
+        yield "servers", f"{job.missing}, before its partitions are placed"
     if job.departing:
         yield "departure", job.departing
     unheard = job.stopping.missing(job.workers)
@@ -111,6 +113,8 @@ def _waits(job: JobState) -> Iterator[tuple[str, str]]:
 def _recovery(job: JobState) -> str:
     recovery = job.recovery
     attempt = recovery.attempt
+    if attempt is None and job.missing:
+        return f"{job.missing}, before partition {_named(recovery.lost)} is restored"
     if attempt is None:
         return recovery.waits_for or f"a server for partition {_named(recovery.lost)}"
     servers = {owner.server for owner in attempt.map.owners if owner.partition in attempt.partitions}

@@ -26,6 +26,8 @@ from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
 TERM_BITS: Final = 32
 """Numbers given in one life of the coordinator stay below 2 ** 32; its term stands above them."""
+SERVERS_WAIT_MS: Final = 10_000
+"""How long partitions wait for another of the expected servers after one has come."""
 FORMER_MAX: Final = 1_024
 """The number of former members whose end is remembered, for messages."""
 
@@ -75,9 +77,19 @@ class Member:
 class Membership:
     """The living members. Iteration is in the order of registration."""
 
-    def __init__(self, *, term: Term, lease_ms: int, drain_ms: int = 0, members_max: int = limits.MEMBERS_MAX) -> None:
+    def __init__(
+        self,
+        *,
+        term: Term,
+        lease_ms: int,
+        drain_ms: int = 0,
+        servers_expected: int = 1,
+        members_max: int = limits.MEMBERS_MAX,
+    ) -> None:
         self._lease_ms = lease_ms
         self._drain_ms = drain_ms
+        self._servers_expected = servers_expected
+        self._server_came_ms = 0
         self._members_max = members_max
         self._next = (term << TERM_BITS) + 1
         self._members: dict[Incarnation, Member] = {}
@@ -190,6 +202,15 @@ class Membership:
     def servers(self) -> tuple[Member, ...]:
         return tuple(member for member in self._members.values() if member.role is MemberRole.SERVER)
 
+    def missing_servers(self, now_ms: int) -> str:
+        """What partitions that have no server wait for, so that the first server to come does not get all of them.
+        Empty if nothing is waited for."""
+        there = sum(member.drain_until_ms is None for member in self.servers())
+        left_ms = self._server_came_ms + SERVERS_WAIT_MS - now_ms
+        if not 0 < there < self._servers_expected or left_ms <= 0:
+            return ""
+        return f"{self._servers_expected - there} more of {self._servers_expected} servers, for up to 10 s"
+
     def started_by(self, agent: Member, pid: int) -> tuple[Member, ...]:
         """The workers that ran in process `pid` on the agent's machine."""
         return tuple(
@@ -234,6 +255,8 @@ class Membership:
     def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
         self._members[incarnation] = member = Member(incarnation, registration, now_ms)
         self._next = max(self._next, incarnation + 1)
+        if member.role is MemberRole.SERVER:
+            self._server_came_ms = now_ms
         return member
 
     def _remember(self, incarnation: Incarnation, reason: str) -> None:

@@ -258,6 +258,7 @@ class Mailbox:
                 now_ms=self._clock.now_ms(),
                 checkpoints=self._checkpoints,
                 drain_ms=self._membership.drain_ms,
+                servers_expected=self._membership.servers_expected,
             )
         except ConfigurationError as error:
             if "file" in error.facts:

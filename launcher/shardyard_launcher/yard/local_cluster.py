@@ -226,6 +226,8 @@ class LocalCluster:
             own = ["--bind", f"{yard.bind}:{port or yard.coordinator_port}", "--state", str(self._folder / JOURNAL)]
         else:
             own = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:{port}"]
+        if role == "coordinator" and "servers_expected" not in self._settings.membership.model_fields_set:
+            own += ["--set", f"membership.servers_expected={yard.servers}"]
         if role == "server" and yard.cold == AUTO:
             own += ["--set", f"yard.cold={self._folder / COLD_FOLDER}"]
         if role == "server" and yard.wal == AUTO:

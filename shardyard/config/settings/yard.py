@@ -121,6 +121,14 @@ class MembershipSettings(Section):
     def heartbeat_every_ms(self) -> int:
         return self.lease_ms // HEARTBEATS_PER_LEASE if self.heartbeat_ms == "auto" else self.heartbeat_ms
 
+    servers_expected: int = Field(
+        default=1,
+        ge=1,
+        le=limits.MEMBERS_MAX,
+        description="How many servers the coordinator waits for before it places partitions, for at most 10 s after the"
+        " last server has come. `up` and `run` set it to yard.servers.",
+    )
+
     @property
     def notice_place(self) -> str | None:
         return None if self.preemption_notice == NEVER else self.preemption_notice

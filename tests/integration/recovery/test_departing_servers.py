@@ -3,6 +3,7 @@ again (promise 3, rule C9)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,8 @@ def test_rows_of_tables_move_with_their_server(yard: RoleYard, probes: Probes) -
 
 @pytest.mark.long
 def test_without_another_server_the_partitions_wait_in_the_checkpoint(brief: RoleYard, probes: Probes) -> None:
-    """Both servers leave. Half of their time they wait for another one; then a checkpoint has everything."""
+    """Both servers leave. Half of their time they wait for another one; then a checkpoint has everything. The
+    partitions wait for both new servers."""
     started = own(brief, probes)
     for index in range(2):
         brief.end_server(index)
@@ -127,6 +129,12 @@ def test_without_another_server_the_partitions_wait_in_the_checkpoint(brief: Rol
     for index in range(2):
         assert brief.servers[index].wait() == 0
     brief.servers[0] = brief.start_server("127.0.0.1:0")
+    brief.servers[0].wait_for("ready ")
+    wait_until(lambda: any("1 more of 2 servers" in wait for wait in brief.status().jobs[0].waits))
+    brief.servers[1] = brief.start_server("127.0.0.1:0")
+    wait_for_steps([started[0]])
+    owned = Counter(owner.server for owner in brief.status().jobs[0].map.owners)
+    assert sorted(owned.values()) == [2, 2]
     assert_no_push_is_lost(brief, started)
 
 
@@ -161,6 +169,6 @@ def waits_for_another(yard: RoleYard) -> bool:
 @pytest.fixture
 def brief(tmp_path: Path) -> Iterator[RoleYard]:
     """A yard whose members have little time to leave."""
-    begun = RoleYard(tmp_path, drain_s=4)
+    begun = RoleYard(tmp_path, drain_s=4, servers_expected=2)
     yield begun
     begun.stop()
