@@ -26,9 +26,19 @@ _GPT: Final[list[Change]] = [
     ("                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ""),  # job.clip.norm
 ]
 _DATASET: Final = " in job.batches(dataset, batch_size=options.batch_size, shuffle=False):"
+_LOADER: Final = [(" in loader:", " in job.batches(loader):")]
+_SAMPLER: Final = "batch_sampler=job.sampler(dataset, batch_size=options.batch_size, shuffle=False)"
 CHANGES: Final[dict[str, dict[str, list[Change]]]] = {
-    "cnn": {"dataset": [(" in loader:", _DATASET)], "loader": [(" in loader:", " in job.batches(loader):")]},
-    "two_tower": {"dataset": [(" in loader:", _DATASET)], "loader": [(" in loader:", " in job.batches(loader):")]},
+    "cnn": {
+        "dataset": [(" in loader:", _DATASET)],
+        "loader": _LOADER,
+        "sampler": [("batch_size=options.batch_size, shuffle=options.shuffle", _SAMPLER)],
+    },
+    "two_tower": {
+        "dataset": [(" in loader:", _DATASET)],
+        "loader": _LOADER,
+        "sampler": [("batch_size=options.batch_size", _SAMPLER)],
+    },
     "gpt": {"loader": _GPT},
 }
 """By script and way to read data."""

@@ -109,7 +109,7 @@ def test_alone_a_script_learns_what_it_learns_without_a_job(run: Run, name: str,
     assert_same(name, learned, run.plain(name))
 
 
-@pytest.mark.long("2-cnn-loader", "2-two_tower-dataset", "2-gpt-loader")
+@pytest.mark.long("2-cnn-sampler", "2-two_tower-dataset", "2-gpt-loader")
 @all_ways
 @pytest.mark.parametrize("workers", [2, 4])
 def test_synchronous_workers_learn_what_one_process_learns_from_the_same_batches(
@@ -121,7 +121,7 @@ def test_synchronous_workers_learn_what_one_process_learns_from_the_same_batches
     assert counted(yard) == SAMPLES[name]
 
 
-@pytest.mark.long("2-cnn-loader", "2-two_tower-dataset", "2-gpt-loader")
+@pytest.mark.long("2-cnn-sampler", "2-two_tower-dataset", "2-gpt-loader")
 @all_ways
 @pytest.mark.parametrize("workers", [1, 2])
 def test_asynchronous_workers_count_each_sample_once(
@@ -133,7 +133,7 @@ def test_asynchronous_workers_count_each_sample_once(
     assert counted(yard) == SAMPLES[name]
 
 
-@pytest.mark.long("sync-cnn-loader", "async-cnn-loader", "sync-gpt-loader")
+@pytest.mark.long("sync-cnn-sampler", "async-cnn-loader", "async-cnn-sampler", "sync-gpt-loader")
 @all_ways
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_each_sample_counts_once_if_a_worker_is_killed(
