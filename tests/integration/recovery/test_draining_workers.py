@@ -35,7 +35,7 @@ Started = list[tuple[Script, Path]]
 
 @pytest.fixture
 def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    started = RoleYard(tmp_path, lease_ms=20_000)  # a death would be noticed late
+    started = RoleYard(tmp_path)  # a death would be noticed after 4 s, and ranks are told with a heartbeat
     yield started
     started.stop()
 
