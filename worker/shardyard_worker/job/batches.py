@@ -34,15 +34,15 @@ def open_batches(
     """Raises InvalidRequest, FeedConflict, JobFailed."""
     loop.session.check()
     if loop.trainer is None:
-        raise InvalidRequest("a batch of the job before job.prepare", todo="call job.prepare first")
+        raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
     _refuse_nesting(loop)
     settings.check()
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(
-            "leased batches after steps without them, in a synchronous job",
+            "job.batches after steps without it, in a synchronous job",
             why="the step says which samples are due, so all steps must come from job.batches or job.sampler, or none",
-            todo="use one of them for all steps, or a DataLoader of your own for all",
+            todo="use job.batches for all steps, or job.sampler, or a DataLoader of your own",
         )
     if settings.epochs == 0:
         return iter(())
