@@ -28,6 +28,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataShardSource, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.hosting import admission, orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
@@ -36,6 +37,7 @@ from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
+FIRST = Generation(1)
 FAULTY_TICKS = 500
 TICKS_MAX = 6_000
 ON_THE_WAY_MAX = 40
@@ -79,7 +81,7 @@ class Yard:
 
     def __init__(self, layout: JobLayout, servers: int) -> None:
         self.layout = layout
-        self.generation = Generation(1)
+        self.generation = FIRST
         self.stores = [Store() for _ in range(servers)]
         self.owned = [
             [part.partition for part in layout.partitions if part.partition % servers == s] for s in range(servers)
@@ -94,9 +96,12 @@ class Yard:
             orders.open_partitions(store, JOB, self.generation)
 
     def announce(self, server: int) -> None:
-        """Tells a server the present generation."""
+        """Tells a server the present generation. A later one comes with a checkpoint, of which these servers need
+        nothing."""
         rules = UpdateRules(UpdateMode.ASYNC, 0)
-        orders.create(self.stores[server], CreateRequest(JOB, self.generation, self.layout, self.owned[server], rules))
+        restore = Restore("" if self.generation == FIRST else "memory://checkpoints", ())
+        owned = self.owned[server]
+        orders.create(self.stores[server], CreateRequest(JOB, self.generation, self.layout, owned, rules, restore))
 
     def open(self, worker: Worker, server: int, lease: Lease) -> list[int]:
         """Rule A5 on one server: its watermarks. Raises Refused."""

@@ -433,7 +433,7 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
     saved = save(store, tmp_path, 1)
     with pytest.raises(InvalidRequest, match="without partition 1"):
         create(store, owned=OWNED[:1])
-    create(store, generation=NEXT, owned=OWNED[:1])
+    create(store, Restore(str(tmp_path), ()), generation=NEXT, owned=OWNED[:1])
     assert sorted(store.hosted()[0].partitions) == OWNED[:1]
     with pytest.raises(NotFound):
         values(store, generation=NEXT)
@@ -446,7 +446,7 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
 def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
     living = server(owned=OWNED[:1])
     with pytest.raises(InvalidRequest, match="partition 1 of job 1, which is open, without values"):
-        create(living, generation=NEXT)
+        create(living, Restore(str(tmp_path), ()), generation=NEXT)
     assert sorted(living.hosted()[0].partitions) == OWNED[:1]
     stranger = Restore(str(tmp_path), entries(save(server(), tmp_path, 1)))
     with pytest.raises(InvalidRequest, match="partition 1 to be restored, which is not given"):

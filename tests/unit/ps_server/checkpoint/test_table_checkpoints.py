@@ -24,6 +24,7 @@ from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.storage.storage import Buffer, LocalStorage, Written
 from shardyard_ps_server.checkpoint import table_saver
+from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
@@ -89,7 +90,8 @@ def test_a_job_that_goes_back_in_place_has_its_tables_of_then(tmp_path: Path) ->
 def test_a_partition_that_was_given_up_keeps_no_rows(tmp_path: Path) -> None:
     store = trained()
     gone = partitions(store)[1]
-    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 1)))
+    rules, restore = UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), ())
+    orders.create(store, CreateRequest(JOB, NEXT, LAYOUT, OWNED[:1], rules, restore))
     assert gone.tables == {}
     assert [each.partition for each in save(store, tmp_path, 1)] == [0]
 

@@ -20,6 +20,7 @@ from shardyard.domain.pulls import PinRequest
 from shardyard.domain.push_names import SourceKey, WorkerSource
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard.wire import pull_messages, table_messages
+from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.hosting import lookups, orders, pulls
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pin
@@ -482,7 +483,8 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
 def test_a_look_up_of_another_generation_is_refused() -> None:
     store = server()
     pulls.pin(store, wish())
-    orders.create(store, CreateRequest(JOB, Generation(5), LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1)))
+    rules, restore = UpdateRules(UpdateMode.ASYNC, 1), Restore("memory://checkpoints", ())
+    orders.create(store, CreateRequest(JOB, Generation(5), LAYOUT, list(PARTS), rules, restore))
     with pytest.raises(NotFound):
         look_up(store, caller=READER, pin=PIN, generation=Generation(5))
 
