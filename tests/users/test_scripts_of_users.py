@@ -103,13 +103,14 @@ def batch(name: str, workers: int) -> str:
     return f"--batch-size={BATCH[name] // workers}"
 
 
+@pytest.mark.long("cnn-sampler", "two_tower-loader")
 @all_ways
 def test_alone_a_script_learns_what_it_learns_without_a_job(run: Run, name: str, way: str) -> None:
     learned = run.learned(run.workers(1, name, way, job__consistency__logical_ranks=1))
     assert_same(name, learned, run.plain(name))
 
 
-@pytest.mark.long("2-cnn-sampler", "2-two_tower-dataset", "2-gpt-loader")
+@pytest.mark.long("2-cnn-loader", "2-gpt-loader")
 @all_ways
 @pytest.mark.parametrize("workers", [2, 4])
 def test_synchronous_workers_learn_what_one_process_learns_from_the_same_batches(
@@ -121,7 +122,7 @@ def test_synchronous_workers_learn_what_one_process_learns_from_the_same_batches
     assert counted(yard) == SAMPLES[name]
 
 
-@pytest.mark.long("2-cnn-sampler", "2-two_tower-dataset", "2-gpt-loader")
+@pytest.mark.long("2-two_tower-dataset")
 @all_ways
 @pytest.mark.parametrize("workers", [1, 2])
 def test_asynchronous_workers_count_each_sample_once(
@@ -133,7 +134,7 @@ def test_asynchronous_workers_count_each_sample_once(
     assert counted(yard) == SAMPLES[name]
 
 
-@pytest.mark.long("sync-cnn-sampler", "async-cnn-loader", "async-cnn-sampler", "sync-gpt-loader")
+@pytest.mark.long("sync-cnn-sampler", "async-two_tower-loader")
 @all_ways
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_each_sample_counts_once_if_a_worker_is_killed(
@@ -149,6 +150,7 @@ def test_each_sample_counts_once_if_a_worker_is_killed(
     assert counted(yard) == SAMPLES[name]
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_far_from_one_process_as_its_rounding(run: Run, yard: RoleYard) -> None:
     scripts = run.workers(2, "gpt", "loader", batch("gpt", 2), "--bf16", coordinator=yard.address)
     learned = run.learned(scripts)
