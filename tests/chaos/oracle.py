@@ -40,7 +40,7 @@ from tests.support.checkpoints import load_partition
 
 COUNTS = "counts"
 ROWS = "rows"
-SEEN = "seen"
+SEEN = "tables.seen.table"
 """The table that has a row for each sample."""
 ALONE_S_MAX = 120
 BATCHES_PER_EPOCH = SAMPLES // BATCH

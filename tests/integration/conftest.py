@@ -13,16 +13,13 @@ import torch
 import shardyard as sy
 from shardyard_worker.training import grad_hooks
 from tests.support.alone import Connect
-from tests.support.preloaded import Preloaded
-from tests.support.yards import Probes, RoleYard, Script
+from tests.support.yards import Probes, RoleYard, preloaded_scripts
 
 
 @pytest.fixture(scope="session", autouse=True)
 def preloaded() -> Iterator[None]:
-    Script.preloaded = Preloaded()
-    yield
-    Script.preloaded.close()
-    Script.preloaded = None
+    with preloaded_scripts():
+        yield
 
 
 @pytest.fixture

@@ -111,6 +111,20 @@ class Script:
         return "\n".join(self.lines[-60:])
 
 
+@contextmanager
+def preloaded_scripts() -> Iterator[None]:
+    """Scripts are forked from a process that has imported everything: from the one that is there, or from a new one."""
+    if Script.preloaded is not None:
+        yield
+        return
+    Script.preloaded = Preloaded()
+    try:
+        yield
+    finally:
+        Script.preloaded.close()
+        Script.preloaded = None
+
+
 def wait_for_any(scripts: Sequence[Script], text: str, *, timeout_s: float = 60) -> None:
     """Waits until a line of one of them contains the text."""
     until = time.monotonic() + timeout_s

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.preloaded import Preloaded
-from tests.support.yards import RoleYard, Script
+from tests.support.yards import RoleYard, preloaded_scripts
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def preloaded() -> Iterator[None]:
-    Script.preloaded = Preloaded()
-    yield
-    Script.preloaded.close()
-    Script.preloaded = None
+    with preloaded_scripts():
+        yield
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ def test_a_server_that_is_told_to_stop_while_it_looks_for_its_coordinator_ends_w
         advertise=None,
         settings=configuration.load(None, {}, {"worker.rpc_deadline_ms": 60_000}).settings,
         stop=stop,
+        hurry=threading.Event(),
         ready=lambda address: pytest.fail(f"ready at {address}"),
     )
     assert time.monotonic() - begin < 30

@@ -309,7 +309,8 @@ class Session:
 
     def ask_once(self, method: Method[Request, Response], request: Request) -> Response:
         """Calls the coordinator. Raises Unavailable or NotReady instead of waiting for it."""
-        return self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
+        with self.wait_registry.over(lambda: f"the coordinator to answer {method.name}"):
+            return self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
 
     def learn(self) -> None:
         """Sends a heartbeat until the coordinator answers one: only it can explain a server's error."""
