@@ -234,12 +234,15 @@ class ServerWorld:
         again = server.CreatePartitionsRequest()
         again.CopyFrom(create)
         again.generation = 2
+        again.restore.url = "memory://fuzz/job"
         other = server.CreatePartitionsRequest()
         other.CopyFrom(create)
         other.caller.job = 8
+        anew = server.CreatePartitionsRequest()
+        anew.CopyFrom(other)
+        anew.generation = 2
         restore = server.CreatePartitionsRequest()
         restore.CopyFrom(again)
-        restore.restore.url = "memory://fuzz/job"
         restore.restore.partitions.add(
             partition=0,
             version={"life": 2, "number": 2},
@@ -282,7 +285,7 @@ class ServerWorld:
         pinned.ClearField("wait_ms")
         pinned.pin = PIN
         return {
-            "CreatePartitions": [encoded(each) for each in (create, again, other, restore)],
+            "CreatePartitions": [encoded(each) for each in (create, again, other, anew, restore)],
             "Initialize": [encoded(values), *([encoded(given)] if self.tables else [])],
             "InitializeOptimizer": [encoded(server.OptimizerFrame(header={**read, "counts": [3]}))],
             "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],

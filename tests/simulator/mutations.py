@@ -742,8 +742,8 @@ def _change_cuts(patch: Patch, change: Callable[[Any, Any], Any]) -> None:
     """Checkpoints' cuts have the marks that `change` returns for a partition and its cut's marks."""
     real = checkpoint_cuts._cut
 
-    def cut(partition: Any, since: Any) -> Any:
-        found = real(partition, since)
+    def cut(partition: Any, since: Any, **given: Any) -> Any:
+        found = real(partition, since, **given)
         return dataclasses.replace(found, marks=change(partition, found.marks))
 
     patch.setattr(checkpoint_cuts, "_cut", cut)
