@@ -80,8 +80,9 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
         lost = code == "ServerLost" and not yard.has_checkpoint and len(yard.finished) == yard.plan.workers
         if code == "ServerLost" and not lost and not yard.waived:
             yard.world.violations.append(f"a server ended a job: {body['failure']['what']}")
-        yard.jobs_finished += body["state"] == "finished" or unheard or lost
-        yard.jobs_failed += body["state"] == "failed"
+        finished = body["state"] == "finished" or unheard or lost
+        yard.jobs_finished += finished
+        yard.jobs_failed += not finished  # the script is launched again
     elif kind == "consistency_switched":
         yard.paces.switched(JobId(body["job"]), body["number"])
         yard.happened.append("switch")
