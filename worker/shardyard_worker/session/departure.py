@@ -72,8 +72,9 @@ class Departure:
             select.select([stream], [], [])
             stream.read(1)
             if not self._closed:
+                log.warning("%s: leaves in order", self._drain.reason)
                 left_ms = self._session.report_drain()
-                log.warning("%s: leaves in order, within %g s", self._drain.reason, left_ms / 1000)
+                log.info("has %g s to leave in order", left_ms / 1000)
                 select.select([stream], [], [], left_ms / 1000)
         if not self._closed:
             log.error(

@@ -321,7 +321,8 @@ class Session:
     def report_drain(self) -> int:
         """Tells the coordinator that this worker leaves in order. Returns how long that may take, in milliseconds."""
         try:
-            return self._membership.drain().left_ms
+            with self.wait_registry.over(lambda: "the coordinator to learn that this worker leaves in order"):
+                return self._membership.drain().left_ms
         except errors.ShardyardError as error:
             log.debug("the coordinator was not told that this worker leaves: %s", error)
             return self._membership.drain_ms

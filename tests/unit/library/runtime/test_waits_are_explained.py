@@ -115,7 +115,9 @@ ALLOWED: Final[dict[str, str]] = {
     "transport/grpc_private.py:ServedCall._run:get": IDLE,
     "transport/membership_client.py:MembershipClient._pause:wait": IDLE,
     "transport/membership_client.py:MembershipClient._beat_now:call": SHORT,
-    "transport/membership_client.py:MembershipClient.drain:call": "as long as a heartbeat, and the leaving is logged",
+    "transport/membership_client.py:MembershipClient.drain:call": (
+        "workers and servers explain it; an agent reports in a thread that is waited for 4 s at most"
+    ),
     "transport/membership_client.py:MembershipClient.stop:join": SHORT,
     "transport/interfaces.py:next_request_id:get": NO_WAIT,
     "worker/agent/event_log.py:EventLog.after:wait_for": SLICE,
@@ -124,7 +126,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/agent/process.py:serve:wait": ENDS_WITH_IT,
     "worker/agent/service.py:AgentService.close:join": "RunningLaunch.join explains itself",
     "worker/agent/service.py:AgentService._await_streams:acquire": SHORT,
-    "worker/session/departure.py:Departure.close:join": "its pipe is written to: it ends at once",
+    "worker/session/departure.py:Departure.close:join": "at once, or with report_drain, which explains itself",
     "worker/session/departure.py:Departure._run:select": IDLE,
     "worker/exchange/optimizer_exchange.py:OptimizerExchange.give.send:send": OUTSIDE,
     "worker/exchange/optimizer_exchange.py:OptimizerExchange._read:receive": OUTSIDE,
