@@ -418,7 +418,7 @@ def _journals(folder: Path) -> Iterator[Decoder]:
             [each for each in entries if isinstance(each, list) and len(each) == 2] if isinstance(entries, list) else []
         )
         taken = [Record(at, 1, 0.0, kind, body) for at, (kind, body) in enumerate(pairs) if isinstance(body, dict)]
-        return Machine.restore(taken, term=Term(2), lease_ms=1_000, now_ms=0)
+        return Machine(term=Term(2), lease_ms=1_000, now_ms=0).restored(taken)
 
     yield Decoder("a journal's records", (json.dumps(records).encode(),), restore, _change_json)
     home = folder / "journal"

@@ -126,9 +126,8 @@ class Lockstep:
         return found
 
     def fold(self, persisted: Iterable[effects.Persist], now_ms: int, term: Term | None = None) -> Machine:
-        return Machine.restore(
-            numbered(persisted), term=term or self.machine.term, lease_ms=self._lease_ms, now_ms=now_ms
-        )
+        made = Machine(term=term or self.machine.term, lease_ms=self._lease_ms, now_ms=now_ms)
+        return made.restored(numbered(persisted))
 
     def check(self, now_ms: int) -> None:
         """All records, and the snapshot's, make a machine equal to the living one."""

@@ -108,13 +108,13 @@ class MachineYard:
             Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
             for number, each in enumerate(written, 1)
         ]
-        self.machine = Machine.restore(
-            records,
+        machine = Machine(
             term=Term(self.machine.term + 1),
             lease_ms=self.lease_ms,
             now_ms=self.now_ms,
             checkpoints=self.checkpoints,
             servers_expected=self.servers_expected,
         )
+        self.machine = machine.restored(records)
         self.persisted = self.machine.snapshot()
         return self.machine.resume()

@@ -75,32 +75,13 @@ class Machine:
         self.waits = WaitReasons()
         self.term = term
 
-    @classmethod
-    def restore(
-        cls,
-        records: Iterable[Record],
-        *,
-        term: Term,
-        lease_ms: int,
-        now_ms: int,
-        checkpoints: str | None = None,
-        drain_ms: int = 1000 * DRAIN_S,
-        servers_expected: int = 1,
-    ) -> Self:
-        """The machine that wrote the records, in a new term. Every lease counts as just renewed (rule C4), and calls to
-        servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot be
-        read or does not fit those before it."""
-        machine = cls(
-            term=term,
-            lease_ms=lease_ms,
-            now_ms=now_ms,
-            checkpoints=checkpoints,
-            drain_ms=drain_ms,
-            servers_expected=servers_expected,
-        )
+    def restored(self, records: Iterable[Record]) -> Self:
+        """Makes this new machine the one that wrote the records, in a new term, and returns it. Every lease counts as
+        just renewed (rule C4), and calls to servers that were under way are due again; see `resume`. Raises
+        ConfigurationError for a record that cannot be read or does not fit those before it."""
         for record in records:
             try:
-                machine._restore(record.kind, Body(record.body), now_ms)
+                self._restore(record.kind, Body(record.body), self._ticked_ms)
             except DamagedRecord as error:
                 raise errors.ConfigurationError(
                     f"record {record.number} ({record.kind!r}) cannot be taken: {error}",
@@ -108,7 +89,7 @@ class Machine:
                     todo="start the release that wrote it, or move the journal away: its jobs are lost then",
                     facts={"record": str(record.number)},
                 ) from error
-        return machine
+        return self
 
     def snapshot(self) -> list[Persist]:
         """The shortest list of records that rebuilds this machine."""
@@ -120,7 +101,7 @@ class Machine:
         return found
 
     def resume(self) -> list[Effect]:
-        """After `restore`: the effects that may not have been carried out before the restart. The rest follows from
+        """After `restored`: the effects that may not have been carried out before the restart. The rest follows from
         requests and ticks."""
         servers = [member.incarnation for member in self._members.servers()]
         return [effect for job in self._jobs for effect in life.resume(job, servers)]

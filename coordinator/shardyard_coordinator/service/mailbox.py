@@ -251,8 +251,7 @@ class Mailbox:
         """The machine that the journal's records make. Raises ConfigurationError."""
         journal = self._journal
         try:
-            return Machine.restore(
-                journal.records(),
+            machine = Machine(
                 term=journal.term,
                 lease_ms=self._membership.lease_ms,
                 now_ms=self._clock.now_ms(),
@@ -260,6 +259,7 @@ class Mailbox:
                 drain_ms=self._membership.drain_ms,
                 servers_expected=self._membership.servers_expected,
             )
+            return machine.restored(journal.records())
         except ConfigurationError as error:
             if "file" in error.facts:
                 raise

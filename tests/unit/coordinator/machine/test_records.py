@@ -92,7 +92,7 @@ def journaled(persisted: list[effects.Persist]) -> list[Record]:
 
 
 def restored(written: list[Record], *, term: int = 2, now_ms: int = 0) -> Machine:
-    return Machine.restore(written, term=Term(term), lease_ms=LEASE_MS, now_ms=now_ms)
+    return Machine(term=Term(term), lease_ms=LEASE_MS, now_ms=now_ms).restored(written)
 
 
 @pytest.fixture

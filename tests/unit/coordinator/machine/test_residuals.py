@@ -90,7 +90,7 @@ def test_records_bring_back_what_is_lost() -> None:
     yard.handle(events.MemberLeft(yard.hire(4.0), "", residual_lost=0.1))
     renew(yard.machine, 0)
     for persisted in (yard.persisted, yard.machine.snapshot()):
-        again = Machine.restore(numbered(persisted), term=Term(1), lease_ms=1_000, now_ms=0)
+        again = Machine(term=Term(1), lease_ms=1_000, now_ms=0).restored(numbered(persisted))
         assert state_of(again) == state_of(yard.machine)
         assert again.jobs[0].lost_residuals.norm == math.hypot(3.0, 0.1)
 

@@ -81,7 +81,7 @@ def test_records_bring_back_who_died_where_and_what_is_condemned() -> None:
     assert (condemned.source, condemned.sequence) == (SHARD, 2)
     renew(yard.machine, 0)
     for persisted in (yard.persisted, yard.machine.snapshot()):
-        again = Machine.restore(numbered(persisted), term=Term(1), lease_ms=1_000, now_ms=0)
+        again = Machine(term=Term(1), lease_ms=1_000, now_ms=0).restored(numbered(persisted))
         assert state_of(again) == state_of(yard.machine)
         event = events.BatchBegun(stage.caller("e"), SHARD, lease.token, 2, 0)
         assert again.handle(event, 0) == [effects.Reply(BatchVerdict(False, MAX))]
