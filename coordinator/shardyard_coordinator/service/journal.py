@@ -52,10 +52,6 @@ ROOM_OF_DISK: Final = 1 / 16
 """The room is at most this part of what is free on the disk."""
 LOG_PAGES: Final = 32, 256
 """The least and most pages of SQLite's log that are written before it begins anew. So it needs half of its room."""
-FULL_BYTES: Final = 1 << 20
-"""A disk with less free room than this counts as full."""
-LOOK_MS: Final = 1_000
-"""How often the disk is looked at."""
 FORMAT: Final = 3
 """The format of the file and of its records, in SQLite's user_version. A new file has 0."""
 
@@ -373,48 +369,6 @@ class Journal:
         which = f"the journal {self.name}" if number is None else f"record {number} of the journal {self.name}"
         facts = {"file": self.name} if number is None else {"file": self.name, "record": str(number)}
         return ConfigurationError(f"{which} cannot be read: {what}", why=_REFUSED_WHY, todo=_REFUSED_TODO, facts=facts)
-
-
-@dataclass(frozen=True, slots=True)
-class FullDisk:
-    """`room_bytes`: what the journal's files can take without growing."""
-
-    file: str
-    free_bytes: int
-    room_bytes: int
-    since_ms: int
-
-
-class DiskWatch:
-    """Says in time that the journal's disk is full. Not safe for several threads at a time."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._look_ms = 0
-        self.full: FullDisk | None = None
-
-    def look(self, now_ms: int) -> None:
-        """Looks now and then. Logs when the disk becomes full, and when it has room again."""
-        if now_ms < self._look_ms:
-            return
-        self._look_ms = now_ms + LOOK_MS
-        free_bytes, former = self._journal.free_bytes(), self.full
-        if free_bytes is None or free_bytes >= FULL_BYTES:
-            self.full = None
-            if former is not None:
-                log.info("the disk of the journal %s has room again", former.file)
-            return
-        room_bytes = self._journal.room_bytes()
-        since_ms = now_ms if former is None else former.since_ms
-        self.full = FullDisk(self._journal.name, free_bytes, room_bytes, since_ms)
-        if former is None:
-            log.warning(
-                "the disk of the journal %s is full (%s bytes free); the journal has room for %s bytes, then decisions "
-                "wait; make room on the disk",
-                self._journal.name,
-                f"{free_bytes:,}",
-                f"{room_bytes:,}",
-            )
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.service.audit import Page
-from shardyard_coordinator.service.journal import DiskWatch, FullDisk, Journal
+from shardyard_coordinator.service.disk_watch import DiskWatch, FullDisk
+from shardyard_coordinator.service.journal import Journal
 
 log = logging.getLogger("shardyard.coordinator")
 

@@ -18,7 +18,8 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import process
-from shardyard_coordinator.service.journal import LOOK_MS, Journal
+from shardyard_coordinator.service.disk_watch import LOOK_MS
+from shardyard_coordinator.service.journal import Journal
 from tests.support.coordinator_yards import ASYNC, Worker, Yard, sync_settings
 from tests.support.waiting import DEADLINE_S, wait_until
 
