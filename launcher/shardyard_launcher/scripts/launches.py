@@ -21,6 +21,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_launcher.terminal.member_answers import describe_members
 from shardyard_worker.agent.launch_folders import LaunchFolders
 from shardyard_worker.agent.output_files import read_output
 from shardyard_worker.agent.service import describe, output_of, processes_meant
@@ -146,25 +147,7 @@ def read_kept(
 def ask_agents(network: Network, members: list[wire.MemberStatus]) -> dict[int, Described]:
     """What each agent among the members says of its launches, or why it says nothing, by incarnation."""
     agents = [member for member in members if member.role == wire.ROLE_AGENT and member.address]
-    found: dict[int, Described] = {}
-    wait_registry = WaitRegistry()
-    try:
-        with wait_registry.over(lambda: f"{len(agents) - len(found)} of {len(agents)} agents to describe themselves"):
-            for member in agents:
-                found[member.incarnation] = _describe(network, member)
-    finally:
-        wait_registry.close()
-    return found
-
-
-def _describe(network: Network, member: wire.MemberStatus) -> Described:
-    peer = network.connect(member.address, name=f"agent {Incarnation(member.incarnation)}")
-    try:
-        return peer.call(methods.DESCRIBE_AGENT, agent_wire.DescribeAgentRequest(), timeout_ms=ASK_TIMEOUT_MS)
-    except errors.ShardyardError as error:
-        return error
-    finally:
-        peer.close()
+    return describe_members(network, agents, "agent", methods.DESCRIBE_AGENT, agent_wire.DescribeAgentRequest())
 
 
 def list_launches(members: list[wire.MemberStatus], said: Mapping[int, Described]) -> list[FoundLaunch]:

@@ -14,7 +14,6 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, JobId
-from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
@@ -22,11 +21,11 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.scripts.launches import Described, FoundLaunch, ask_agents, list_launches
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_launcher.terminal.member_answers import describe_members
 from shardyard_launcher.yard.running_yard import RunningYard
 from shardyard_launcher.yard.state_file import RoleRestart, read_state
 
 TIMEOUT_MS: Final = 3_000
-SERVER_TIMEOUT_MS: Final = 1_500
 UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
 """The states of a job that has not ended."""
 
@@ -160,25 +159,9 @@ def ask(network: Network, coordinator: str, local: LocalReport | None = None) ->
     except errors.CoordinatorUnavailable as error:
         raise _explained(error, local) from None
     asked = [member for member in status.members if member.role == wire.ROLE_SERVER]
-    servers: dict[int, Server] = {}
-    wait_registry = WaitRegistry()
-    try:
-        with wait_registry.over(lambda: f"{len(asked) - len(servers)} of {len(asked)} servers to describe themselves"):
-            for member in asked:
-                servers[member.incarnation] = _describe(network, member)
-    finally:
-        wait_registry.close()
+    request = server_wire.DescribeServerRequest()
+    servers = describe_members(network, asked, "server", methods.DESCRIBE_SERVER, request)
     return YardReport(coordinator, status, servers, local, ask_agents(network, list(status.members)))
-
-
-def _describe(network: Network, member: wire.MemberStatus) -> Server:
-    peer = network.connect(member.address, name=f"server {Incarnation(member.incarnation)}")
-    try:
-        return peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=SERVER_TIMEOUT_MS)
-    except errors.ShardyardError as error:
-        return error
-    finally:
-        peer.close()
 
 
 def _explained(error: errors.CoordinatorUnavailable, local: LocalReport | None) -> errors.CoordinatorUnavailable:
