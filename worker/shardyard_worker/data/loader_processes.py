@@ -8,7 +8,6 @@ not know: leases, steps.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.data.seeding import GeneratorStates, is_same, restore, seed_everything, states
+from shardyard_worker.data.seeding import GeneratorStates, PackedStates, is_same, restore, seed_everything, states
 
 Seed = tuple[int, ...]
 """The seed of a batch's random numbers, which is also its name."""
@@ -115,10 +114,10 @@ class LoaderProcesses:
             assert self._asked[0] == seed
         self._asked.popleft()
         try:
-            batch, packed = next(self._delivered)
+            batch, states = next(self._delivered)
         except Exception as error:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
             return ReadBatch(None, error, None)
-        return ReadBatch(batch, None, None if packed is None else pickle.loads(packed))
+        return ReadBatch(batch, None, None if states is None else states.unpacked())
 
     def close(self) -> None:
         """Ends the processes. A later `take` starts others."""
@@ -151,14 +150,13 @@ class _Seeded(Dataset[Any]):
         self._dataset = dataset
         self._collate = collate
 
-    def __getitem__(self, reading: Reading) -> tuple[Any, bytes | None]:
-        """The batch, and the generators' states after it if they have changed. As bytes, since each tensor in a batch
-        costs a file in shared memory."""
+    def __getitem__(self, reading: Reading) -> tuple[Any, PackedStates | None]:
+        """The batch, and the generators' states after it if they have changed."""
         seed_everything(*reading.seed, devices=False)
         before = states()
         batch = read(self._dataset, self._collate, reading.indices)
         after = states()
-        return batch, None if is_same(before, after) else pickle.dumps(after)
+        return batch, None if is_same(before, after) else PackedStates.of(after)
 
 
 def _as_it_is(read: Any) -> Any:

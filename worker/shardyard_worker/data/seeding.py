@@ -6,14 +6,32 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 GeneratorStates = tuple[torch.Tensor, Any, Any]
 """States of the CPU's generators: torch's, numpy's, random's."""
+
+
+@dataclass(frozen=True)
+class PackedStates:
+    """These states without tensors: each tensor that a loader process sends costs a file in shared memory."""
+
+    of_torch: bytes
+    of_numpy: Any
+    of_random: Any
+
+    @classmethod
+    def of(cls, states: GeneratorStates) -> Self:
+        of_torch, of_numpy, of_random = states
+        return cls(of_torch.numpy().tobytes(), of_numpy, of_random)
+
+    def unpacked(self) -> GeneratorStates:
+        return torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8), self.of_numpy, self.of_random
 
 
 def seed_everything(*key: int, devices: bool = True) -> None:
