@@ -3,9 +3,8 @@
 Stale synchronous parallel (Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
 NIPS 2013): the values on which a worker computes step c contain all pushes of the others up to step c - bound. A
 worker's clock is the clock at which it joined, that of the slowest, plus the number of its steps since then whose
-pushes this server has. No
-worker waits for one that rests, has left, or was declared dead (docs/internals/ledger.md, rule C3). The bound of a job
-can be set and removed while it runs.
+pushes this server has. No worker waits for one that rests, has left, or was declared dead (docs/internals/ledger.md,
+rule C3). The bound of a job can be set and removed while it runs.
 
 Example, with a bound of 2 and clocks {a: 7, b: 4}: worker a asks for the values of its next step. It lacks 7 - 4 = 3
 steps of b, which is more than 2. So `await_slower` waits until b has reported clock 5.
