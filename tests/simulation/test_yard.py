@@ -78,15 +78,16 @@ def test_promise_2_loader_that_reads_ahead_counts_each_sample_once_under_every_s
         assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
 
 
-@pytest.mark.long("sync-leave", "hybrid-leave")
+@pytest.mark.long("sync-leave-first", "hybrid-leave-first")
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])
 @pytest.mark.parametrize("kind", ["async-leave", "sync-leave", "hybrid-leave"])
-def test_yard_whose_servers_leave_in_order_keeps_its_promises(kind: str) -> None:
+def test_yard_whose_servers_leave_in_order_keeps_its_promises(kind: str, seeds: range) -> None:
     met: Counter[str] = Counter()
-    for found in run_seeds(SEEDS_OF_A_KIND, kind=kind):
+    for found in run_seeds(seeds, kind=kind):
         assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
         met.update(found["happened"])
-    assert met["leave server"] >= len(SEEDS_OF_A_KIND)
+    assert met["leave server"] >= len(seeds)
 
 
 @pytest.mark.long("hybrid-first")
