@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,11 @@ from shardyard.runtime.log import PROCESS, ShardyardHandler
 # a busy machine is no fault
 settings.register_profile("shardyard", deadline=None)
 settings.load_profile("shardyard")
+
+# a shell ignores these for what it starts in the background, and processes inherit that; many tests send them
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 SETTLE_S = 5.0
 LONG = "long"
