@@ -18,7 +18,7 @@ from tests.chaos import oracle
 from tests.chaos.launches import AGENT, COORDINATOR, PLAY_S, SERVER, SUPERVISOR, TRAINING, draw_launch, play_launch
 
 HERE = Path(__file__).parent
-FEW = 2
+FEW = 1
 FIRST_SEEDS = int(os.environ.get("CHAOS_LAUNCHES", FEW))
 ONE_SEED = os.environ.get("CHAOS_LAUNCH", "")
 

@@ -134,7 +134,7 @@ def test_asynchronous_workers_count_each_sample_once(
     assert counted(yard) == SAMPLES[name]
 
 
-@pytest.mark.long("sync-cnn-sampler", "async-two_tower-loader")
+@pytest.mark.long("sync-cnn-sampler")
 @all_ways
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_each_sample_counts_once_if_a_worker_is_killed(

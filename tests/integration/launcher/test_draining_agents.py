@@ -109,6 +109,7 @@ def test_launch_goes_on_on_another_agent(yard: RoleYard, start: Starter) -> None
     assert not any("WARNING" in line for line in said), said
 
 
+@pytest.mark.long
 def test_launch_waits_for_an_agent(yard: RoleYard, start: Starter) -> None:
     leaving = start.agent()
     launcher = start.run()

@@ -50,6 +50,7 @@ def assert_no_push_is_lost(yard: RoleYard, started: Any) -> None:
     assert "go back" not in yard.coordinator.output
 
 
+@pytest.mark.long("wal")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_promise_3_no_push_is_lost_when_a_server_leaves_in_order(
     yard: RoleYard, probes: Probes, durability: str

@@ -70,6 +70,7 @@ def assert_left_in_order(yard: RoleYard, times: int = 1) -> None:
     assert not any("WARNING" in line for line in said if " worker 1." in line), said
 
 
+@pytest.mark.long("async")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_others_go_on_within_a_second_and_no_batch_is_computed_twice(
     probes: Probes, yard: RoleYard, mode: str
@@ -86,6 +87,7 @@ def test_the_others_go_on_within_a_second_and_no_batch_is_computed_twice(
     assert_left_in_order(yard)
 
 
+@pytest.mark.long("sync")
 @pytest.mark.parametrize("mode", ["bounded", "sync"])
 def test_worker_that_waits_for_others_leaves_at_once(probes: Probes, yard: RoleYard, mode: str, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
@@ -111,6 +113,7 @@ def test_second_signal_changes_nothing(probes: Probes, yard: RoleYard) -> None:
     assert_each_batch_was_computed_once(started, finish(stayer, out))
 
 
+@pytest.mark.long
 def test_last_worker_leaves_the_job_to_one_that_comes_later(probes: Probes, yard: RoleYard) -> None:
     started = start(probes, yard, "async", workers=1)
     started[0][0].process.terminate()
@@ -121,6 +124,7 @@ def test_last_worker_leaves_the_job_to_one_that_comes_later(probes: Probes, yard
     assert_each_batch_was_computed_once(started, finish(*started[1]))
 
 
+@pytest.mark.long
 def test_worker_leaves_while_the_coordinator_is_away(probes: Probes, yard: RoleYard) -> None:
     started = start(probes, yard, "async")
     (leaver, _), (stayer, out) = started
@@ -160,6 +164,7 @@ def test_person_lets_a_worker_leave(probes: Probes, yard: RoleYard) -> None:
     assert_each_batch_was_computed_once(started, finish(*codes[0]))
 
 
+@pytest.mark.long("async")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_loop_of_ones_own_ends_at_should_stop(probes: Probes, yard: RoleYard, mode: str) -> None:
     given = ("--samples", "6400", "--pause-ms", "20")

@@ -77,6 +77,7 @@ def end(yard: RoleYard, started: list[tuple[Script, Path]], epochs: int) -> None
     assert "was silent" not in yard.coordinator.output
 
 
+@pytest.mark.long("sync")
 @pytest.mark.parametrize(("mode", "epochs"), [(ASYNC, 6), (SYNC, 10)], ids=["async", "sync"])
 def test_nothing_ends_while_the_journal_cannot_be_written(
     yard: RoleYard, probes: Probes, mode: dict[str, Any], epochs: int

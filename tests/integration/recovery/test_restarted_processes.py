@@ -106,6 +106,7 @@ def test_worker_that_stands_still_longer_than_its_lease_is_started_again(launche
     assert (job.state, job.samples) == (wire.JOB_STATE_FINISHED, SAMPLES)
 
 
+@pytest.mark.long
 def test_worker_that_is_started_again_waits_for_a_coordinator_that_is_away(
     launches: Callable[[str], Launch],
 ) -> None:

@@ -126,6 +126,7 @@ def test_promise_2_each_sample_counts_once_when_workers_are_killed(yard: LocalCl
         assert result["counts"] == [4.0] * 203
 
 
+@pytest.mark.long("sync")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_promise_2_a_loader_with_job_sampler_counts_each_sample_once_when_a_worker_is_killed_at_the_end(
     yard: LocalCluster, probes: Probes, mode: str
