@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardyard.config.configuration import Loaded
     from shardyard.domain import errors
-    from shardyard_worker.data.files.record_files import FixedRecords, FramedRecords, TextLines
+    from shardyard_worker.data.sources.record_files import FixedRecords, FramedRecords, TextLines
+    from shardyard_worker.data.sources.stream_dataset import StreamDataset
     from shardyard_worker.embedding import api as tables
     from shardyard_worker.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
     from shardyard_worker.job.early_stopping import EarlyStopping
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "Run",
     "Snapshot",
+    "StreamDataset",
     "TextLines",
     "__version__",
     "connect",
@@ -137,12 +139,13 @@ _MODULES = {
     "Embedding": "shardyard_worker.embedding.modules",
     "EmbeddingBag": "shardyard_worker.embedding.modules",
     "EmbeddingCollection": "shardyard_worker.embedding.modules",
-    "FixedRecords": "shardyard_worker.data.files.record_files",
-    "FramedRecords": "shardyard_worker.data.files.record_files",
+    "FixedRecords": "shardyard_worker.data.sources.record_files",
+    "FramedRecords": "shardyard_worker.data.sources.record_files",
     "Job": "shardyard_worker.job.job",
     "Run": "shardyard_worker.reader.evaluator",
     "Snapshot": "shardyard_worker.reader.evaluator",
-    "TextLines": "shardyard_worker.data.files.record_files",
+    "StreamDataset": "shardyard_worker.data.sources.stream_dataset",
+    "TextLines": "shardyard_worker.data.sources.record_files",
 }
 """Where each class is that is imported when it is first used."""
 _ALIASES = {

@@ -63,14 +63,14 @@ class ShardyardError(Exception):
         self.why_text = type(self).why if why is None else why
         self.todo_text = type(self).todo if todo is None else todo
         self.facts = dict(facts or {})
-        super().__init__(self.message)
+        # not named `message`: torch takes that for an argument when it raises the error of a loader process again
+        super().__init__(self._message())
 
     @property
     def code(self) -> str:
         return type(self).__name__
 
-    @property
-    def message(self) -> str:
+    def _message(self) -> str:
         parts = [self.what]
         if self.why_text:
             parts.append(f"Why: {self.why_text}")
@@ -154,8 +154,9 @@ class FeedConflict(InvalidRequest):
 class UnseekableDataset(InvalidRequest):
     why = "each sample counts once in an epoch, so any worker must be able to read any sample again by its index"
     todo = (
-        "give a map-style dataset (with __len__ and __getitem__) or a list of files (shardyard.TextLines, "
-        "FixedRecords, FramedRecords), or go through a DataLoader of your own, without this promise"
+        "give a map-style dataset (with __len__ and __getitem__), a list of files (shardyard.TextLines, FixedRecords, "
+        "FramedRecords), or a stream that can begin anew (shardyard.StreamDataset(stream, samples=N)); or go through a "
+        "DataLoader of your own, without this promise"
     )
 
 

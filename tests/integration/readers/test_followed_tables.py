@@ -474,7 +474,7 @@ def test_a_step_whose_rows_are_not_held_any_more_is_an_error_that_says_so(monkey
             with pytest.raises(errors.VersionPassed, match="more than the 500 bytes of rows that are kept") as found:
                 model.words(IDS)
             break
-        assert "with snapshot:" in found.value.message
+        assert "with snapshot:" in str(found.value)
 
 
 def test_where_versions_are_nobodys_a_newer_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

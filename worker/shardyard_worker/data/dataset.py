@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,9 +18,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from shardyard.domain.epochs import Indices
 from shardyard.domain.errors import UnseekableDataset
-from shardyard_worker.data.files.record_files import FileRecords
 from shardyard_worker.data.loader_processes import LoaderProcesses, LoaderSettings, ReadBatch, Reading, Seed, read
 from shardyard_worker.data.seeding import seed_everything, states, undisturbed
+from shardyard_worker.data.sources.record_files import FileRecords
+from shardyard_worker.data.sources.stream_dataset import StreamDataset
 
 READ_HERE = LoaderSettings()
 
@@ -37,6 +39,11 @@ class Reader:
         self._pins = settings.pin_memory and device.type != "cpu"
         self.samples = len(cast(Sized, dataset))
         self._processes = LoaderProcesses(dataset, settings, pin_memory=self._pins) if settings.num_workers else None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether samples can only be read in rising order without beginning anew."""
+        return isinstance(self._dataset, StreamDataset)
 
     @property
     def reads_ahead(self) -> bool:
@@ -73,14 +80,17 @@ class Reader:
             self._processes.close()
 
     def fingerprint(self) -> str:
-        """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset, of
-        their content (other datasets may transform samples at random). Lists of files: see FileRecords."""
+        """A digest of the dataset's type and length, of the structure of three samples (of a stream: of the first),
+        and, for a TensorDataset, of their content (other datasets may transform samples at random). Lists of files: see
+        FileRecords."""
         digest = hashlib.sha256(f"{type(self._dataset).__name__} {self.samples}".encode())
         if isinstance(self._dataset, FileRecords):
             digest.update(self._dataset.fingerprint().encode())
         with undisturbed():
-            for index in sorted({0, self.samples // 2, self.samples - 1} if self.samples else ()):
-                sample = self._dataset[index]
+            # a copy of a stream's data set: it does not stay open
+            dataset, last = (copy(self._dataset), 0) if self.in_order else (self._dataset, self.samples - 1)
+            for index in sorted({0, last // 2, last} if self.samples else ()):
+                sample = dataset[index]
                 digest.update(_structure(sample).encode())
                 if type(self._dataset) is TensorDataset:
                     for tensor in sample:

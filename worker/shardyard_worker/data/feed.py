@@ -64,11 +64,17 @@ class FeedSettings:
     drop_last: bool
     accumulate: int = 1
 
-    def check(self) -> None:
-        """Raises InvalidRequest."""
+    def check(self, *, in_order: bool = False) -> None:
+        """`in_order`: the data can only be read in order. Raises InvalidRequest."""
         if self.batch_size < 1 or self.epochs < 0 or self.accumulate < 1:
             got = f"batch_size {self.batch_size}, epochs {self.epochs}, accumulate {self.accumulate}"
             raise InvalidRequest(f"{got}; expected at least 1, 0 and 1")
+        if in_order and self.shuffle:
+            raise InvalidRequest(
+                "a StreamDataset with shuffle=True",
+                why="each sample that comes before the last one read would begin the stream anew",
+                todo="give shuffle=False, and let the stream shuffle by itself, with a seed that all workers share",
+            )
 
 
 class Feed(ABC):

@@ -36,7 +36,7 @@ def open_batches(
     if loop.trainer is None:
         raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
     _refuse_nesting(loop)
-    settings.check()
+    settings.check(in_order=reader.in_order)
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(

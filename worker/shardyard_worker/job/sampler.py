@@ -42,7 +42,7 @@ class JobSampler(Sampler[list[int]]):
 
     def __init__(self, loop: TrainingLoop, reader: Reader, settings: FeedSettings) -> None:
         """Raises InvalidRequest."""
-        settings.check()
+        settings.check(in_order=reader.in_order)
         self._loop = loop
         self._reader = reader
         self._settings = settings

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 import shardyard
 from shardyard.domain.errors import ConfigurationError, InvalidRequest, StorageUnavailable
 from shardyard_worker.data.dataset import Reader
-from shardyard_worker.data.files import file_sources
-from shardyard_worker.data.files import record_files as module
-from shardyard_worker.data.files.record_files import FixedRecords, FramedRecords, TextLines
+from shardyard_worker.data.sources import file_sources
+from shardyard_worker.data.sources import record_files as module
+from shardyard_worker.data.sources.record_files import FixedRecords, FramedRecords, TextLines
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.data.files.file_sources import FileSource, Span, Stamp, changed, place_of
+from shardyard_worker.data.sources.file_sources import FileSource, Span, Stamp, changed, place_of
 
 log = logging.getLogger("shardyard.worker")
 

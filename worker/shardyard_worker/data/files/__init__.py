@@ -1,1 +1,0 @@
-"""Data sets over lists of files: `record_files` finds records, `file_sources` reads their bytes."""
