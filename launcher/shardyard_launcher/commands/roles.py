@@ -171,6 +171,7 @@ def agent(
             allow_remote_launch=allow_remote_launch,
             command=list(command) or None,
             stop=signals.stop,
+            hurry=signals.hurry,
             ready=_ready,
         )
     if command and signals.exit_code is not None:

@@ -115,8 +115,7 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
 
 class StopSignals:
     """SIGINT and SIGTERM set `stop` while the block lasts, instead of their usual effect, and a second one sets
-    `hurry`. `exit_code`: the program's
-    exit code after such a signal; None if none came.
+    `hurry`. `exit_code`: the program's exit code after such a signal; None if none came.
 
     A thread sets the events. A signal's handler runs on top of the main thread's present code. If that code waits for
     the event, or sets it, a handler that set the event would wait for its lock for ever.

@@ -533,6 +533,7 @@ def serve(coordinator: str, **given: Any) -> int:
         "workers": 1,
         "command": None,
         "stop": threading.Event(),
+        "hurry": threading.Event(),
         "settings": Settings(),
     } | given
     return agent_process.serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,14 @@ with sy.connect() as job:
         optimizer.step()
         print("computed", flush=True)
     print("counts are right", job.pull()["0"].eq(2.0).all().item())
+"""
+
+HANGS = """
+import signal, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("hangs", flush=True)
+time.sleep(600)
 """
 
 
@@ -134,3 +143,19 @@ def test_agent_with_a_script_of_its_own_ends_with_the_code_of_a_process_that_lea
     assert "has left in order" in agent.output
     (job,) = yard.status().jobs
     assert job.state == wire.JOB_STATE_RUNNING
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_an_agent_and_what_it_runs_at_once(
+    yard: RoleYard, start: Starter, number: signal.Signals
+) -> None:
+    start.script.write_text(HANGS)
+    agent = start.agent("--", str(start.script))
+    agent.wait_for("hangs")
+    agent.process.send_signal(number)
+    agent.wait_for("another signal ends it at once")
+    begun = time.monotonic()
+    agent.process.send_signal(number)
+    assert agent.wait(timeout_s=SOON_S) == 128 + number, agent.output
+    assert time.monotonic() - begun < 5
+    assert not [member for member in yard.status().members if member.role == wire.ROLE_AGENT]

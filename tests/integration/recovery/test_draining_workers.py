@@ -17,6 +17,7 @@ from shardyard.domain import errors
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.session.departure import TOGETHER_S
 from tests.support.waiting import wait_until
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
@@ -104,13 +105,34 @@ def test_worker_that_waits_for_others_leaves_at_once(probes: Probes, yard: RoleY
     assert_left_in_order(yard)
 
 
-def test_second_signal_changes_nothing(probes: Probes, yard: RoleYard) -> None:
+def test_signals_that_come_together_are_one(probes: Probes, yard: RoleYard) -> None:
     started = start(probes, yard, "async", "--pause-ms", "60")
     (leaver, _), (stayer, out) = started
     for _ in range(3):
         leaver.process.terminate()
     assert leaver.wait(timeout_s=SOON_S) == DRAINED, leaver.output
     assert_each_batch_was_computed_once(started, finish(stayer, out))
+
+
+@pytest.mark.long
+def test_signal_that_comes_later_ends_it_at_once(tmp_path: Path, probes: Probes, yard: RoleYard) -> None:
+    started = start(probes, yard, "async", "--hold-at", "11", "--hold", str(tmp_path / "never"), workers=1)
+    started += start(probes, yard, "async", workers=1)
+    (leaver, _), (stayer, out) = started
+    leaver.wait_for("computed 11")
+    leaver.process.terminate()
+    leaver.wait_for("SIGTERM again ends it at once")
+    begun = time.monotonic()
+
+    def has_ended() -> bool:
+        leaver.process.terminate()
+        return leaver.process.poll() is not None
+
+    wait_until(has_ended)
+    assert time.monotonic() - begun < TOGETHER_S + 2
+    assert leaver.wait() == DRAINED
+    result = finish(stayer, out)
+    assert result["counts"] == [float(EPOCHS)] * SAMPLES
 
 
 @pytest.mark.long

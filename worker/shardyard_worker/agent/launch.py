@@ -125,8 +125,7 @@ class RunningLaunch:
 
     def join(self, timeout_ms: int) -> bool:
         """Waits for the end. Returns False if it did not come in time."""
-        with self._wait_registry.over(lambda: f"the {self.running} processes of launch {self.number} to end"):
-            self._thread.join(timeout_ms / 1000)
+        self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

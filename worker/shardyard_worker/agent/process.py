@@ -31,14 +31,12 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard_worker.agent.error_report import ShownOutput
 from shardyard_worker.agent.launch import RunningLaunch
-from shardyard_worker.agent.service import AgentPlan, AgentService
+from shardyard_worker.agent.service import LATE_S, AgentPlan, AgentService
 
 log = logging.getLogger("shardyard.agent")
 
 SLICE_MS: Final = 200
 REPORT_TIMEOUT_MS: Final = 2_000
-LATE_S: Final = 5.0
-"""How much longer than its grace time the end of a launch may take."""
 
 
 class AgentMembership:
@@ -155,10 +153,12 @@ def serve(
     allow_remote_launch: bool,
     command: list[str] | None,
     stop: threading.Event,
+    hurry: threading.Event,
     ready: Callable[[str], None],
 ) -> int:
     """Runs an agent until `stop` is set, or, with a `command` (script and arguments), until that script has ended. Once
-    `stop` is set the agent leaves in order, at most for membership.drain_s.
+    `stop` is set the agent leaves in order, at most for membership.drain_s. Once `hurry` is set too, its processes are
+    killed.
 
     Returns 0, or the command's exit code (negative: the signal that ended its first failed process). `state`: the
     folder in which it keeps its launches. `ready` is called with the agent's address. Raises AddressInUse,
@@ -210,15 +210,15 @@ def serve(
                 restarts_max=settings.yard.restarts_max,
                 restarts_window_ms=settings.yard.restarts_window_ms,
             )
-            return _follow(service.launch(request), membership, stop)
+            return _follow(service.launch(request), membership, stop, hurry)
         while not stop.wait(SLICE_MS / 1000):
             membership.keep()
         return 0
     finally:
         if stop.is_set() and membership is not None and membership.incarnation:
             reporter.submit(membership.report_drain)
-            log.info("leaves in order, within %g s", membership.drain_ms / 1000)
-            service.close(membership.drain_ms, agent_leaves=True)
+            log.info("leaves in order, within %g s; another signal ends it at once", membership.drain_ms / 1000)
+            service.close(membership.drain_ms, agent_leaves=True, hurry=hurry)
         else:
             service.close()
         # sends the reports that wait, within a few seconds
@@ -231,9 +231,9 @@ def serve(
         peer.close()
 
 
-def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event) -> int:
+def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event, hurry: threading.Event) -> int:
     """Prints a launch's output on this process's own streams, until it has ended. Once `stop` is set its processes
-    leave in order."""
+    leave in order, and once `hurry` is set too they are killed."""
     wanted = 0
     several = launch.order.workers > 1
     shown = ShownOutput()
@@ -242,6 +242,8 @@ def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.
         if stop.is_set() and give_up is None:
             launch.stop(membership.drain_ms, agent_leaves=True)
             give_up = time.monotonic() + membership.drain_ms / 1000 + LATE_S
+        if hurry.is_set():
+            launch.stop(0, agent_leaves=True)
         for event in launch.events.after(wanted, wait_ms=SLICE_MS):
             wanted = event.number + 1
             if event.HasField("output"):

@@ -46,6 +46,9 @@ ARGUMENTS_MAX: Final = 4_096
 BLOCK_CHARACTERS_MAX: Final = limits.MIB
 """Characters of all arguments, or of the whole environment, of a launch."""
 WATCH_SLICE_MS: Final = 200
+LATE_S: Final = 5.0
+"""How much longer than its grace time the end of a launch may take."""
+END_POLL_S: Final = 0.02
 LAST_EVENTS_MS: Final = 1_000
 """How long an agent that ends waits for those who watch its launches."""
 STREAMS_MAX: Final = 48
@@ -169,21 +172,43 @@ class AgentService:
     def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
         return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
 
-    def close(self, grace_ms: int = STOP_GRACE_MS, *, agent_leaves: bool = False) -> None:
+    def close(
+        self,
+        grace_ms: int = STOP_GRACE_MS,
+        *,
+        agent_leaves: bool = False,
+        hurry: threading.Event | None = None,
+    ) -> None:
         """Stops all launches, waits for them and for those who watch them, accepts no new ones. `agent_leaves`: the
-        scripts can go on elsewhere."""
+        scripts can go on elsewhere. Once `hurry` is set, their processes are killed."""
         with self._lock:
             self._closed = True
             launches = list(self._launches.values())
         for launch in launches:
             launch.forgo()
             launch.stop(grace_ms, agent_leaves=agent_leaves)
-        for launch in launches:
-            if not launch.join(grace_ms + 5_000):
-                log.error("launch %d has not ended in time", launch.number)
+        self._await_ends(launches, time.monotonic() + grace_ms / 1000 + LATE_S, hurry or threading.Event())
         self._await_streams()
         self.wait_registry.close()
         self._folders.close()
+
+    def _await_ends(self, launches: list[RunningLaunch], give_up: float, hurry: threading.Event) -> None:
+        """Waits for launches that were stopped."""
+        hurried = False
+
+        def running() -> list[RunningLaunch]:
+            return [launch for launch in launches if not launch.join(0)]
+
+        with self.wait_registry.over(
+            lambda: ", ".join(f"the {each.running} processes of launch {each.number}" for each in running()) + " to end"
+        ):
+            while running() and time.monotonic() < give_up:
+                if hurry.wait(END_POLL_S) and not hurried:
+                    hurried = True
+                    for launch in launches:
+                        launch.stop(0, agent_leaves=True)
+        for launch in running():
+            log.error("launch %d has not ended in time", launch.number)
 
     def _await_streams(self) -> None:
         """Waits until those who watch have the last events."""

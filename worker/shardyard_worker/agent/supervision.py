@@ -145,7 +145,7 @@ class Supervision:
 
     def leave(self, grace_ms: int, now_ms: int) -> list[Effect]:
         """The agent leaves the yard: its processes leave in order."""
-        self._agent_leaves = not self._stopping
+        self._agent_leaves = self._agent_leaves or not self._stopping
         self._any_undone |= any(process.phase is Phase.RESTARTING for process in self._processes)
         return [*self._begin_stop(now_ms, grace_ms), *self._finish()] if self.ended is None else []
 

@@ -5,7 +5,8 @@ request and writes a byte; a thread tells the coordinator and watches the time.
 
 Owns: the handler of SIGTERM while the process is in a job, the thread, the deadline. Invariants: a handler that the
 script has set stays, and so does one that it sets later; a process that is forked from this one ends by SIGTERM as
-before; a worker that has not left by the deadline ends as by kill -9, which is safe. Must not know: steps, data.
+before; a worker that has not left by the deadline, or gets SIGTERM again, ends as by kill -9, which is safe. Must not
+know: steps, data.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import os
 import select
 import signal
 import threading
+import time
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from shardyard.runtime.preemption import PreemptionWatch
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
+
+TOGETHER_S: Final = 1.0
+"""Signals that come within this time of the first are one request: systemd and Slurm send SIGTERM to an agent and to
+its processes at a time, and the agent passes its own on."""
 
 
 class Departure:
@@ -34,6 +41,7 @@ class Departure:
         self._pid = os.getpid()
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._closed = False
+        self._signalled_s: float | None = None
         self._handler: Any = self._on_signal  # one object, to be recognised
         self._thread = threading.Thread(target=self._run, name="departure", daemon=True)
         self._thread.start()
@@ -61,6 +69,11 @@ class Departure:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        now_s = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now_s
+        elif now_s - self._signalled_s > TOGETHER_S:
+            os._exit(LEFT_IN_ORDER)  # nothing else is safe in a handler
         self._drain.begin(signal.Signals(number).name)
 
     def _wake(self) -> None:
@@ -74,7 +87,7 @@ class Departure:
             if not self._closed:
                 log.warning("%s: leaves in order", self._drain.reason)
                 left_ms = self._session.report_drain()
-                log.info("has %g s to leave in order", left_ms / 1000)
+                log.info("has %g s to leave in order; SIGTERM again ends it at once", left_ms / 1000)
                 select.select([stream], [], [], left_ms / 1000)
         if not self._closed:
             log.error(

@@ -327,6 +327,16 @@ def test_launch_can_go_on_elsewhere_when_its_agent_leaves(codes: tuple[int, int]
     assert (core.ended.stopped, core.ended.agent_leaves) == (True, True)
 
 
+def test_agent_that_leaves_in_a_hurry_kills_at_once_and_the_launch_can_go_on_elsewhere() -> None:
+    core = begun(1)
+    core.leave(25_000, 0)
+    assert core.leave(0, 10) == []
+    assert core.time_passed(10) == [SendSignal(0, KILL)]
+    assert told(end(core, 0, -KILL, 11))[0] == LEFT_IN_ORDER
+    assert core.ended is not None
+    assert core.ended.agent_leaves
+
+
 def test_launch_that_was_done_when_its_agent_left_ended_well() -> None:
     core = begun(2)
     core.leave(700, 0)
