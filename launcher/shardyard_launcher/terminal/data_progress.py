@@ -20,19 +20,25 @@ LEFT_S_MAX: Final = 365 * 24 * 3_600
 @dataclass(frozen=True)
 class DataProgress:
     """In the data set that the job reads, the newest one; `feed` is its number. `fraction`: of all its epochs, from 0
-    to 1. `left_s`: None if it is not known."""
+    to 1. `left_s`: None if it is not known. `is_pass`: each data set so far was of one epoch, as each pass of
+    `job.sampler` is, and nobody knows how many follow."""
 
     feed: int
     epoch: int
     epochs: int
     fraction: float
     left_s: float | None
+    is_pass: bool
 
     def __str__(self) -> str:
-        """For example `epoch 3 of 10, 27%, 4 min 3 s left`, or `data set 2: epoch 1 of 1, 40%`."""
-        said = "" if self.feed == 0 else f"data set {self.feed + 1}: "
+        """For example `epoch 3 of 10, 27%, 4 min 3 s left`, `data set 2: epoch 1 of 4, 40%`, or `pass 3: 40%`."""
+        if self.is_pass:
+            said = f"pass {self.feed + 1:,}: "
+        else:
+            said = "" if self.feed == 0 else f"data set {self.feed + 1}: "
+            said += f"epoch {self.epoch:,} of {self.epochs:,}, "
         # rounded down: 100% is all of it
-        said += f"epoch {self.epoch:,} of {self.epochs:,}, {int(100 * self.fraction)}%"
+        said += f"{int(100 * self.fraction)}%"
         return said if self.left_s is None else f"{said}, {describe_duration(1_000 * ceil(self.left_s))} left"
 
 
@@ -51,7 +57,9 @@ def data_progress(job: wire.JobStatus) -> DataProgress | None:
     known = job.feeds[0].feed == 0
     fraction = min(max((job.samples - former) / samples, least), most) if known else least
     epoch = min(int(fraction * feed.epochs) + 1, feed.epochs)
-    return DataProgress(feed.feed, epoch, feed.epochs, fraction, _left_s(job, (1 - fraction) * samples))
+    left_s = _left_s(job, (1 - fraction) * samples)
+    is_pass = all(each.epochs == 1 for each in job.feeds if each.feed <= feed.feed)
+    return DataProgress(feed.feed, epoch, feed.epochs, fraction, left_s, is_pass)
 
 
 def _left_s(job: wire.JobStatus, samples: float) -> float | None:

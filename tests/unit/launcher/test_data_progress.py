@@ -45,6 +45,22 @@ def test_a_second_data_set_is_said() -> None:
     assert str(found) == "data set 2: epoch 1 of 4, 10%, 1 h 0 min left"
 
 
+def one_pass(number: int, *, done: int) -> wire.FeedStatus:
+    return wire.FeedStatus(feed=number, samples=1_000, epochs=1, free=10 - done, done=done, finished=done == 10)
+
+
+def test_pass_of_a_sampler_is_one_of_a_number_that_nobody_knows() -> None:
+    assert str(data_progress(job(one_pass(0, done=4)))) == "pass 1: 40%"
+    third = job(*(one_pass(number, done=done) for number, done in enumerate((10, 10, 4))), samples_per_s=100.0)
+    third.samples = 2_400
+    assert str(data_progress(third)) == "pass 3: 40%, 6 s left"
+
+
+def test_data_set_of_one_epoch_after_one_of_more_is_no_pass() -> None:
+    first = feed(free=0, leased=0, done=40, finished=True)
+    assert str(data_progress(job(first, one_pass(1, done=4)))) == "data set 2: epoch 1 of 1, 40%"
+
+
 def test_all_is_said_as_all_only_at_the_end() -> None:
     found = data_progress(job(feed(free=0, leased=1, done=39), samples=3_999))
     assert str(found) == "epoch 4 of 4, 99%"
