@@ -39,6 +39,18 @@ with sy.connect() as job:
     print("counts are right", job.pull()["0"].eq(2.0).all().item())
 """
 
+LOOPS = """
+import time
+import torch
+import shardyard as sy
+
+job = sy.connect()
+job.register({"w": torch.zeros(2)}, lr=0.1)
+print("loops", flush=True)
+while not job.should_stop:
+    job.push({"w": torch.ones(2)})
+    time.sleep(0.01)
+"""
 HANGS = """
 import signal, time
 
@@ -141,6 +153,18 @@ def test_agent_with_a_script_of_its_own_ends_with_the_code_of_a_process_that_lea
     agent.process.terminate()
     assert agent.wait(timeout_s=SOON_S) == LEFT, agent.output
     assert "has left in order" in agent.output
+    (job,) = yard.status().jobs
+    assert job.state == wire.JOB_STATE_RUNNING
+
+
+def test_script_without_a_with_block_is_not_done_either(yard: RoleYard, start: Starter) -> None:
+    start.script.write_text(LOOPS)
+    agent = start.agent("--", str(start.script))
+    agent.wait_for("loops")
+    agent.process.terminate()
+    assert agent.wait(timeout_s=SOON_S) == LEFT, agent.output
+    assert "has left in order" in agent.output
+    assert "leaves before its work is done" not in agent.output
     (job,) = yard.status().jobs
     assert job.state == wire.JOB_STATE_RUNNING
 

@@ -75,6 +75,9 @@ def test_another_worker_becomes_chief_and_the_job_goes_on(alone: None, given: Ma
         assert first.chief
         first.drain()
         assert (first.chief, first.should_stop, first.stopping) == (False, True, None)
+        with pytest.raises(Drained) as ended:
+            first.close()
+        assert ended.value.code == LEFT_IN_ORDER, "as at the end of a `with` block"
         first.close()
         wait_until(lambda: second.chief)
         assert (second.should_stop, status(yard).workers) == (False, 1)
@@ -91,6 +94,27 @@ def test_step_after_should_stop_ends_a_script_with_a_loop_of_its_own_and_counts(
             counted.step(counted.data.tensors[0])
         assert (ended.value.code, job.step) == (LEFT_IN_ORDER, 2)
         job.close()
+
+
+def test_close_hides_no_error_of_the_script(alone: None) -> None:
+    with local_yard(QUICK) as (_, connect):
+        job = connect()
+        job.drain()
+        assert job.should_stop
+        with pytest.raises(ValueError, match="the script's own"), contextlib.closing(job):
+            raise ValueError("the script's own")
+
+
+def test_script_that_ends_without_leaving_is_told_that_its_exit_code_is_wrong(
+    alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with local_yard(QUICK) as (_, connect):
+        job = connect()
+        job.drain()
+        assert job.should_stop
+        with caplog.at_level("WARNING", "shardyard.worker"):
+            job._close_at_exit()
+        assert "end it with job.close()" in caplog.text
 
 
 class Leaver:

@@ -5,8 +5,9 @@
 Owns: two promises. The process dies with its agent, however that ends. An exception that the script does not catch is
 written first of all into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message, traceback,
 new_process_helps}. Everything else is as under plain Python: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the
-printed traceback, children that multiprocessing spawns. Must not know: anything but the standard library, so that it
-costs nothing and cannot fail because of other code.
+printed traceback, children that multiprocessing spawns. Only a worker that was told to leave has exit code 143 also
+if its script just ends. Must not know: anything but the standard library, so that it costs nothing and cannot fail
+because of other code.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ def main() -> None:
     os.environ["SHARDYARD_PID"] = str(os.getpid())
     try:
         run_script(script, sys.argv[3:])
+        drain = sys.modules.get("shardyard_worker.session.drain")
+        if drain is not None:  # there if the script has joined a job
+            drain.end_script()
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this process

@@ -7,6 +7,7 @@ Must not know: models, gradients, data.
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable
 from html import escape
@@ -18,6 +19,7 @@ import torch
 from shardyard.domain.consistency import Stop, UpdateMode
 from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard.domain.limits import TEXT_CHARACTERS_MAX
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.session.drain import Drained
@@ -25,6 +27,8 @@ from shardyard_worker.session.job_requests import stop_job
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter
+
+log = logging.getLogger("shardyard.worker")
 
 
 class JobMember:
@@ -133,8 +137,13 @@ class JobMember:
         self._session.drain.begin("the script asks for it")
 
     def close(self, error: str = "") -> None:
-        """Leaves the job. A second call does nothing. `error`: why the script failed, if it did."""
-        self._close(error)
+        """Leaves the job. A second call does nothing. `error`: why the script failed, if it did. As the end of a `with`
+        block, it ends the script with exit code 143 if this worker was told to leave before its work was done."""
+        if not self._closed:
+            self._close(error)
+            on_its_way = sys.exc_info()[0]  # in a `finally` block
+            if not error and on_its_way is None and self._session.drain.is_silent:
+                self._session.drain.end_script()
 
     def _close(self, error: str, *, lost: bool = False) -> None:
         """`lost`: the script failed because this process has lost the yard."""
@@ -162,7 +171,14 @@ class JobMember:
 
     def _close_at_exit(self) -> None:
         """Leaves the job of a script without `with`. At exit Python still has the script's error, if there was one."""
-        self._close_by(getattr(sys, "last_value", None))
+        error = getattr(sys, "last_value", None)
+        if error is None and self._session.drain.is_silent:
+            log.warning(
+                "leaves before its work is done, but the script ends with exit code 0, as if it were: end it with "
+                "job.close(), or use `with shardyard.connect() as job:`; it has exit code %d then",
+                LEFT_IN_ORDER,
+            )
+        self._close_by(error)
 
     def _close_by(self, error: BaseException | None) -> None:
         """Leaves the job after a script that ended by this error."""
@@ -176,8 +192,8 @@ class JobMember:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close_by(None if isinstance(error, Drained) else error)
-        if error is None and self._session.drain.hands_over:
-            raise Drained
+        if error is None:
+            self._session.drain.end_script()
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._state}>"

@@ -23,6 +23,15 @@ class Drained(SystemExit):
         super().__init__(LEFT_IN_ORDER)
 
 
+_latest: Drain | None = None
+
+
+def end_script() -> None:
+    """For the end of a script that has not left its job itself: raises Drained if it ends because it was told to."""
+    if _latest is not None:
+        _latest.end_script()
+
+
 class Drain:
     """Of one worker in one job. Any thread may call `begin`, a signal's handler too: it takes no lock."""
 
@@ -33,6 +42,9 @@ class Drain:
         self.hands_over = False
         """Whether the script ends because of this, so that its work is for others. It may also have ended by itself."""
         self._leaves = False
+        self._was_raised = False
+        global _latest
+        _latest = self
 
     @property
     def asked(self) -> bool:
@@ -53,7 +65,18 @@ class Drain:
         """Raises Drained if this worker is told to leave and has not begun to."""
         if self.reason and not self._leaves:
             self.hands_over = True
+            self.end_script()
+
+    def end_script(self) -> None:
+        """Raises Drained if the script ends because of this."""
+        if self.hands_over:
+            self._was_raised = True
             raise Drained
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the script ends because of this, and its exit code does not say so."""
+        return self.hands_over and not self._was_raised
 
     def leave(self) -> None:
         """From now on `check` raises nothing, since what is left to do is the leaving itself."""
