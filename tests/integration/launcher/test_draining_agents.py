@@ -169,7 +169,8 @@ def test_script_without_a_with_block_is_not_done_either(yard: RoleYard, start: S
     assert job.state == wire.JOB_STATE_RUNNING
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.long("SIGTERM")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_second_signal_ends_an_agent_and_what_it_runs_at_once(
     yard: RoleYard, start: Starter, number: signal.Signals
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.runtime.restart_policy import LEFT_IN_ORDER
+from shardyard_worker.session import departure as departure_module
 from shardyard_worker.session.departure import Departure
 from shardyard_worker.session.drain import Drain, Drained
 from tests.support.alone import SYNC, Counted, local_yard, status
@@ -141,6 +142,21 @@ def test_signal_tells_the_worker_and_the_coordinator_once_and_the_handler_goes_w
     departure.close()
     assert leaver.told == 1
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signal_that_comes_later_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(departure_module.os, "_exit", ended.append)
+    departure = Departure(Leaver())  # type: ignore[arg-type]
+    try:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert ended == [], "they are one request"
+        monkeypatch.setattr(departure_module, "TOGETHER_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [LEFT_IN_ORDER]
+    finally:
+        departure.close()
 
 
 def test_handler_of_the_script_is_left_alone() -> None:
