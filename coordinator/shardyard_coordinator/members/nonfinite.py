@@ -64,7 +64,7 @@ class NotFinite:
     def entries(self) -> list[Entry]:
         if not (self.count or self.quarantined):
             return []
-        workers = [[worker, said.count, said.in_a_row] for worker, said in sorted(self._said.items())]
+        workers = [[worker, said.count, said.in_a_row] for worker, said in self._said.items()]
         body = {"departed": self._of_departed, "quarantined": self.quarantined, "workers": workers}
         return [("not_finite_before", body)]
 
