@@ -85,6 +85,8 @@ def renew(machine: Machine, now_ms: int) -> None:
         job.mode._told, job.mode._asking, job.mode._retry_at_ms = None, False, 0
         if isinstance(job.feeds, StepLedger):
             job.feeds.verdicts._present = (0, frozenset())
+        recovery = job.recovery
+        recovery._since_ms, recovery._retry_at_ms, recovery.waits_for, recovery.attempt = now_ms, 0, "", None
         job.deployment._retry_at_ms = 0
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
         if not job.phase.ended:
