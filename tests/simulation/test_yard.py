@@ -90,6 +90,22 @@ def test_yard_whose_servers_leave_in_order_keeps_its_promises(kind: str, seeds: 
     assert met["leave server"] >= len(seeds)
 
 
+@pytest.mark.long("async-drain-first")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])
+@pytest.mark.parametrize(
+    "kind",
+    ["async-drain", "bounded-drain", "sync-drain", "hybrid-drain", "async-drain-sampler", "sync-drain-sampler"],
+)
+def test_yard_whose_workers_leave_in_order_keeps_its_promises(kind: str, seeds: range) -> None:
+    met: Counter[str] = Counter()
+    for found in run_seeds(seeds, kind=kind):
+        assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
+        met.update(found["happened"])
+    assert met["leave worker"] + met["drain worker"] >= len(seeds)
+    assert met["left in order"] >= len(seeds) / 4, met
+
+
 @pytest.mark.long("hybrid-first")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])

@@ -25,7 +25,8 @@ import greenlet
 
 from shardyard.runtime import failpoints
 
-from .world import MS, Process, Task, World
+from .substitutes import Pipe
+from .world import MS, Process, Task, World, current
 
 MAY_FAIL = frozenset(
     {
@@ -163,6 +164,31 @@ class SimulatedOs:
 
     def __init__(self) -> None:
         self.disk: Disk | None = None
+        self._pipes: dict[int, Pipe] = {}
+        self._numbers = -1
+
+    def pipe2(self, flags: int) -> tuple[int, int]:
+        """Both ends have one number, which is no descriptor's."""
+        pipe = Pipe()
+        self._numbers -= 1
+        number = self._numbers
+        self._pipes[number] = pipe
+        current().process.at_end[functools.partial(self._pipes.pop, number, None)] = None
+        return number, number
+
+    def fdopen(self, descriptor: int, *given: Any, **more: Any) -> Any:
+        pipe = self._pipes.get(descriptor)
+        return os.fdopen(descriptor, *given, **more) if pipe is None else contextlib.nullcontext(pipe)
+
+    def write(self, descriptor: int, data: Any) -> int:
+        pipe = self._pipes.get(descriptor)
+        return os.write(descriptor, data) if pipe is None else pipe.write(data)
+
+    def kill(self, pid: int, number: int) -> None:
+        task = current()
+        assert pid == task.process.pid, f"{task.process} ends process {pid}"
+        task.process.kill(f"signal {number} to itself")
+        task.world.park()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

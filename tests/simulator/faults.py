@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
@@ -40,7 +41,13 @@ def _fault(yard: Yard, kind: str) -> None:
             victim = rng.choice(alive)
             world.say(f"FAULT {victim} is told to leave")
             if victim in yard.told_to_leave:
-                victim.spawn(yard.told_to_leave[victim].set, "signal")
+                victim.spawn(yard.told_to_leave[victim], "signal")
+        case "drain" if alive:
+            victim = rng.choice(alive)
+            world.say(f"FAULT a person drains {victim}")
+            if victim in yard.members:
+                drain = functools.partial(_drain, yard, yard.members[victim])
+                world.process("person-1").spawn(drain, "main")
         case "freeze" if alive:
             victim = rng.choice(alive)
             span = rng.choice((rng.randrange(600 * MS), rng.randrange(8 * SECOND)))
@@ -72,6 +79,19 @@ def _fault(yard: Yard, kind: str) -> None:
             for process in [p for p in yard.places.values() if p.alive]:
                 process.kill("power failure")
             yard.disk.fail_power()
+
+
+def _drain(yard: Yard, worker: Incarnation) -> None:
+    """As `shardyard drain` does, once."""
+    peer = SimulatedNetwork(yard.wires, current().process).connect(
+        COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable
+    )
+    try:
+        peer.call(methods.DRAIN, wire.DrainRequest(member=f"worker-{worker}"), timeout_ms=1_000)
+    except (*EXPECTED, errors.NotFound) as error:
+        yard.world.say(f"worker {worker} is not drained: {error.what}")
+    finally:
+        peer.close()
 
 
 def _calm(yard: Yard) -> None:

@@ -10,6 +10,7 @@
 - What took effect by a log is what its successors read of the log.
 - The checkpoint of the end is undamaged, and has the same values.
 - There is no error, except those that people see when peers die.
+- No work that a worker has pushed, before it left in order, is computed by another one, unless partitions went back.
 - No worker gets values beyond the bound on staleness.
 """
 
@@ -31,6 +32,7 @@ from .state import JOB, Yard
 
 def judge(yard: Yard) -> None:
     wanted = _wanted(yard)
+    yard.world.violations += yard.hand_overs.repeated()
     if {kind for _, kind in yard.plan.faults} == {"kill coordinator"} and yard.plan.weather == Weather():
         kills = len(yard.plan.faults)
         if yard.starts > len(yard.hosts) + kills:

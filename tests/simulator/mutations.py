@@ -20,10 +20,12 @@ from shardyard.domain.errors import NotFound, SequenceGap, StraddlingRange
 from shardyard.domain.ids import Generation, Incarnation, Rank, Token
 from shardyard.domain.push_names import ROW_LANE, DataShardSource, PushName, SourceKey
 from shardyard.domain.pushes import Outcome, PartResult
+from shardyard.transport.membership_client import MembershipClient
 from shardyard_coordinator.core.effects import Base, Persist
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import checkpointing, work_verdicts
 from shardyard_coordinator.flows import recovery as recovery_flow
+from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.members.membership import Membership
 from shardyard_coordinator.members.runs import Runs
@@ -54,6 +56,7 @@ from shardyard_ps_server.wal.wal import Wal
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data import feed as feeds
+from shardyard_worker.data.async_feed import AsyncFeed
 from shardyard_worker.data.feed import Feed
 from shardyard_worker.data.sync_feed import SyncFeed
 from shardyard_worker.exchange.norm_sums import NormSums
@@ -283,6 +286,35 @@ def work_counts_before_the_first_checkpoint(patch: Patch) -> None:
     real = JobState.may_acknowledge.fget
     assert real is not None
     patch.setattr(JobState, "may_acknowledge", property(lambda job: job.log_owners is None or real(job)))
+
+
+@mutation("A18", "async-drain", 10)
+def a_lease_is_given_back_before_its_push_is_there(patch: Patch) -> None:
+    """a worker that leaves in order gives its data shard back while a push is in flight"""
+    real = AsyncFeed._close
+
+    def close(self: Any, lease: Any) -> None:
+        (self._end_lease if self._session.drain.asked else partial(real, self))(lease)
+
+    patch.setattr(AsyncFeed, "_close", close)
+
+
+@mutation("A18", "async-drain", 2, 4)
+def who_leaves_in_order_says_goodbye(patch: Patch) -> None:
+    """a worker that leaves in order says goodbye, as if its script were done"""
+    real = MembershipClient.leave
+    patch.setattr(MembershipClient, "leave", lambda self, *said, **more: real(self, *said, **more | {"drained": False}))
+
+
+@mutation("A18", "sync-drain", 20)
+def work_of_who_leaves_in_order_is_nobodys(patch: Patch) -> None:
+    """the work of a worker that leaves in order goes to no other worker"""
+    real = life.free
+
+    def free(job: Any, workers: Any, now_ms: int, *, is_awaited: bool = True) -> Any:
+        return real(job, workers, now_ms) if is_awaited else []
+
+    patch.setattr(life, "free", free)
 
 
 # ---- B: synchronous steps

@@ -14,6 +14,8 @@ from .rows import ALL, Lives
 from .world import MS, SECOND
 
 TO_STEPS = -1
+DRAINS = ("leave worker", "drain worker")
+"""Faults that tell a worker to leave: by a signal, or as `shardyard drain` does."""
 BACKUP_CHANCE = 0.25
 """That a synchronous job has backup workers, if the seed decides everything."""
 CLIP_CHANCE = 0.4
@@ -78,6 +80,11 @@ class Plan:
     """Whether the script announces which rows it will look up."""
     pulls_ahead: int | None = None
     """How many lists of `job.sampler` a loader pulls ahead of the batch that it delivers. None: job.batches."""
+
+    @property
+    def drains_workers(self) -> bool:
+        """Whether workers are told to leave."""
+        return any(kind in DRAINS for _, kind in self.faults)
 
     @property
     def counts(self) -> bool:
@@ -175,6 +182,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     - "switch": a person switches the job; a synchronous one to asynchronous updates first. "over": back and forth
       between synchronous and asynchronous updates.
     - "leave": servers leave in order, most of them while others are there; each comes back as a new one.
+    - "drain": workers leave in order, most of them while others are there; each comes back as a new one.
     - "full": the disk of the coordinator's journal is full for a while, once or more often.
     - "sampler": a loader pulls ahead from job.sampler.
     - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
@@ -190,6 +198,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         "over",
         "full",
         "leave",
+        "drain",
         "lag",
         "rows",
         "lives",
@@ -264,6 +273,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_laggard(plan)
     if "leave" in words:
         plan = _with_departures(plan)
+    if "drain" in words:
+        plan = _with_drained_workers(plan)
     if "full" in words:
         plan = _with_full_journal(plan)
     if "sampler" in words:
@@ -335,6 +346,23 @@ def _with_departures(plan: Plan) -> Plan:
         plan,
         servers=rng.choice((1, 2, 2, 3)),
         faults=tuple(sorted((*faults, *((at, "leave server") for at in times)))),
+    )
+
+
+def _with_drained_workers(plan: Plan) -> Plan:
+    """Asynchronous workers mostly have a push in flight, which may be slow, when they are told to leave."""
+    rng = random.Random(f"drain {plan.seed}")
+    if plan.mode == "async":
+        window = rng.choice((0, 1, 1))
+        weather = replace(plan.weather, slow=rng.choice((0.0, 0.05, 0.2)), slow_max=300 * MS)
+        staleness = None if plan.staleness is None else max(window, plan.staleness)
+        plan = replace(plan, window=window, staleness=staleness, weather=weather, samples=30)
+    times = [rng.randrange(plan.calm_at) for _ in range(rng.choice((1, 2, 3, 5)))]
+    faults = plan.faults if rng.random() < 0.5 else ()
+    return replace(
+        plan,
+        workers=rng.choice((1, 2, 2, 3)),
+        faults=tuple(sorted((*faults, *((at, rng.choice(DRAINS)) for at in times)))),
     )
 
 

@@ -19,6 +19,7 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import ConsistencyMode, Durability
 from shardyard_coordinator.service import process as coordinator_process
 from shardyard_ps_server.service import process as server_process
+from shardyard_worker.session.drain import Drained
 
 from .script import train
 from .state import COORDINATOR, JOB, Yard
@@ -57,6 +58,10 @@ def _main(yard: Yard, process: Process, place: str) -> None:
                 _server(yard, f"{place}:7000")
             case _:
                 train(yard, settings_of(yard))
+    except Drained:
+        how = "left in order"
+        if not yard.plan.drains_workers:
+            yard.world.violations.append(f"{process} has left, and nobody has told it to")
     except SystemExit as ended:  # `connect` ends a process that was started again after the end of its run
         if ended.code != 0 or not yard.jobs_finished:
             yard.world.violations.append(f"{process} ended with {ended.code} and had work to do")
@@ -113,7 +118,7 @@ def _coordinator(yard: Yard) -> None:
 
 def _server(yard: Yard, address: str) -> None:
     stop = Event()
-    yard.told_to_leave[current().process] = stop
+    yard.told_to_leave[current().process] = stop.set
     server_process.serve(
         coordinator=COORDINATOR,
         bind=address,

@@ -34,7 +34,10 @@ def train(yard: Yard, settings: Settings) -> None:
     plan = yard.plan
     names = [f"v{p}" for p in range(plan.partitions)]
     size = plan.coordinates if plan.counts else SYNC_ELEMENTS
-    with worker_job.connect(settings) as job:
+    with worker_job.connect(settings, owns_process=plan.drains_workers) as job:
+        if plan.drains_workers:
+            yard.told_to_leave[current().process] = functools.partial(job._session.drain.begin, "SIGTERM")
+            yard.members[current().process] = job._session.caller.incarnation
         firsts = torch.zeros(size, dtype=torch.float64)
         rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.lives) if plan.rows else None
         if rows is not None:  # job.prepare does this for the tables of a model

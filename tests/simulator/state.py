@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardyard.domain.ids import Incarnation
 from shardyard_ps_server.wal.records import Mark
 
 from .disk import Disk
+from .hand_overs import HandOvers
 from .network import Wires
 from .paces import Paces
 from .plan import Plan
-from .substitutes import Event
 from .world import Process, World
 
 COORDINATOR = "coordinator:7000"
@@ -63,8 +64,11 @@ class Yard:
         self.starts = 0
         self.finished: dict[str, dict[str, bytes]] = {}
         self.happened: list[str] = []
-        self.told_to_leave: dict[Process, Event] = {}
-        """What a signal sets in a server."""
+        self.told_to_leave: dict[Process, Callable[[], None]] = {}
+        """What a signal does in a server or a worker."""
+        self.members: dict[Process, Incarnation] = {}
+        """The workers that may be told to leave."""
+        self.hand_overs = HandOvers()
         self.journal_full_until = 0
         """Until when the disk of the coordinator's journal is full."""
         self.unfinished: dict[object, None] = {}

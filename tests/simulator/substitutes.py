@@ -19,6 +19,7 @@ import os
 import queue
 import random
 import secrets
+import select
 import sys
 import threading
 import time
@@ -172,6 +173,33 @@ class Event:
         return self._set
 
 
+class Pipe:
+    """A pipe between threads of one process."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self.written = Event()
+
+    def write(self, data: bytes) -> int:
+        self._bytes += data
+        self.written.set()
+        return len(data)
+
+    def read(self, most: int) -> bytes:
+        found, self._bytes = self._bytes[:most], self._bytes[most:]
+        if not self._bytes:
+            self.written.clear()
+        return found
+
+
+def _select(
+    pipes: list[Pipe], writable: list[Any], broken: list[Any], timeout: float | None = None
+) -> tuple[list[Pipe], list[Any], list[Any]]:
+    """select.select of one pipe that is read."""
+    (pipe,) = pipes
+    return (pipes if pipe.written.wait(timeout) else []), [], []
+
+
 class Thread:
     def __init__(
         self,
@@ -194,6 +222,10 @@ class Thread:
     def start(self) -> None:
         self._task = current().process.spawn(self.run, self.name)
         self._task.thread = self
+
+    @property
+    def ident(self) -> int | None:
+        return None if self._task is None else self._task.number
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.ended
@@ -455,6 +487,7 @@ def substitutes(os_: Any) -> dict[int, Any]:
             ),
         ),
         (time.time, _wall_s),
+        (select, _Instead(select, select=_select)),
         (queue, _Instead(queue, SimpleQueue=SimpleQueue, Queue=SimpleQueue)),
         (random, _Instead(random, Random=_random)),
         (

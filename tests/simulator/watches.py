@@ -13,6 +13,7 @@ import greenlet
 from shardyard.domain.ids import Generation, Incarnation, JobId, Token
 from shardyard.domain.push_names import DataShardSource
 from shardyard.domain.pushes import Outcome
+from shardyard_coordinator.machine.job import DRAINED
 from shardyard_coordinator.service.journal import Journal
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.store import Store
@@ -21,6 +22,7 @@ from shardyard_ps_server.wal.records import Mark, decode_mark
 from shardyard_ps_server.wal.segments import END, LogFiles
 from shardyard_ps_server.wal.wal import Wal
 
+from .hand_overs import SETBACKS
 from .state import Yard, current_yard, running
 from .world import EPOCH_S, MS, Task, current
 
@@ -63,6 +65,8 @@ class SimulatedJournal(Journal):
 
 def _note(yard: Yard, kind: str, body: Any) -> None:
     """The coordinator has written this record."""
+    if kind in SETBACKS:
+        yard.hand_overs.set_back()
     if kind == "job_started":
         yard.unfinished[body["job"]] = None
         yard.stops[body["job"]] = None
@@ -94,6 +98,10 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
     elif kind == "stop_settled":
         yard.stops[body["job"]] = body["step"]
         yard.happened.append("stop")
+    elif kind == "member_removed":
+        if body["how"] == DRAINED:
+            yard.hand_overs.left(Incarnation(body["incarnation"]))
+            yard.happened.append("left in order")
     elif kind == "worker_gone":
         yard.goodbyes += body["goodbye"]
         yard.paces.goes(Incarnation(body["worker"]))

@@ -25,6 +25,7 @@ from shardyard_coordinator.service.journal import Journal
 
 from .disk import SimulatedOs
 from .faults import schedule
+from .hand_overs import watch_hand_overs
 from .judge import judge
 from .network import SimulatedNetwork
 from .paces import watch_paces
@@ -69,7 +70,12 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     former, propagates = root.level, root.propagate
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    undo = watch_ledgers(), watch_logs(), watch_paces(lambda: current_yard().paces)
+    undo = (
+        watch_ledgers(),
+        watch_logs(),
+        watch_paces(lambda: current_yard().paces),
+        watch_hand_overs(lambda: current_yard().hand_overs),
+    )
     rows_least, disk_tier.ROWS_LEAST = disk_tier.ROWS_LEAST, ROWS_IN_MEMORY  # type: ignore[misc]
     root.addHandler(watch)
     root.setLevel(level)
