@@ -203,7 +203,8 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
         found = read_state(folder)
         if found is not None:
             standing = RunningYard(folder, found)
-            if not standing.gone:
+            is_lost = standing.gone or standing.was_interrupted
+            if not is_lost:
                 if not standing.supervised:
                     standing = supervise_again(settings, folder, found)
                     click.echo(f"the yard in {folder} had no supervisor; started a new supervisor")
@@ -211,7 +212,10 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
                 click.echo(f"the yard in {folder} is up already and is used")
                 _note_differences(settings, standing)
                 return standing, False
-            click.echo(f"no process of the last yard in {folder} is left; starting a new yard")
+            what = f"no process of the last yard in {folder} is left"
+            if not standing.gone:
+                what = f"the start of the yard in {folder} was interrupted, and what it had started is stopped"
+            click.echo(f"{what}; starting a new yard")
             standing.stop()
             forget_state(folder)
         check_free(yard.bind, yard.coordinator_port)
@@ -271,8 +275,8 @@ def _follow(
             if ended is None:
                 if announced and launched.number:
                     display.note(
-                        f"launch {launched.number}; Ctrl-C stops it. If this terminal is closed, it goes on, and "
-                        f"`shardyard attach {launched.number}` follows it"
+                        f"launch {launched.number}; Ctrl-C stops it. If this terminal is closed, it goes on as long as "
+                        f"its agent does, and `shardyard attach {launched.number}` follows it"
                     )
                 shown = FirstStep(display, began) if isinstance(script, Script) else display
                 ended = launched.follow(shown, stop=signals.stop, check=check)

@@ -54,6 +54,11 @@ class RunningYard:
         return bool(self.dead) and not self.will_recover
 
     @property
+    def was_interrupted(self) -> bool:
+        """Whether its supervisor has ended before it had started all processes: the agent is the last one."""
+        return not self.supervised and all(process.role != "agent" for process in self.state.roles)
+
+    @property
     def waited_for(self) -> str:
         """What is not ready yet, in words that follow "waiting for"."""
         unready = ", ".join(str(process) for process in self.state.roles if not process.ready)

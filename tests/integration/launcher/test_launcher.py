@@ -24,7 +24,7 @@ from shardyard.domain.errors import CoordinatorUnavailable
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.role_process import RoleProcess
-from shardyard_launcher.yard.state_file import read_state
+from shardyard_launcher.yard.state_file import YardState, read_state
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -639,6 +639,30 @@ def test_up_that_is_killed_leaves_a_yard_that_down_can_stop(shell: Shell) -> Non
     assert shell.processes() != []
     assert shell.down().returncode == 0
     await_true(lambda: shell.processes() == [], "the processes of a start that was killed")
+
+
+def test_yard_whose_start_was_interrupted_is_started_anew(shell: Shell) -> None:
+    """`up` and its supervisor are killed before the agent is started. No process of theirs stays."""
+    arguments = ("--set", "yard.coordinator_port=0", "--set", "yard.servers=1", "--set", "yard.workers=1")
+    process = shell.start("up", "--state", str(shell.state), *arguments)
+    found: list[YardState] = []
+
+    def has_a_coordinator() -> bool:
+        found[:] = filter(None, [read_state(shell.state)])
+        return bool(found and found[0].roles)
+
+    await_true(has_a_coordinator, "the coordinator of a start")
+    process.kill()
+    process.wait(DEADLINE_S)
+    supervisor = found[0].supervisor
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    former = [each.pid for each in shell.processes()]
+    again = shell.up(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert "was interrupted, and what it had started is stopped; starting a new yard" in again.stdout
+    assert not {each.pid for each in shell.processes()} & set(former)
+    assert shell.down("--now").returncode == 0
 
 
 def test_process_that_nobody_has_written_down_ends_by_itself(shell: Shell) -> None:
