@@ -67,6 +67,7 @@ def _stop(folder: Path, *, now: bool, doomed: bool) -> int:
     from shardyard_launcher.checkpoints.save import save_jobs
     from shardyard_launcher.yard.running_yard import RunningYard
     from shardyard_launcher.yard.state_file import forget_state, read_state
+    from shardyard_worker.agent.launch_folders import LaunchFolders
 
     found = read_state(folder)
     if found is None:
@@ -82,6 +83,7 @@ def _stop(folder: Path, *, now: bool, doomed: bool) -> int:
             return signals.exit_code
         # a signal must not leave half of the yard running
         stopped = yard.stop()
+        LaunchFolders(folder).forgo_lost()  # the next `up` does not launch them again
         forget_state(folder)
     click.echo(f"stopped {', '.join(map(str, stopped))}")
     return 0

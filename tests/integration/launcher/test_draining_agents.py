@@ -87,15 +87,17 @@ class Starter:
         self._scripts.append(Script([*ROLE, *arguments], {"SHARDYARD__WORKER__THREADS": "1"}))
         return self._scripts[-1]
 
-    def agent(self, *arguments: str, bind: str = "127.0.0.1:0") -> Script:
-        state = self.folder / f"agent-{len(self._scripts)}"
+    def agent(self, *arguments: str, bind: str = "127.0.0.1:0", again: Script | None = None) -> Script:
+        """`again`: an agent that has ended, and whose state folder this one has."""
+        place = len(self._scripts) if again is None else self._scripts.index(again)
+        state = self.folder / f"agent-{place}"
         own = ("--coordinator", self.yard.address, "--bind", bind, "--workers", "1", "--state", str(state))
         agent = self._start("agent", *own, *arguments)
         agent.wait_for("ready ")
         return agent
 
-    def run(self) -> Script:
-        return self._start("run", "--coordinator", self.yard.address, "--workers", "2", str(self.script))
+    def run(self, *options: str) -> Script:
+        return self._start("run", "--coordinator", self.yard.address, "--workers", "2", *options, str(self.script))
 
     def close(self) -> None:
         for script in self._scripts:
@@ -104,6 +106,12 @@ class Starter:
 
 def address_of(agent: Script) -> str:
     return next(line for line in agent.lines if line.startswith("ready ")).split()[1]
+
+
+def launch_of(agent: Script) -> str:
+    found = re.search(r"launch (\d{6}): ", agent.output)
+    assert found is not None, agent.output
+    return found[1]
 
 
 def computed(launcher: Script) -> int:
@@ -128,6 +136,28 @@ def test_launch_goes_on_on_another_agent(yard: RoleYard, start: Starter) -> None
     said = [line for line in yard.coordinator.lines if re.search(r"(worker|agent) 1\.", line)]
     assert sum("left in order" in line for line in said) >= 2, said
     assert not any("WARNING" in line for line in said), said
+
+
+@pytest.mark.long("another agent")
+@pytest.mark.parametrize("where", ["another agent", "the next agent"])
+def test_launch_that_nobody_watches_goes_on(yard: RoleYard, start: Starter, where: str) -> None:
+    """On another agent, or under the one that is started in the place of the one that leaves."""
+    leaving = start.agent()
+    launcher = start.run("--detach")
+    assert launcher.wait() == 0, launcher.output
+    wait_until(lambda: any(job.step > 10 for job in yard.status().jobs), deadline_s=60)
+    other = start.agent() if where == "another agent" else None
+    leaving.process.terminate()
+    assert leaving.wait(timeout_s=SOON_S) == 0, leaving.output
+    if other is None:
+        assert "goes on when an agent is started with the state folder of this one" in leaving.output
+        other = start.agent(again=leaving)
+    else:
+        assert f"goes on as launch {launch_of(other)} of the agent at {address_of(other)}" in leaving.output
+    other.wait_for("ended well", timeout_s=60)
+    (job,) = yard.status().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    assert job.samples == 4 * BATCHES, "each batch was computed once"
 
 
 @pytest.mark.long

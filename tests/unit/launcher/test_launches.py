@@ -150,7 +150,8 @@ class Yard:
             script=str(self.script), working_directory=str(self.script.parent), workers=workers
         )
         running = self.agent.launch(request)
-        assert not wait or running.join(20_000)
+        if wait:
+            wait_until(lambda: running.is_over, "the end of the launch", deadline_s=20)
         return str(running.number)
 
     def run(self, *arguments: str) -> int:

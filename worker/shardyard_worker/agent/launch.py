@@ -74,7 +74,9 @@ class RunningLaunch:
         # the events of a launch that is resumed have higher numbers than those before, which are gone
         self.events = EventLog(first=int(1e6 * max(record.resumed_s, default=0.0)))
         if record.resumed_s:
-            self._output.say("the agent was killed; the next agent starts the launch again")
+            what = "has left" if record.left else "was killed"
+            self._output.say(f"the agent {what}; the next agent starts the launch again")
+            self.record = replace(record, left=False)
         self._report_exit = report_exit
         self._supervision = Supervision(
             workers=order.workers, restarts_max=order.restarts_max, restarts_window_ms=order.restarts_window_ms
@@ -107,9 +109,9 @@ class RunningLaunch:
         self._thread.start()
 
     def forgo(self) -> None:
-        """From now on no other agent launches it again."""
+        """From now on no other agent launches it again, unless its own has left in order."""
         with self._recording:
-            if self.record.request and self.record.ended is None:
+            if self.record.request and self.record.ended is None and not self.record.left:
                 self.record = replace(self.record, request="")
                 with contextlib.suppress(OSError):
                     self._folder.write(self.record)
@@ -123,9 +125,28 @@ class RunningLaunch:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wake_write, b"s")
 
-    def join(self, timeout_ms: int) -> bool:
-        """Waits for the end. Returns False if it did not come in time."""
-        self._thread.join(timeout_ms / 1000)
+    def hand_over(self, launch_elsewhere: Callable[[], str]) -> None:
+        """After the end, if the record says that the agent has left: `launch_elsewhere` launches the script on another
+        agent, and returns which launch that is, or nothing. Then the next agent on the same folder launches it."""
+        if not self._folder.take():
+            return  # an agent on the same folder has launched it
+        where = launch_elsewhere()
+        if not where:
+            self._folder.release()
+            log.warning(
+                "launch %d goes on when an agent is started with the state folder of this one, since no other agent of"
+                " the yard has taken it",
+                self.number,
+            )
+            return
+        log.info("launch %d goes on as %s", self.number, where)
+        ending = Ending(time.time(), LEFT_IN_ORDER, 0, f"its agent has left; it goes on as {where}", stopped=True)
+        with contextlib.suppress(OSError):
+            self._folder.end(replace(self.record, ended=ending, request=""))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its processes are gone and its thread has ended."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -174,13 +195,19 @@ class RunningLaunch:
         self._report_exit(exited.pid, exited.exit_code)
 
     def _on_end(self, ended: wire.LaunchEnded) -> None:
-        """Keeps how the launch ended, before those who watch it learn that."""
+        """Keeps how the launch ended, before those who watch it learn that; or that it has not, if its agent leaves and
+        nobody else launches it again."""
         self._output.flush()
         ending = Ending(time.time(), ended.exit_code, ended.first_error_index, ended.first_error, stopped=ended.stopped)
         with self._recording:
-            self.record = replace(self.record, ended=ending, request="")
+            goes_on = ended.agent_leaves and bool(self.record.request)
+            changes = {"left": True} if goes_on else {"ended": ending, "request": ""}
+            self.record = replace(self.record, **changes)
             try:
-                self._folder.end(self.record)
+                if goes_on:
+                    self._folder.write(self.record)
+                else:
+                    self._folder.end(self.record)
             except OSError as error:
                 log.error("launch %d: its end is not kept (%s) in %s", self.number, error.strerror, self._folder.path)
         what = f"launch {self.number} of {self.order.script}"

@@ -20,10 +20,11 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +65,7 @@ class Ending:
 class LaunchRecord:
     """Times are in seconds since 1970. `ended`: None while it runs, and for ever if its agent was killed. `request`:
     what to launch again in that case, as base64; empty if its launcher does that. `resumed_s`: when that was done, as
-    far back as it counts."""
+    far back as it counts. `left`: its agent has left in order, and the script goes on."""
 
     number: int
     script: str
@@ -74,6 +75,7 @@ class LaunchRecord:
     ended: Ending | None = None
     request: str = ""
     resumed_s: tuple[float, ...] = ()
+    left: bool = False
 
 
 class LaunchFolder:
@@ -112,6 +114,7 @@ class LaunchFolder:
                 ended=None if entry["ended"] is None else _ending(entry["ended"]),
                 request=str(entry["request"]),
                 resumed_s=tuple(map(float, entry["resumed_s"])),
+                left=entry.get("left") is True,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -208,7 +211,8 @@ class LaunchFolders:
         return sorted(found, key=lambda each: -each[1].started_s)
 
     def take_lost(self) -> list[tuple[LaunchFolder, LaunchRecord]]:
-        """Takes the launches that are to be launched again because their agent was killed, the oldest first."""
+        """Takes the launches that are to be launched again because their agent was killed or has left, the oldest
+        first."""
         found = []
         for folder, record in reversed(self.records()):
             if record.request and record.ended is None and folder.take():
@@ -218,6 +222,13 @@ class LaunchFolders:
                 else:  # it has ended since
                     folder.release()
         return found
+
+    def forgo_lost(self) -> None:
+        """From now on nobody launches again what an agent has left behind: somebody has stopped it."""
+        for folder, record in self.take_lost():
+            ended = Ending(time.time(), -signal.SIGTERM, 0, "its agent was stopped", stopped=True)
+            with contextlib.suppress(OSError):
+                folder.end(replace(record, ended=ended, request=""))
 
     def _paths(self) -> list[Path]:
         with contextlib.suppress(OSError):

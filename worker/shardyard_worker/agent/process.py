@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from shardyard.config.settings import Settings
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard.runtime import log as logs
+from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Peer
@@ -37,6 +39,7 @@ log = logging.getLogger("shardyard.agent")
 
 SLICE_MS: Final = 200
 REPORT_TIMEOUT_MS: Final = 2_000
+ELSEWHERE_TIMEOUT_MS: Final = 2_000
 
 
 class AgentMembership:
@@ -218,9 +221,9 @@ def serve(
         if stop.is_set() and membership is not None and membership.incarnation:
             reporter.submit(membership.report_drain)
             log.info("leaves in order, within %g s; another signal ends it at once", membership.drain_ms / 1000)
-            service.close(membership.drain_ms, agent_leaves=True, hurry=hurry)
-        else:
-            service.close()
+            here = membership.incarnation
+            service.leave(membership.drain_ms, partial(_launch_elsewhere, peer, here, service.wait_registry), hurry)
+        service.close()
         # sends the reports that wait, within a few seconds
         wait([reporter.submit(lambda: None)], timeout=2 * REPORT_TIMEOUT_MS / 1000)
         reporter.shutdown(wait=False, cancel_futures=True)
@@ -229,6 +232,32 @@ def serve(
         if listener is not None:
             listener.stop()
         peer.close()
+
+
+def _launch_elsewhere(
+    coordinator: Peer, here: Incarnation, wait_registry: WaitRegistry, request: wire.LaunchRequest
+) -> str:
+    """Launches the script on another agent of the yard. Returns which launch that is, in words; nothing if no agent
+    takes it."""
+    try:
+        with wait_registry.over(lambda: f"the {coordinator.name} to name the other agents"):
+            status = coordinator.call(methods.STATUS, coordinator_wire.StatusRequest(), timeout_ms=ELSEWHERE_TIMEOUT_MS)
+    except errors.ShardyardError as error:
+        log.warning("the agents of the yard are not known: %s", error.what)
+        return ""
+    for member in status.members:
+        if member.role != coordinator_wire.ROLE_AGENT or member.incarnation == here or member.HasField("drain"):
+            continue
+        agent = GrpcNetwork().connect(member.address, name="agent")
+        try:
+            with wait_registry.over(lambda name=agent.name: f"the {name} to launch {request.script}"):  # type: ignore[misc]
+                reply = agent.call(methods.LAUNCH, request, timeout_ms=ELSEWHERE_TIMEOUT_MS)
+            return f"launch {reply.launch} of the agent at {member.address}"
+        except errors.ShardyardError as error:
+            log.warning("the agent at %s does not launch %s: %s", member.address, request.script, error.what)
+        finally:
+            agent.close()
+    return ""
 
 
 def _follow(launch: RunningLaunch, membership: AgentMembership, stop: threading.Event, hurry: threading.Event) -> int:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -115,8 +116,8 @@ class AgentService:
         return launch
 
     def resume(self) -> None:
-        """Launches again what nobody else launches again after the agent before this one was killed. Call it once, when
-        the agent has enrolled."""
+        """Launches again what nobody else launches again after the agent before this one was killed or has left. Call
+        it once, when the agent has enrolled."""
         for folder, record in self._folders.take_lost():
             try:
                 launch = self._resumed(folder, record)
@@ -128,29 +129,27 @@ class AgentService:
             with self._lock:
                 self._launches[launch.number] = launch
                 launch.start()
-            log.warning("launch %d is started again, since its agent was killed", launch.number)
+            what = "has left" if record.left else "was killed"
+            log.warning("launch %d is started again, since its agent %s", launch.number, what)
         self._has_resumed = True
 
     def _resumed(self, folder: LaunchFolder, record: LaunchRecord) -> RunningLaunch:
-        """Raises what is wrong with the launch now, and Unavailable if it was resumed too often."""
-        try:
-            request = wire.LaunchRequest.FromString(base64.b64decode(record.request))
-        except (ValueError, DecodeError) as error:
-            raise errors.InvalidRequest(f"its record is damaged: {error}") from error
-        order = self._order(request)
+        """Raises what is wrong with the launch now, and Unavailable if it was resumed too often after its agent was
+        killed."""
+        order = self._order(_decoded(record.request))
         now_s = time.time()
         budget = RestartPolicy(
             restarts_max=order.restarts_max, window_ms=order.restarts_window_ms, setting="yard.restarts_max"
         )
         for resumed_s in record.resumed_s:
             budget.died("agent", int(1000 * resumed_s))
-        decided = budget.died("agent", int(1000 * now_s))
+        decided = None if record.left else budget.died("agent", int(1000 * now_s))
         if isinstance(decided, GivenUp):
             raise errors.Unavailable(f"its agent was killed, and {decided.why}")
         kept = [each for each in record.resumed_s if each > now_s - order.restarts_window_ms / 1000]
         record = replace(record, resumed_s=(*kept, now_s))
         with contextlib.suppress(OSError):
-            folder.write(record)
+            folder.write(replace(record, left=False))
         return self._running(record, folder, order)
 
     def _begin(self, order: LaunchOrder, request: str) -> RunningLaunch:
@@ -172,32 +171,40 @@ class AgentService:
     def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
         return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
 
-    def close(
-        self,
-        grace_ms: int = STOP_GRACE_MS,
-        *,
-        agent_leaves: bool = False,
-        hurry: threading.Event | None = None,
+    def leave(
+        self, grace_ms: int, launch_elsewhere: Callable[[wire.LaunchRequest], str], hurry: threading.Event
     ) -> None:
-        """Stops all launches, waits for them and for those who watch them, accepts no new ones. `agent_leaves`: the
-        scripts can go on elsewhere. Once `hurry` is set, their processes are killed."""
+        """The agent leaves in order, before `close`: the processes of all launches do, or are killed once `hurry` is
+        set. What nobody follows is launched by `launch_elsewhere`, which returns which launch that is; or, if it
+        returns nothing, by the next agent on the same folder."""
+        for launch in self._stop_all(grace_ms, hurry, agent_leaves=True):
+            if launch.record.left and not hurry.is_set():
+                launch.hand_over(partial(launch_elsewhere, _decoded(launch.record.request)))
+
+    def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
+        """Stops all launches, waits for them and for those who watch them, accepts no new ones."""
+        self._stop_all(grace_ms, threading.Event(), agent_leaves=False)
+        self._await_streams()
+        self.wait_registry.close()
+        self._folders.close()
+
+    def _stop_all(self, grace_ms: int, hurry: threading.Event, *, agent_leaves: bool) -> list[RunningLaunch]:
         with self._lock:
             self._closed = True
             launches = list(self._launches.values())
         for launch in launches:
-            launch.forgo()
+            if not agent_leaves:
+                launch.forgo()
             launch.stop(grace_ms, agent_leaves=agent_leaves)
-        self._await_ends(launches, time.monotonic() + grace_ms / 1000 + LATE_S, hurry or threading.Event())
-        self._await_streams()
-        self.wait_registry.close()
-        self._folders.close()
+        self._await_ends(launches, time.monotonic() + grace_ms / 1000 + LATE_S, hurry)
+        return launches
 
     def _await_ends(self, launches: list[RunningLaunch], give_up: float, hurry: threading.Event) -> None:
         """Waits for launches that were stopped."""
         hurried = False
 
         def running() -> list[RunningLaunch]:
-            return [launch for launch in launches if not launch.join(0)]
+            return [launch for launch in launches if not launch.is_over]
 
         with self.wait_registry.over(
             lambda: ", ".join(f"the {each.running} processes of launch {each.number}" for each in running()) + " to end"
@@ -349,6 +356,14 @@ class AgentService:
             if launch is not None or not folder.runs:
                 described.append(describe(record, launch, whole=self._admits(context)))
         return wire.DescribeAgentReply(workers=self._plan.workers, launches=described)
+
+
+def _decoded(request: str) -> wire.LaunchRequest:
+    """The request of a record. Raises InvalidRequest."""
+    try:
+        return wire.LaunchRequest.FromString(base64.b64decode(request))
+    except (ValueError, DecodeError) as error:
+        raise errors.InvalidRequest(f"its record is damaged: {error}") from error
 
 
 def _unknown(number: int) -> errors.NotFound:

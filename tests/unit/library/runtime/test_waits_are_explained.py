@@ -122,7 +122,6 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/agent/launch.py:RunningLaunch._wait:select": IDLE,
     "worker/agent/process.py:AgentMembership.report_exit:call": SHORT,
     "worker/agent/process.py:serve:wait": ENDS_WITH_IT,
-    "worker/agent/service.py:AgentService.close:join": "RunningLaunch.join explains itself",
     "worker/agent/service.py:AgentService._await_streams:acquire": SHORT,
     "worker/session/departure.py:Departure.close:join": "at once, or with report_drain, which explains itself",
     "worker/session/departure.py:Departure._run:select": IDLE,

@@ -266,6 +266,65 @@ def test_unattended_launch_goes_on_under_the_agent_that_replaces_a_killed_one(
         successor.close(grace_ms=100)
 
 
+def leave(agent: AgentService, elsewhere: str = "") -> list[str]:
+    """The agent leaves in order. Returns the scripts that it has tried to launch elsewhere."""
+    asked: list[str] = []
+
+    def launch_elsewhere(request: wire.LaunchRequest) -> str:
+        asked.append(request.environment["GREETING"])
+        return elsewhere
+
+    agent.leave(100, launch_elsewhere, threading.Event())
+    agent.close(grace_ms=100)
+    return asked
+
+
+@pytest.mark.parametrize("elsewhere", ["", "launch 123456 of another agent"])
+def test_unattended_launch_whose_agent_leaves_goes_on_elsewhere_or_under_the_next_agent(
+    agent: AgentService, script: Path, elsewhere: str
+) -> None:
+    number = unattended(agent, script, restarts_max=0)
+    assert leave(agent, elsewhere) == ["hello"]
+    successor = agent_on(script.parent)
+    try:
+        successor.resume()
+        if elsewhere:
+            ending = described(successor, number).ending
+            assert (ending.stopped, elsewhere in ending.first_error) == (True, True)
+            return
+        wait_until(lambda: len(printed(successor, number)) == 2, "the second start")
+        (script.parent / "go").touch()
+        assert wait(successor, number).exit_code == 0
+        first, second = (script.parent / "runs").read_text().split()
+        assert first == second
+        agents = [line.line for line in read(successor, launch=number) if line.by_agent]
+        assert "the agent has left; the next agent starts the launch again" in agents
+    finally:
+        successor.close(grace_ms=100)
+
+
+@pytest.mark.parametrize("how", ["attended", "stopped", "in a hurry", "yard stopped"])
+def test_agent_that_leaves_hands_nothing_else_over(agent: AgentService, script: Path, how: str) -> None:
+    number = unattended(agent, script, unattended=how != "attended")
+    if how == "stopped":
+        agent.service.handlers[methods.STOP](wire.StopRequest(launch=number, grace_ms=1), LOCAL)
+    if how == "in a hurry":
+        hurry = threading.Event()
+        hurry.set()
+        agent.leave(60_000, lambda request: pytest.fail("handed over"), hurry)
+        agent.close(grace_ms=100)
+    else:
+        assert leave(agent) == (["hello"] if how == "yard stopped" else [])
+    if how == "yard stopped":
+        LaunchFolders(script.parent).forgo_lost()
+    successor = agent_on(script.parent)
+    try:
+        successor.resume()
+        assert described(successor, number).ended == (how != "in a hurry")
+    finally:
+        successor.close(grace_ms=100)
+
+
 @pytest.mark.parametrize("how", ["attended", "stopped", "ended", "agent stopped"])
 def test_other_launches_are_not_started_again(
     agent: AgentService, script: Path, monkeypatch: pytest.MonkeyPatch, how: str
