@@ -301,7 +301,7 @@ class Worker {
       const { parts, payload } = server.cut(this.values);
       await this.once(server, 'Initialize', this.header(server, 'PUSH_KIND_VALUES', parts), payload);
     }
-    await call(this.yard, 'CommitVariables', { caller: this.caller, generation: this.generation });
+    await untilReady(() => call(this.yard, 'CommitVariables', { caller: this.caller, generation: this.generation }));
   }
 
   // This round's gradients; the values become what they will be when all servers have them.
