@@ -37,6 +37,8 @@ SEEDS = [
     *RED_ONCE,
     *(pytest.param(seed, marks=pytest.mark.long) for seed in (*range(6, 24), *RED_ONCE_TOO)),
 ]
+NAMED_OF_EIGHT = 2
+"""In these of eight seeds processes join as runs of several launches."""
 EVENTS = 500
 EVENTS_A_CUT = 25
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, (), VariableKind.BUFFER))
@@ -116,6 +118,7 @@ class Fuzz:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.switching = random.Random(f"switching {seed}")
+        self.naming = random.Random(f"naming {seed}") if seed % 8 == NAMED_OF_EIGHT else None
         self.orders: list[effects.PaceServers] = []
         self.now_ms = 1_000
         self.machines = Lockstep(term=Term(2), lease_ms=1_000, now_ms=self.now_ms)
@@ -271,9 +274,15 @@ class Fuzz:
         workers = [each for each, role in sorted(self.members.items()) if role is MemberRole.WORKER]
         if workers:
             worker, settings = self.random.choice(workers), self.random.choice(list(SETTINGS.values()))
-            answer = self.handle(events.JobJoined(worker, settings.name, settings))
+            answer = self.handle(events.JobJoined(worker, settings.name, settings, self._run_of_someone()))
             if isinstance(answer, effects.Joined):
                 self.jobs[worker] = answer.job
+
+    def _run_of_someone(self) -> RunName | None:
+        """A run of one of a few launches (rule A17), or of none."""
+        if self.naming is None or self.naming.random() < 0.3:
+            return None
+        return RunName(f"launch {self.naming.randrange(4)}", self.naming.choice((1, 1, 2)))
 
     def _work(self, worker: Incarnation) -> None:
         job = self.jobs[worker]
