@@ -95,7 +95,15 @@ def test_yard_whose_servers_leave_in_order_keeps_its_promises(kind: str, seeds: 
 @pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])
 @pytest.mark.parametrize(
     "kind",
-    ["async-drain", "bounded-drain", "sync-drain", "hybrid-drain", "async-drain-sampler", "sync-drain-sampler"],
+    [
+        "async-drain",
+        "bounded-drain",
+        "sync-drain",
+        "hybrid-drain",
+        "local-drain",
+        "async-drain-sampler",
+        "sync-drain-sampler",
+    ],
 )
 def test_yard_whose_workers_leave_in_order_keeps_its_promises(kind: str, seeds: range) -> None:
     met: Counter[str] = Counter()

@@ -76,6 +76,8 @@ class Plan:
     """Whether servers have no memory for rows, so that all rows go to files."""
     hybrid: bool = False
     """For synchronous jobs: rows are updated as they come."""
+    local_steps: int = 0
+    """For synchronous jobs in local mode: the steps of a round."""
     looks_ahead: bool = False
     """Whether the script announces which rows it will look up."""
     pulls_ahead: int | None = None
@@ -174,7 +176,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: words joined by "-"; what it does not say, the seed decides. Tables, switches and laggards are only there
     if `kind` says so.
 
-    - "async", "bounded", "sync" or "hybrid", then "wal" or "checkpoint"; or "coordinator": only the coordinator dies.
+    - "async", "bounded", "sync", "local" or "hybrid", then "wal" or "checkpoint"; or "coordinator": only that one
+      dies.
     - "stop": workers stop the job. "nan", "overflow": Plan.wrong.
     - "rows": the job has a table; hybrid jobs always do. "cold": servers have no memory for rows. "lives", for
       asynchronous jobs: ids get their rows late or lose them, and some servers are cold.
@@ -209,8 +212,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # only the coordinator dies
-    bounded, hybrid = mode == "bounded", mode == "hybrid"
-    mode = "async" if lonely or bounded else "sync" if hybrid else mode
+    bounded, hybrid, local = mode == "bounded", mode == "hybrid", mode == "local"
+    mode = "async" if lonely or bounded else "sync" if hybrid or local else mode
     weather = Weather(
         lost=rng.choice((0.0, 0.0, 0.003, 0.01, 0.03)),
         slow=rng.choice((0.0, 0.01, 0.05)),
@@ -227,7 +230,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     work = random.Random(f"work {seed % SYNC_WORKS}")
     sync = mode == "sync"
     clip = random.Random(f"clip {seed % SYNC_WORKS}")
-    clips = sync and not hybrid and (clip.random() < CLIP_CHANCE or "clip" in kind.split("-"))
+    clips = sync and not hybrid and not local and (clip.random() < CLIP_CHANCE or "clip" in kind.split("-"))
     clipping = Clipping(clip.choice((0.5, 2.0, 3.0)), clip.choice((0.0, 0.0, 0.7)))
     plan = Plan(
         seed=seed,
@@ -255,6 +258,10 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         stops="stop" in words,
         clipping=clipping if clips else NO_CLIPPING,
     )
+    if local:
+        steps = random.Random(f"local {seed % SYNC_WORKS}").choice((1, 2, 3))
+        plan = replace(plan, local_steps=steps)
+        return _with_drained_workers(plan) if "drain" in words else plan
     late = random.Random(f"backup {seed}")
     if sync and ("backup" in words or (not kind and late.random() < BACKUP_CHANCE)):
         ranks = late.choice((2, 3, 3, 4))

@@ -150,6 +150,7 @@ def settings_of(yard: Yard) -> Settings:
                 logical_ranks=plan.ranks if sync or plan.takes_steps else "auto",
                 staleness=plan.staleness or 0,
                 backup_workers=plan.backups,
+                **({"steps": plan.local_steps} if plan.local_steps else {}),
             ),
             clip=ClipSettings(norm=plan.clipping.norm, value=plan.clipping.value),
             workers_expected=plan.workers,
@@ -173,4 +174,6 @@ def settings_of(yard: Yard) -> Settings:
 def _mode(yard: Yard) -> ConsistencyMode:
     if yard.plan.hybrid:
         return ConsistencyMode.HYBRID
+    if yard.plan.local_steps:
+        return ConsistencyMode.LOCAL
     return ConsistencyMode(yard.plan.mode if yard.plan.staleness is None else "bounded")

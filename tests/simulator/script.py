@@ -42,7 +42,12 @@ def train(yard: Yard, settings: Settings) -> None:
         rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.lives) if plan.rows else None
         if rows is not None:  # job.prepare does this for the tables of a model
             job._loop.begin = functools.partial(job._loop.begin, tables=rows.tables)  # type: ignore[method-assign]
-        job.register(dict.fromkeys(names, firsts), **_optimizer(yard))
+        model, optimizer = torch.nn.ParameterDict(), None
+        if plan.local_steps:
+            model.update({name: torch.nn.Parameter(firsts.clone()) for name in names})
+            _, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            job.register(dict.fromkeys(names, firsts), **_optimizer(yard))
         dataset = TensorDataset(torch.arange(plan.samples))
         ahead = functools.partial(_ahead, yard, rows) if rows is not None and plan.looks_ahead else None
         if plan.pulls_ahead is not None:
@@ -51,7 +56,9 @@ def train(yard: Yard, settings: Settings) -> None:
             batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs, look_ahead=ahead)
             # otherwise a loop that ends by an error is closed when its traceback is collected
             with contextlib.closing(batches):
-                if plan.mode == "async" and not plan.takes_steps:
+                if plan.local_steps:
+                    _train_locally(yard, model, optimizer, batches)
+                elif plan.mode == "async" and not plan.takes_steps:
                     _train_async(yard, job, names, size, rows, batches)
                 elif plan.counts:
                     _train_counting(yard, job, names, size, rows, batches)
@@ -182,6 +189,19 @@ def _train_sync(yard: Yard, job: Any, names: list[str], rows: Rows | None, batch
         ):  # otherwise the step may not have counted
             _judge_pushes(yard, step, pushes)
         _stop_by_chance(yard, job)
+
+
+def _train_locally(yard: Yard, model: torch.nn.ParameterDict, optimizer: Any, batches: Iterable[Any]) -> None:
+    """Steps of this process's own optimizer, which keeps no state: any process continues a rank with the same bits."""
+    world = yard.world
+    for (chosen,) in batches:
+        noise = {name: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for name in model}
+        total = sum(float(value.detach().sum()) for value in model.values()) + float(chosen.sum())
+        if yard.plan.compute:
+            world.pause(world.rng.randrange(yard.plan.compute))
+        for name, value in model.items():
+            value.grad = torch.sin(total + value.detach()) + noise[name]
+        optimizer.step()
 
 
 def _count_pushes(yard: Yard, rows: Rows, coordinates: torch.Tensor) -> int:
