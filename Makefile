@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # what a yard and the example import: imported once here, so that five processes do not make its bytecode at a time
 IMPORTS := torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_launcher.scripts.script, \
-	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.commands.resume_notice, \
+	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.checkpoints.resume_notice, \
 	shardyard_worker.job.job, shardyard_worker.agent.process, shardyard_ps_server.service.process, \
 	shardyard_coordinator.service.process
 # test processes side by side: one more than cores, since many a test waits for the processes that it has started
