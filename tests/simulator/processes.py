@@ -84,10 +84,15 @@ def come_again(yard: Yard) -> Process:
     process = yard.world.process("worker-0")
 
     def main() -> None:
-        try:
-            train(yard, settings_of(yard))
-        except (SystemExit, errors.JobFailed) as ended:
-            yard.world.say(f"{process} has nothing left to do: {ended}")
+        while True:
+            try:
+                train(yard, settings_of(yard))
+                break
+            except errors.StaleIncarnation as error:  # an agent would start it again
+                yard.world.say(f"{process} begins anew: {error.what}")
+            except (SystemExit, errors.JobFailed) as ended:
+                yard.world.say(f"{process} has nothing left to do: {ended}")
+                break
         process.kill("exited")
         yard.world.park()
 

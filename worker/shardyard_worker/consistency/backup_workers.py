@@ -162,6 +162,11 @@ class BackupVersions(StepVersions):
         left_ms = self._verdicts.left_ms(self._ranks.lowest_step) if self._ranks.held else 0
         self.align(self._ranks.lowest_step + 1 if left_ms else None, left_ms)
 
+    def catch_up(self, at_least: int) -> None:
+        super().catch_up(at_least)
+        while self._ranks.held and self.step < at_least:  # the others have completed steps without this worker's ranks
+            self.align(at_least, SLICE_MS)
+
     def align(self, later: int | None = None, later_ms: int = 0) -> None:
         """Loads the version of this worker's ranks, or a later one if the others are ahead. `later`: a version to wait
         for instead, at most `later_ms` long."""
