@@ -14,7 +14,7 @@ know: who takes checkpoints, and when.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -167,8 +167,8 @@ class CheckpointLibrary:
 
     def prune(self, job: str, keep: int, also: Iterable[int] = ()) -> Pruned:
         """Deletes what the newest `keep` checkpoints, and those with the numbers `also`, do not need: first manifests,
-        then our files that no kept manifest names. Files that are newer than the newest committed checkpoint stay,
-        since they are being written.
+        then our files that no kept manifest names. Of earlier runs of the job, the newest checkpoint that has a step
+        stays too. Files that are newer than the newest committed checkpoint stay, since they are being written.
 
         Raises InvalidRequest for fewer than KEPT_MIN. Raises CheckpointDamaged, and deletes nothing, if a manifest that
         is to be kept cannot be read, because it is then unknown which files it needs.
@@ -181,6 +181,8 @@ class CheckpointLibrary:
         folders = self._folders(job)
         committed = [number for number, files in folders if manifests.NAME in files]
         kept = {*committed[-keep:], *(number for number in also if number in committed)}
+        if len(committed) > keep:
+            kept.update(self._last_of_earlier_runs(job, committed))
         needed = {f"{folder_name(number)}/{manifests.NAME}" for number in kept}
         for number in sorted(kept):
             needed |= {file.path for file in self.load(job, number).files()}
@@ -202,6 +204,18 @@ class CheckpointLibrary:
                     self.storage.delete_file(f"{folder}/{name}")
             deleted, nbytes = deleted + len(idle), nbytes + sum(files[name] for name in idle)
         return Pruned(tuple(old), deleted, nbytes)
+
+    def _last_of_earlier_runs(self, job: str, committed: Sequence[int]) -> Iterator[int]:
+        """A run that fails soon has checkpoints too, and must not cost what an earlier one has learned."""
+        run = self.load(job, committed[-1]).job
+        for number in reversed(committed[:-1]):
+            try:
+                found = self.load(job, number)
+            except (CheckpointDamaged, CheckpointNotFound):
+                continue
+            if found.job != run and found.step:
+                yield number
+                return
 
     # ---- reading
 

@@ -93,7 +93,9 @@ def manifest_of(number: int, entries: Iterable[PartitionEntry], feedback: tuple[
     )
 
 
-def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = False) -> Manifest:
+def write_whole(
+    library: CheckpointLibrary, number: int, *, feedback: bool = False, run: int = 1, step: int | None = None
+) -> Manifest:
     """A checkpoint with all blocks, committed."""
     entries = []
     for part in LAYOUT.partitions:
@@ -105,6 +107,7 @@ def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = Fal
     if feedback:
         remembered = (library.write_feedback(JOB, number, "w-1", REMEMBERED),)
     manifest = manifest_of(number, entries, remembered)
+    manifest = replace(manifest, job=JobId((2 << 32) + run), step=manifest.step if step is None else step)
     library.commit(manifest)
     return manifest
 
@@ -375,6 +378,22 @@ def test_prune_keeps_those_that_are_named_beside_the_newest(library: CheckpointL
         write_whole(library, number)
     assert library.prune(JOB, 2, also=[2, 77]).checkpoints == (1, 3)
     assert library.numbers(JOB) == (2, 4, 5)
+    assert library.verify(JOB) == ()
+
+
+def test_prune_keeps_what_the_run_before_has_learned(library: CheckpointLibrary) -> None:
+    """Runs that end at their first values, or go on, do not delete it."""
+    for number, step in ((1, 7), (2, 9)):
+        write_whole(library, number, run=1, step=step)
+    for number, run in ((3, 2), (4, 3), (5, 4), (6, 4)):
+        write_whole(library, number, run=run, step=0)
+    assert library.prune(JOB, 2).checkpoints == (1, 3, 4)
+    assert library.numbers(JOB) == (2, 5, 6)
+    write_whole(library, 7, run=4, step=8)
+    write_whole(library, 8, run=5, step=0)
+    write_whole(library, 9, run=5, step=0)
+    assert library.prune(JOB, 2).checkpoints == (2, 5, 6)
+    assert library.numbers(JOB) == (7, 8, 9)
     assert library.verify(JOB) == ()
 
 
