@@ -57,7 +57,8 @@ def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:
     """From which state a job of an earlier yard continues."""
     if not job.HasField("checkpoint"):
         return f"job {job.name} goes on; it has no checkpoint"
-    newest = f"its newest checkpoint is {describe_checkpoint(job.checkpoint, status.time_ms)}"
+    checkpoint = describe_checkpoint(job.checkpoint, status.time_ms)
+    newest = f"its newest checkpoint is {checkpoint}"
     if _is_lost(status, job):
         waits = "; ".join(job.waits) or "its servers' leases to run out"
         return f"job {job.name} is not restored yet: it waits for {waits}; {newest}"
@@ -65,7 +66,10 @@ def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:
         # that checkpoint may no longer be the newest
         taken = describe_checkpoint(job.restored.checkpoint, status.time_ms)
         return f"job {job.name} goes on from checkpoint {taken}: {describe_restored(job.restored)}"
-    return f"job {job.name} goes on at step {job.step:,}; {newest}"
+    if job.step > job.checkpoint.step:
+        return f"job {job.name} goes on at step {job.step:,}; {newest}"
+    what_to_do = "" if job.workers else "; it has no workers: start its script again"
+    return f"job {job.name} goes on from checkpoint {checkpoint}{what_to_do}"
 
 
 def _is_lost(status: wire.StatusReply, job: wire.JobStatus) -> bool:

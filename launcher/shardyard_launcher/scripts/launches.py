@@ -183,9 +183,15 @@ def choose(launches: list[FoundLaunch], wanted: str | None, *, silent: str = "")
     if meant:
         return (running or meant)[0]
     what = "no launch" if wanted is None else f"no launch {wanted}"
+    if silent:
+        raise errors.NotFound(
+            f"{what} on the agents that answer{silent}",
+            why="an agent that was killed is away until it is started again",
+            todo="try again in a few seconds",
+        )
     known = f"; its agents know {_names(launches)}" if launches else "; its agents know no launch"
     raise errors.NotFound(
-        f"{what} in this yard{known}{silent}",
+        f"{what} in this yard{known}",
         why="an agent keeps the latest launches only, in its own state folder",
         todo="`shardyard status` lists launches; the files of others are in the folder `launches` of their agent",
     )

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.status.launches import launch_as_json
 from shardyard_launcher.status.report import LocalReport, Server, YardReport, enum_text, mode_of
@@ -44,6 +45,7 @@ def _optional(message: Message, name: str, document: Callable[[Any], dict[str, o
 def _member(member: wire.MemberStatus) -> dict[str, object]:
     entry = {
         "incarnation": member.incarnation,
+        "id": str(Incarnation(member.incarnation)),
         "role": enum_text(wire.Role, member.role),
         **_pick(member, "address", "host", "pid", "release", "last_seen_ms_ago", "waiting_for"),
         "drain": _optional(member, "drain", lambda drain: _pick(drain, "left_ms")),

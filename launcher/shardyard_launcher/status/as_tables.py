@@ -123,7 +123,8 @@ def _members_table(report: YardReport) -> Table:
 
 
 def _of_server(said: server_wire.DescribeServerReply) -> str:
-    parts = [f"{len(said.partitions)} partitions", f"{said.pushes_applied:,} pushes applied"]
+    count = len(said.partitions)
+    parts = [f"{count} partition{'s'[: count != 1]}", f"{said.pushes_applied:,} pushes applied"]
     if said.workers_attached:
         parts.append(f"shares memory with {said.workers_attached} worker{'s'[: said.workers_attached != 1]}")
     if said.workers_streaming:
@@ -245,7 +246,7 @@ def _owners_shown(report: YardReport, job: wire.JobStatus) -> list[common.Partit
 
 def _partitions_table(report: YardReport, job: int, owners: list[common.PartitionOwner]) -> Table:
     versions = report.versions(job)
-    table = new_table("server", "address", "partitions", "versions")
+    table = new_table("server", "address", "numbers", "versions")
     owned: dict[tuple[int, str], list[int]] = {}
     for owner in owners:
         owned.setdefault((owner.server, owner.address), []).append(owner.partition)

@@ -70,6 +70,14 @@ def test_parameters_that_are_left_out_of_the_optimizer_stay_as_in_torch(connect:
     assert torch.equal(model[2].weight, before)
 
 
+def test_model_and_optimizer_that_changed_places_are_refused(connect: Connect) -> None:
+    model = mlp()
+    with pytest.raises(
+        errors.InvalidRequest, match=r"^job\.prepare\(Adam, Sequential\).*a model and then its optimizer"
+    ):
+        connect().prepare(adam(model), model)  # type: ignore[type-var]
+
+
 # ---- job.prepare is missing
 
 

@@ -61,6 +61,13 @@ def test_unknown_launch_names_those_that_there_are() -> None:
         choose([], None)
 
 
+def test_launch_that_is_not_found_while_an_agent_is_silent_may_be_there() -> None:
+    silent = "; not asked: agent 1.1 (it does not answer)"
+    with pytest.raises(errors.NotFound, match=r"no launch on the agents that answer; not asked: agent 1\.1") as caught:
+        choose([], None, silent=silent)
+    assert caught.value.todo_text == "try again in a few seconds"
+
+
 def test_launches_are_listed_once_and_running_ones_first() -> None:
     second = wire.MemberStatus(incarnation=5, role=wire.ROLE_AGENT, address="h:5")
     old = agent_wire.DescribedLaunch(launch=1, ended=True, started_s=1.0)

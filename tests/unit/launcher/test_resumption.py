@@ -69,6 +69,15 @@ def test_job_whose_servers_have_lived_goes_on_where_it_stands() -> None:
     assert said(job()) == "job digits goes on; it has no checkpoint"
 
 
+def test_job_of_a_yard_that_went_down_in_order_goes_on_from_its_checkpoint() -> None:
+    """The new coordinator has heard of no step yet."""
+    stands = job(checkpoint=CHECKPOINT, workers=1)
+    stands.step = 0
+    assert said(stands) == "job digits goes on from checkpoint 11 of step 4,950, 32 s old"
+    stands.workers = 0
+    assert said(stands).endswith("32 s old; it has no workers: start its script again")
+
+
 def test_job_whose_server_has_died_is_not_said_to_go_on(dead_pid: int) -> None:
     assert said(job(checkpoint=CHECKPOINT), dead_pid) == (
         "job digits is not restored yet: it waits for its servers' leases to run out; "

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
@@ -186,6 +187,9 @@ def test_status_as_json_has_all_there_is() -> None:
     assert document["coordinator"] == "h:7070"
     assert [member["role"] for member in document["members"]] == ["server", "agent", "worker", "worker"]
     assert document["members"][3]["waiting_for"] == "server 1"
+    assert [member["id"] for member in document["members"]] == [
+        str(Incarnation(member["incarnation"])) for member in document["members"]
+    ]
     assert (job["name"], job["state"], job["mode"], job["step"]) == ("mine", "running", "sync", 1200)
     assert job["metrics"] == {"loss": 0.123456}
     assert [part["version"] for part in job["partitions"]] == [41, 40]

@@ -41,6 +41,12 @@ def prepare(
 ) -> tuple[JobOptimizer, JobScheduler | None]:
     """Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, ConfigurationError, InvalidRequest."""
     loop.check_first()
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidRequest(
+            f"job.prepare({type(model).__name__}, {type(optimizer).__name__})",
+            why="it takes a model and then its optimizer",
+            todo="call model, optimizer = job.prepare(model, optimizer)",
+        )
     if isinstance(optimizer, ServerOptimizer | LocalOptimizer):
         raise UnsupportedOptimizer(
             "an optimizer that job.prepare of another job has returned",
