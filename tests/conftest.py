@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.own_markers.remove(mark)
     if config.option.markexpr and named - met:
         raise pytest.UsageError(f"no such variants: {', '.join(sorted(named - met))}")
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at the thousands of tests and what they have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)

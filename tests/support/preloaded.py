@@ -8,6 +8,7 @@ the script as `python -u` does. Tests that start `shardyard` or `make up` do not
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -157,6 +158,9 @@ class Forked:
 def serve(requests: socket.socket) -> dict[str, Any]:
     """Returns in each child, with the request that it has to run. In the parent it never returns."""
     load()
+    # no collection of a child looks at what it was forked with: that would copy those pages, at its end too
+    gc.collect()
+    gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
