@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import sys
 import time
 
 from .parallel import mixed, run_seeds
-from .plan import make_plan
-from .yard import run_plan, simulation
+from .yard import run_seed, simulation
 
 
 def main() -> int:
@@ -40,25 +38,10 @@ def main() -> int:
     kinds = {seed: kind for kind, mine in mixed(seeds).items() for seed in mine} if given.mixed else {}
     with simulation(logging.INFO if given.trace else logging.ERROR):
         for seed in seeds:
-            found = _run(seed, kinds.get(seed, given.kind), trace=given.trace)
+            found = run_seed(seed, kinds.get(seed, given.kind), trace=print if given.trace else None)
             red += bool(found["violations"])
             print(json.dumps(found) if given.json else _told(found), flush=True)
     return 0 if given.json else min(red, 1)
-
-
-def _run(seed: int, kind: str, *, trace: bool) -> dict[str, object]:
-    begun = time.process_time()
-    found = run_plan(make_plan(seed, kind), trace=print if trace else None)
-    told = dataclasses.asdict(found)
-    plan = told.pop("plan")
-    del told["values"], told["versions"], told["pushes"]
-    return {
-        "seed": seed,
-        "kind": kind,
-        "mode": f"{plan['mode']}-{plan['durability']}",
-        "cpu_ms": round(1_000 * (time.process_time() - begun)),
-        **told,
-    }
 
 
 def _run_many(seeds: dict[str, list[int]], jobs: int) -> int:

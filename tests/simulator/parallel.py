@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
 KINDS_OF_TEN = {6: "async-rows-lives", 7: "async-rows", 8: "sync-rows", 9: "hybrid"}
@@ -54,6 +54,12 @@ def _lines_of(children: Sequence[subprocess.Popen[str]]) -> Iterator[str]:
                 yield from (line.decode() for line in whole)
                 if not more:
                     selector.unregister(key.fileobj)
+
+
+class Run(Protocol):
+    """Gives the result of each seed, in no order."""
+
+    def __call__(self, seeds: Sequence[int], *, kind: str = "") -> Iterator[dict[str, Any]]: ...
 
 
 def run_seeds(

@@ -8,12 +8,14 @@ again at its place, as the launcher and the agents do."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from .judge import judge
 from .network import SimulatedNetwork
 from .paces import watch_paces
 from .parallel import SHM, folder_name
-from .plan import Plan
+from .plan import Plan, make_plan
 from .processes import come_again, start
 from .state import Ending, Yard, current_yard, running
 from .substitutes import installed
@@ -125,6 +127,16 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
         gc.collect()
         if was:
             gc.enable()
+
+
+def run_seed(seed: int, kind: str, *, trace: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """The result of a seed, in this process and within `simulation`."""
+    begun = time.process_time()
+    told = dataclasses.asdict(run_plan(make_plan(seed, kind), trace=trace))
+    plan = told.pop("plan")
+    del told["values"], told["versions"], told["pushes"]
+    mode = f"{plan['mode']}-{plan['durability']}"
+    return {"seed": seed, "kind": kind, "mode": mode, "cpu_ms": round(1_000 * (time.process_time() - begun)), **told}
 
 
 def _run(yard: Yard, *, judged: bool) -> Ending:

@@ -6,6 +6,7 @@ ADDRESS` goes to standard output once the role can be used. Roles are imported o
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -71,7 +72,11 @@ def _role(role: str) -> Callable[[F], F]:
             _set_up_log(role, settings)
             port = settings.yard.coordinator_port if is_coordinator else 0
             where, known_as = addresses(bind or f"{settings.yard.bind}:{port}", advertise)
-            return command(given=given, bind=where, advertise=known_as, **own)
+            gc.disable()  # until `_ready`: what is imported meanwhile stays
+            try:
+                return command(given=given, bind=where, advertise=known_as, **own)
+            finally:
+                gc.enable()
 
         meaning = "The same as --advertise." if is_coordinator else "The coordinator's address."
         advertised = (
@@ -250,5 +255,7 @@ def _set_up_log(role: str, settings: Settings) -> None:
 
 
 def _ready(address: str) -> None:
+    gc.freeze()  # a later collection stops the role only for what is new, not for its modules
+    gc.enable()
     sys.stdout.write(f"ready {address}\n")
     sys.stdout.flush()
