@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 SETTLE_S = 5.0
+TCP_ESTABLISHED, TCP_LISTEN = 1, 10  # linux/include/net/tcp_states.h
 LONG = "long"
 NUMBER = re.compile(r"\d+")
 # grpc's own, which live as long as it likes; loader threads of torch
@@ -123,15 +125,33 @@ def shared_memory() -> Callable[[], frozenset[str]]:
     return names_in_shared_memory
 
 
+def sockets() -> tuple[frozenset[int], int]:
+    """The ports on which this process listens, and how many connections it has. The kernel is asked for each socket:
+    its table of all connections takes 10 ms to read."""
+    listening: set[int] = set()
+    connections = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
+                    continue
+                state = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                connections += state == TCP_ESTABLISHED
+                if state == TCP_LISTEN:
+                    listening.add(each.getsockname()[1])
+    return frozenset(listening), connections
+
+
 def look() -> Belongings:
-    myself = psutil.Process()
-    sockets = myself.net_connections("inet")
+    listening, connections = sockets()
     return Belongings(
         frozenset(t for t in threading.enumerate() if t.is_alive() and not any(name in t.name for name in NOT_OURS)),
         descendants(),
-        frozenset(each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN),
-        sum(each.status == psutil.CONN_ESTABLISHED for each in sockets),
-        frozenset(each.path for each in myself.open_files()),
+        listening,
+        connections,
+        frozenset(each.path for each in psutil.Process().open_files()),
         names_in_shared_memory(),
     )
 

@@ -138,7 +138,7 @@ def test_launch_goes_on_on_another_agent(yard: RoleYard, start: Starter) -> None
     assert not any("WARNING" in line for line in said), said
 
 
-@pytest.mark.long("another agent")
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["another agent", "the next agent"])
 def test_launch_that_nobody_watches_goes_on(yard: RoleYard, start: Starter, where: str) -> None:
     """On another agent, or under the one that is started in the place of the one that leaves."""

@@ -109,6 +109,7 @@ def test_promise_6_synchronous_bits_are_the_same_when_servers_leave_in_order(
     assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
 
 
+@pytest.mark.long
 def test_rows_of_tables_move_with_their_server(yard: RoleYard, probes: Probes) -> None:
     started = begin(yard, probes, "rows", "--samples", str(SAMPLES), "--look-ahead")
     yard.end_server(1)
@@ -150,6 +151,7 @@ def test_a_second_signal_ends_a_server_at_once(yard: RoleYard, probes: Probes) -
     script.kill()
 
 
+@pytest.mark.long
 def test_a_server_killed_while_it_leaves_has_died(yard: RoleYard, probes: Probes) -> None:
     """The checkpoint that seals its partitions is not committed. Each sample counts once all the same."""
     yard.servers[1].kill()

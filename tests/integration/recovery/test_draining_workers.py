@@ -105,6 +105,7 @@ def test_worker_that_waits_for_others_leaves_at_once(probes: Probes, yard: RoleY
     assert_left_in_order(yard)
 
 
+@pytest.mark.long
 def test_signals_that_come_together_are_one(probes: Probes, yard: RoleYard) -> None:
     started = start(probes, yard, "async", "--pause-ms", "60")
     (leaver, _), (stayer, out) = started

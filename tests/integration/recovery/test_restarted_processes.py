@@ -147,6 +147,7 @@ def test_worker_that_is_killed_after_its_run_does_not_train_again(launches: Call
     assert len(job.runs) == 1
 
 
+@pytest.mark.long
 def test_script_that_trains_twice_has_two_jobs(launches: Callable[[str], Launch]) -> None:
     launch = launches("train(40); train(20)")
     assert launch.agent.wait(timeout_s=150) == 0, launch.agent.output
