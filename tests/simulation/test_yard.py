@@ -14,12 +14,12 @@ from tests.simulator.parallel import KINDS_OF_TEN, PID_MAX, Run, folder_name, mi
 from tests.simulator.plan import make_plan
 from tests.simulator.yard import run_plan
 
-FIRST_SEEDS = range(100)
-MORE_SEEDS = range(100, 1_000)
+FIRST_SEEDS = range(80)
+MORE_SEEDS = range(80, 1_000)
 SEEDS_OF_A_KIND = range(50)
 FIRST_SEEDS_OF_A_KIND = range(20)
 RED_SEEDS = Path(__file__).with_name("red_yards.txt")
-SAMPLE = range(12)
+SAMPLE = range(8)
 SEEDS_FOR_A_MUTATION = 400
 OF_THE_TEST = ("TypeError", "AttributeError", "ValueError")
 """What a patch raises that does not fit what it takes the place of."""

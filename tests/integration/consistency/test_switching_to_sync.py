@@ -58,6 +58,7 @@ def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(
         assert modes in ([UpdateMode.ASYNC, UpdateMode.SYNC], [UpdateMode.SYNC], [UpdateMode.ASYNC])
 
 
+@pytest.mark.long
 def test_job_goes_there_and_back_again_and_each_sample_counts_once_an_epoch(tmp_path: Path) -> None:
     epochs = 6
     seen: list[Seen] = [[], []]
