@@ -599,7 +599,8 @@ def blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(blocks())))
-def test_the_examples_of_the_documentation_run(number: int) -> None:
+def test_the_examples_of_the_documentation_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # they write files
     before = threads()
     code = compile(blocks()[number], f"{DOCUMENT.name}, block {number + 1}", "exec")
     with warnings.catch_warnings():
