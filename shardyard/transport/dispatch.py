@@ -27,8 +27,9 @@ REPLY = "reply"
 
 def serve(
     method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
-) -> Iterator[bytes]:
-    """Runs one call. Yields its answers as bytes. Raises only ShardyardError."""
+) -> Iterator[bytes | None]:
+    """Runs one call. Yields its answers as bytes, and None where the handler waits for a request. Raises only
+    ShardyardError."""
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
     scope.run(bind, request=id_)
@@ -46,6 +47,9 @@ def serve(
             answers = iter(answer)
             try:
                 while (item := scope.run(next, answers, _END)) is not _END:
+                    if item is None:
+                        yield None
+                        continue
                     failpoint(place)
                     yield method.response.encode(item)
             finally:

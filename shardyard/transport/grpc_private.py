@@ -150,41 +150,114 @@ class PrivateCall:
         raise Ended(self._status)
 
 
-class ServedCall:
-    """A call of a method with streams in both directions, on the side that serves it. It uses the thread that gRPC gave
-    to the call.
-
-    The handler decides how requests and answers alternate. An answer is held back until the next one, or the next
-    request, is asked for: then the answer is sent and the request is asked for in one operation. While the handler
-    waits for a request, `at_once` may answer it in the thread that takes the server's events, without waking the
-    handler.
+class StreamThreads:
+    """Threads for the handlers of streams, at most `most`. They start when they are needed, and stay. Each message of a
+    stream may need one, so this makes no Future for it, as a ThreadPoolExecutor does.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = 0
+        self._threads: list[threading.Thread] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs `work` in a thread that is free, or in a new one; if there are `most`, in the next that becomes free."""
+        self._works.put(work)
+        with self._lock:
+            if self._free:
+                self._free -= 1
+            elif len(self._threads) < self._most:
+                name = f"serve-stream-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
+
+    def close(self) -> None:
+        """Ends the threads after the works that were given."""
+        for _ in self._threads:
+            self._works.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+            with self._lock:
+                self._free += 1
+
+
+class ServedCall:
+    """A call of a method with streams in both directions, on the side that serves it.
+
+    The handler decides how requests and answers alternate. Where it waits for the next request, it yields None: the
+    answer that is held back is sent and the request is asked for in one operation, and the call has no thread until it
+    is there. `at_once` may answer it in the thread that takes the server's events, without a thread for the
+    handler. Where the handler needs more messages of a request that has begun, it asks `requests` and keeps its thread.
+
+    `end` sends the status that the context has.
+    """
+
+    def __init__(self, context: Any, end: Callable[[None], None], threads: StreamThreads) -> None:
         context.send_initial_metadata(())
         self._context = context
         self._call = context._rpc_event.call
+        self._end, self._threads = end, threads
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: bytes | None = None
+        self._answers: Iterator[bytes | None] = iter(())
+        self._lock = threading.Lock()
+        self._is_waiting = False
+        self._has_ended = False
+        self._arrived: tuple[bytes | None] | None = None
         self.at_once: Callable[[bytes], bytes | None] | None = None
+
+    def serve(self, answers: Iterator[bytes | None]) -> None:
+        """Runs the handler, whose answers these are, until it waits for a request for the first time, or ends."""
+        self._answers = answers
+        self._has_ended = not self._context.add_callback(self._over)
+        self._run_handler()
 
     def requests(self) -> Iterator[bytes]:
         """Yields requests until the caller has ended the stream, with or without an error."""
         while True:
-            held, self._held = self._held, None
-            receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
-            operations = (receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive)
-            event = self._run(operations, self._came)
-            message = event.batch_operations[-1].message() if event is not None and event.success else None
+            if self._arrived is not None:
+                (message,), self._arrived = self._arrived, None
+            else:
+                event = self._run(self._next_operations(), self._done)
+                message = event.batch_operations[-1].message() if event is not None and event.success else None
             if message is None:
                 return
             yield message
 
-    def answer(self, message: bytes) -> None:
-        self.flush()
-        self._held = message
+    # ---- for the thread that runs the handler
 
-    def flush(self) -> None:
+    def _run_handler(self) -> None:
+        for message in self._answers:
+            if message is not None:
+                self._flush()
+                self._held = message
+            elif self._ask_for_request():
+                return
+        self._flush()
+        self._end(None)
+
+    def _ask_for_request(self) -> bool:
+        """Returns whether the handler goes on when the next request, or the end, is there; False: it is there."""
+        with self._lock:
+            self._is_waiting = not self._has_ended
+            if not self._is_waiting:
+                self._arrived = (None,)
+                return False
+        self._call.start_server_batch(self._next_operations(), self._came)
+        return True
+
+    def _next_operations(self) -> tuple[Any, ...]:
+        held, self._held = self._held, None
+        receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
+        return (receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive)
+
+    def _flush(self) -> None:
         """Sends the answer that is held back."""
         held, self._held = self._held, None
         if held is not None:
@@ -203,18 +276,34 @@ class ServedCall:
                 if not self._context.is_active():
                     return None
 
+    # ---- for the thread that takes the server's events
+
     def _came(self, event: Any) -> tuple[None, tuple[()]]:
-        """Handles the next request, or the end. Called by the thread that takes the server's events."""
-        message = event.batch_operations[-1].message() if event.success and self.at_once is not None else None
+        """Handles the next request, or the end, where the handler waits for it."""
+        message = event.batch_operations[-1].message() if event.success else None
         answer = self.at_once(message) if message is not None and self.at_once is not None else None
         if answer is None:
-            return self._done(event)
-        self._call.start_server_batch(
-            (cygrpc.SendMessageOperation(answer, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), self._came
-        )
+            self._go_on(message)
+        else:
+            self._call.start_server_batch(
+                (cygrpc.SendMessageOperation(answer, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), self._came
+            )
         return None, ()
 
+    def _over(self) -> None:
+        """Called after the end of the call. No event may follow, if the server has ended too."""
+        with self._lock:
+            self._has_ended = True
+        self._go_on(None)
+
+    def _go_on(self, message: bytes | None) -> None:
+        with self._lock:
+            if not self._is_waiting:
+                return
+            self._is_waiting = False
+        self._arrived = (message,)
+        self._threads.run(self._run_handler)
+
     def _done(self, event: Any) -> tuple[None, tuple[()]]:
-        """Called by the thread that takes the server's events."""
         self._events.put(event)
         return None, ()

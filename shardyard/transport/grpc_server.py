@@ -22,7 +22,7 @@ from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport import TRIED
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
-from shardyard.transport.grpc_private import ServedCall
+from shardyard.transport.grpc_private import ServedCall, StreamThreads
 from shardyard.transport.interfaces import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
 from shardyard.wire.method import Method
 from shardyard.wire.methods import PACKAGE
@@ -50,7 +50,8 @@ def split_address(address: str) -> tuple[str, int]:
 class GrpcServer:
     """Serves services at an address until it is stopped.
 
-    `threads`: the most calls that are served at a time; at least two more than the streams that may be open at a time.
+    `threads`: the most calls whose handlers run at a time, and the most streams. A stream that waits for a request is
+    not one of them.
     Raises AddressInUse if the port is taken, ConfigurationError if this machine does not have the address.
     """
 
@@ -60,12 +61,13 @@ class GrpcServer:
         if refusal is not None:
             raise refusal
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
+        self._streams = StreamThreads(threads)
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [f"{PACKAGE}.{service.name}" for service in services]
         for service, name in zip(services, names, strict=True):
-            handlers = {method.name: _grpc_handler(method, handler) for method, handler in service.handlers.items()}
+            handlers = {method.name: self._handler_of(method, handler) for method, handler in service.handlers.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._names = names
@@ -99,12 +101,18 @@ class GrpcServer:
             with wait_registry.over(lambda: f"the calls that {self.address} still serves to end"):
                 self._server.stop(grace_ms / 1000).wait()
                 self._pool.shutdown(wait=True)
+                self._streams.close()
         finally:
             wait_registry.close()
 
     def _begin(self) -> None:
         self._server.start()
         self._started = True
+
+    def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+        if method.streams_in and method.streams_out and TRIED:
+            return _stream_handler(method, handler, self._streams)
+        return _grpc_handler(method, handler)
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:
@@ -125,11 +133,11 @@ def _refusal(host: str, port: int) -> errors.ShardyardError | None:
 
 
 def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
-    def run(sent: Any, call: grpc.ServicerContext, offer: Callable[[AtOnce], None] = lambda _: None) -> Iterator[bytes]:
-        metadata = dict(call.invocation_metadata())
-        context = Context(peer=call.peer(), is_active=call.is_active, offer=offer)
+    def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            yield from serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))
+            for answer in _answers(method, handler, sent, call):
+                if answer is not None:
+                    yield answer
         except errors.ShardyardError as error:
             call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
             call.abort(status_of(error), status_text(error))
@@ -138,22 +146,46 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
         answers = list(run(sent, call))
         return answers[0]
 
-    def run_direct(_: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
-        direct = ServedCall(call)
-
-        def offer(at_once: AtOnce) -> None:
-            scope = contextvars.copy_context()
-            direct.at_once = lambda message: scope.run(serve_at_once, method, at_once, message)
-
-        for message in run(direct.requests(), call, offer):
-            direct.answer(message)
-        direct.flush()
-        yield from ()
-
-    if method.streams_in and method.streams_out and TRIED:
-        return grpc.stream_stream_rpc_method_handler(run_direct)
     if method.streams_out:
         kind = grpc.stream_stream_rpc_method_handler if method.streams_in else grpc.unary_stream_rpc_method_handler
         return kind(run)
     once = grpc.stream_unary_rpc_method_handler if method.streams_in else grpc.unary_unary_rpc_method_handler
     return once(run_once)
+
+
+def _stream_handler(
+    method: Method[Any, Any], handler: Handler, threads: StreamThreads
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Handles a method with streams in both directions. A call has a thread only while its handler runs."""
+
+    def run(_: Any, call: grpc.ServicerContext, end: Callable[[None], None]) -> None:
+        served = ServedCall(call, end, threads)
+
+        def offer(at_once: AtOnce) -> None:
+            scope = contextvars.copy_context()
+            served.at_once = lambda message: scope.run(serve_at_once, method, at_once, message)
+
+        def answers() -> Iterator[bytes | None]:
+            try:
+                yield from _answers(method, handler, served.requests(), call, offer)
+            except errors.ShardyardError as error:
+                call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
+                call.set_code(status_of(error))
+                call.set_details(status_text(error))
+
+        served.serve(answers())
+
+    run.experimental_non_blocking = True  # type: ignore[attr-defined]  # the call goes on after `run` has returned
+    return grpc.stream_stream_rpc_method_handler(run)
+
+
+def _answers(
+    method: Method[Any, Any],
+    handler: Handler,
+    sent: Any,
+    call: grpc.ServicerContext,
+    offer: Callable[[AtOnce], None] = lambda _: None,
+) -> Iterator[bytes | None]:
+    metadata = dict(call.invocation_metadata())
+    context = Context(peer=call.peer(), is_active=call.is_active, offer=offer)
+    return serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))

@@ -96,7 +96,8 @@ class InProcessPeer:
         context = Context(peer="in-process", is_active=lambda: True)
         try:
             for answer in serve(known, handler, sent, context, next_request_id()):
-                yield method.response.decode(answer)
+                if answer is not None:
+                    yield method.response.decode(answer)
         except errors.ShardyardError as error:
             data = to_detail(error).SerializeToString()
             raise from_detail(wire.ErrorDetail.FromString(data)) from None

@@ -103,7 +103,10 @@ Handler = Callable[[Any, Context], Any]
 @dataclass
 class Service:
     """Handlers by method. A handler takes the request (or an iterator of requests) and a Context, and returns the
-    answer (or an iterator of answers). It raises a ShardyardError to refuse a request."""
+    answer (or an iterator of answers). It raises a ShardyardError to refuse a request.
+
+    A handler with streams in both directions yields None before it asks for the first message of a request. The call
+    may have no thread until that message is there, and the handler may go on in another thread."""
 
     name: str
     handlers: dict[Method[Any, Any], Handler] = field(default_factory=dict)

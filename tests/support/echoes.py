@@ -33,6 +33,7 @@ class Echo:
     ids: list[str] = field(default_factory=list)
     address: str = ""
     read: int = 0
+    ended: int = 0
     offers: bool = False
     asked_at_once: list[tuple[int, str, str]] = field(default_factory=list)
 
@@ -92,12 +93,16 @@ class Echo:
             raise errors.StaleToken("said elsewhere")
         return None if frame.offset != QUICK else Frame(b"", QUICK, bytes(frame.data))
 
-    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
+    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame | None]:
         self.ids.append(request_id.get())
         if self.offers:
             context.offer(self.answer_at_once)
         try:
-            for frame in stream:
+            while True:
+                yield None
+                frame = next(stream, None)
+                if frame is None:
+                    return
                 if frame.offset == 13:
                     raise errors.StaleToken("at 13", facts={"token": "3"})
                 if frame.offset == END:
@@ -112,6 +117,7 @@ class Echo:
                     yield Frame(b"", more, b"more")
                 yield Frame(bytes(frame.header), frame.offset + 1, bytes(frame.data)[::-1])
         finally:
+            self.ended += 1
             self.closed.set()
 
 

@@ -62,6 +62,11 @@ def server(
     return found
 
 
+def replies_of(exchanges: ExchangeStream, sent: Iterator[Frame]) -> Iterator[Frame]:
+    """The frames of the replies to what is sent on one stream."""
+    return (frame for frame in exchanges.run(sent) if frame is not None)
+
+
 class Wire:
     """A worker's end of one stream. What it sends and gets is encoded, as between processes."""
 
@@ -72,7 +77,7 @@ class Wire:
         self._private = private
         self._before: PushHeader | None = None
         self._waiting: list[Iterator[Frame]] = []
-        self._answers = ExchangeStream(store).run(self._frames())
+        self._answers = replies_of(ExchangeStream(store), self._frames())
         self.memory: SharedMemory | None = None
         self.regions: dict[int, AttachedMemory] = {}
 
@@ -175,7 +180,7 @@ class Quick:
         self.exchanges = ExchangeStream(store)
         self._writer = HeaderWriter()
         self._waiting: list[Frame] = []
-        self._answers = self.exchanges.run(iter(lambda: self._waiting.pop(0), None))
+        self._answers = replies_of(self.exchanges, iter(lambda: self._waiting.pop(0), None))
         self._more = more
         self.at_once: list[bool] = []
 

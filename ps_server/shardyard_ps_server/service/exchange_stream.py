@@ -35,7 +35,8 @@ IMMEDIATE_BYTES_MAX = FRAME_BYTES
 
 
 class ExchangeStream:
-    """Used by one thread. While it waits for a request, the thread that has received one may call `answer_at_once`."""
+    """Used by one thread at a time. While it waits for a request, the thread that has received one may call
+    `answer_at_once`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -48,12 +49,16 @@ class ExchangeStream:
         self._is_immediate = False
         self._runs: tuple[tuple[PartitionId, ...], tuple[int, ...], tuple[PullRun, ...]] | None = None
 
-    def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
-        """Yields the replies' frames. Ends when the worker ends the stream, or after one exchange if too many are
-        open."""
+    def run(self, stream: Iterator[Frame]) -> Iterator[Frame | None]:
+        """Yields the replies' frames, and None where it waits for a request. Ends when the worker ends the stream, or
+        after one exchange if too many are open."""
         stays_open = self._store.begin_stream()
         try:
-            for first in stream:
+            while True:
+                yield None
+                first = next(stream, None)
+                if first is None:
+                    return
                 if self._hosted is not None and not first.header:
                     self._payloads.add_early(first, self._hosted)
                     continue

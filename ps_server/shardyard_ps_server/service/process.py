@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
-from shardyard.domain import errors
+from shardyard.domain import errors, limits
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.waits import ExplainedWait
@@ -32,6 +32,9 @@ from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogRoot
 log = logging.getLogger("shardyard.server")
 
 DRAIN_POLL_MS: Final = 50
+THREADS: Final = limits.EXCHANGE_STREAMS_MAX + 64
+"""One for each stream that may wait within an exchange, for example for the other pushes of a step, and some for calls.
+They are started when they are needed."""
 
 
 class Server:
@@ -184,7 +187,7 @@ def serve(
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
     )
-    listener = GrpcServer(bind, [server.service()])
+    listener = GrpcServer(bind, [server.service()], threads=THREADS)
     listener.start()
     try:
         address = advertise or listener.address

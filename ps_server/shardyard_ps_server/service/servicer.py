@@ -232,7 +232,7 @@ class Servicer:
         pulls.unpin(self._store, JobId(request.caller.job), common_messages.random_name(request.pin))
         return wire.UnpinReply()
 
-    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
+    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame | None]:
         exchanges = ExchangeStream(self._store)
         context.offer(exchanges.answer_at_once)
         return exchanges.run(stream)

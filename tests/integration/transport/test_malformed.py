@@ -89,7 +89,7 @@ def shop(stubs: dict[str, Callable[[grpc.Channel], Any]]) -> Iterator[Shop]:
     journal = Journal(None)
     yard = Coordinator(network=GrpcNetwork(), journal=journal, clock=SystemClock(), membership=MembershipSettings())
     yard.start()
-    # one thread, made before the first test, so that each test finds the threads that it leaves
+    # one thread for calls and one for streams, made before the first test, so that each test finds what it leaves
     listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], threads=1)
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
@@ -101,6 +101,7 @@ def shop(stubs: dict[str, Callable[[grpc.Channel], Any]]) -> Iterator[Shop]:
             return getattr(stub, name)(sent, timeout=DEADLINE_S)
 
         stock(send)
+        assert not list(stub.PushPull(iter(()), timeout=DEADLINE_S))
         members = stubs["CoordinatorStub"](channel)
         yield Shop(listener.address, channel, stub, members, stubs["ParameterServerStub"])
     listener.stop()

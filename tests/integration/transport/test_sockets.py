@@ -320,6 +320,48 @@ def test_idle_streams_of_peers_that_are_gone_keep_no_thread(hanging: Stage) -> N
     )
 
 
+@pytest.fixture
+def two_threads() -> Iterator[Stage]:
+    echo = Echo(GrpcNetwork())
+    found = GrpcServer("127.0.0.1:0", echo.services(), threads=2)
+    found.start()
+    peer = GrpcNetwork().connect(found.address, name="echo")
+    yield Stage(echo, peer, found.stop)
+    peer.close()
+    found.stop()
+
+
+def served_by() -> int:
+    return sum(thread.name.startswith("serve") for thread in threading.enumerate())
+
+
+def test_streams_that_wait_for_a_request_hold_no_thread(two_threads: Stage) -> None:
+    """40 on which nothing is sent, and 40 with exchanges by turns, in two threads."""
+    silent = [two_threads.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS) for _ in range(40)]
+    streams = [two_threads.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS) for _ in range(40)]
+    for number in range(3):
+        for stream in streams:
+            stream.send(frames_of(number))
+        assert [said(stream) for stream in streams] == [(number + 1, b"ba")] * 40
+    assert served_by() <= 4  # two for calls, two for streams
+    for stream in (*silent, *streams):
+        stream.cancel()
+    wait_until(lambda: two_threads.echo.ended == 80, "the handlers of all streams to end")
+
+
+def test_streams_that_wait_for_a_request_end_with_the_server(two_threads: Stage) -> None:
+    streams = [two_threads.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS) for _ in range(10)]
+    for stream in streams:
+        stream.send(frames_of(1))
+        assert said(stream) == (2, b"ba")
+    two_threads.leave()
+    assert two_threads.echo.ended == 10
+    assert served_by() == 0
+    for stream in streams:
+        with pytest.raises(errors.ServerUnavailable):
+            stream.receive(timeout_ms=TIMEOUT_MS)
+
+
 def test_nobody_listening_is_the_class_that_was_asked_for(listener: GrpcServer) -> None:
     address = listener.address
     listener.start()

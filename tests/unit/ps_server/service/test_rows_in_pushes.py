@@ -41,6 +41,7 @@ from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_ps_server.tables.table import Table
+from tests.support.exchanges import replies_of
 from tests.support.rows_in_pushes import (
     CONTEXT,
     DENSE,
@@ -149,7 +150,7 @@ def test_rows_beside_a_payload_in_shared_memory() -> None:
         writer = HeaderWriter()
         rows, data = coded(ones())
         sent: list[Frame] = []
-        answers = ExchangeStream(store).run(iter_of(sent))
+        answers = replies_of(ExchangeStream(store), iter_of(sent))
         attach = push_order(0, kind=PushKind.NOTHING, parts=(), groups=(), weight=0.0, name=NO_NAME)
         sent.append(Frame(writer.write(dataclasses.replace(attach, attach=shared.ticket())), 0, b""))
         assert push_messages.pulled_from_header(next(answers).header, ()).attached

@@ -30,6 +30,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
 from shardyard_ps_server.service.servicer import Servicer
+from tests.support.exchanges import replies_of
 from tests.support.rows_in_pushes import CONTEXT, DENSE, GENERATION, HERE, IDS, JOB, PARTS, RATE, WIDE, WORKER, coded
 from tests.support.rows_in_pushes import LAYOUT as LAYOUT_OF_TWO
 
@@ -77,7 +78,7 @@ class Wire:
     def __init__(self, store: Store) -> None:
         self._writer = HeaderWriter()
         self._sent: list[Frame] = []
-        self._answers = ExchangeStream(store).run(self._frames())
+        self._answers = replies_of(ExchangeStream(store), self._frames())
 
     def _frames(self) -> Iterator[Frame]:
         while self._sent:
