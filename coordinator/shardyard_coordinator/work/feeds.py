@@ -132,7 +132,10 @@ def check_opening(feed: int, spec: FeedSpec, opened: Sequence[FeedSpec]) -> None
     ]
     if differing:
         said = ", ".join(
-            f"{name}: expected {getattr(first, name)!r}, got {getattr(spec, name)!r}" for name in differing
+            "its samples differ"
+            if name == "fingerprint"
+            else f"{name}: expected {getattr(first, name)!r}, got {getattr(spec, name)!r}"
+            for name in differing
         )
         raise FeedConflict(f"feed {feed} was opened before in another way ({said})", facts={"differs": differing[0]})
 
