@@ -260,7 +260,8 @@ class Call:
                 return
             # as over gRPC, an answer's error comes after the answers
             for answer in serve(method, handler, sent, context, f"call-{self.number}"):
-                self._back(("answer", answer))
+                if answer is not None:
+                    self._back(("answer", answer))
             self._back(("end", None))
         except errors.ShardyardError as error:
             self._back(("error", to_detail(error).SerializeToString(deterministic=True)))

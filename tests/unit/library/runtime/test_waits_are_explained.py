@@ -111,6 +111,8 @@ ALLOWED: Final[dict[str, str]] = {
     "transport/grpc_client.py:Deadlines._run:wait": IDLE,
     "transport/grpc_client.py:ThreadedCall._requests:get": IDLE,
     "transport/grpc_private.py:ServedCall._run:get": IDLE,
+    "transport/grpc_private.py:StreamThreads._serve:get": IDLE,
+    "transport/grpc_private.py:StreamThreads.close:join": OUTSIDE,
     "transport/membership_client.py:MembershipClient._pause:wait": IDLE,
     "transport/membership_client.py:MembershipClient._beat_now:call": SHORT,
     "transport/membership_client.py:MembershipClient.drain:call": (
