@@ -174,7 +174,7 @@ class LaunchRefused(InvalidRequest):
 
 
 class NotShareable(InvalidRequest):
-    why = "memory can be shared only between processes of one user on one machine, in one PID namespace"
+    why = "memory and local sockets can be shared only between processes of one user on one machine"
     todo = "do nothing: the data travels over the network instead"
 
 

@@ -21,7 +21,6 @@ PUSH_BYTES_MAX: Final = 16 * GIB
 
 SHARED_BYTES_MAX: Final = 1 << 46
 """One region of shared memory. It is mapped, not allocated."""
-NONCE_BYTES: Final = 32
 CODING_CHARACTERS_MAX: Final = 2_048
 CODE_HEAD_BYTES_MAX: Final = 64
 """How much longer the code of a block may be than its elements."""

@@ -46,13 +46,12 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShmHandle:
-    """What another process on this machine needs to open shared memory."""
+    """Shared memory that another process on this machine may map. `fd`: a descriptor of this process; it travels beside
+    the message, and the other process has another number for it. -1: it has not come."""
 
-    pid: int
-    fd: int
     nbytes: int
-    nonce: bytes
     region: int = 0
+    fd: int = -1
 
 
 class ShmLocation(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -20,7 +21,8 @@ from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.transport import TRIED
 from shardyard.transport.error_codes import from_rpc_error
 from shardyard.transport.grpc_private import Ended, PrivateCall
-from shardyard.transport.interfaces import REQUEST_ID_KEY, next_request_id
+from shardyard.transport.interfaces import REQUEST_ID_KEY, Stream, next_request_id
+from shardyard.transport.local_socket import LocalStream
 from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
@@ -59,6 +61,9 @@ class GrpcPeer:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stubs: dict[str, Any] = {}
         self._is_cut = False
+        self._lock = threading.Lock()
+        self._local: weakref.WeakSet[LocalStream] = weakref.WeakSet()
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -80,7 +85,9 @@ class GrpcPeer:
         finally:
             call.cancel()
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> GrpcStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+        if socket:
+            return self._open_local(socket, method, timeout_ms)
         metadata = ((REQUEST_ID_KEY, next_request_id()),)
         try:
             self._knock()
@@ -93,7 +100,20 @@ class GrpcPeer:
             raise self._closed(str(error)) from None
         return GrpcStream(self.name, method, call, self._failure, self._deadlines, timeout_ms)
 
+    def _open_local(self, address: str, method: Method[Any, Any], timeout_ms: int) -> LocalStream:
+        with self._lock:
+            if self._is_closed:
+                raise self._closed("it was closed here")
+            found = LocalStream(address, method, peer=self.name, unavailable=self._unavailable, timeout_ms=timeout_ms)
+            self._local.add(found)
+        return found
+
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            local = list(self._local)
+        for stream in local:
+            stream.cancel()
         self._channel.close()
 
     def _once(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Response:
@@ -176,6 +196,8 @@ class ThreadedCall:
 
 class GrpcStream:
     """See shardyard.transport.interfaces.Stream."""
+
+    descriptors = None
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ one process runs the same code as a job over the network.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -79,21 +80,26 @@ class InProcessPeer:
     def is_gone(self) -> bool:
         return self._closed or self._network.handlers_at(self._address) is None
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> InProcessStream:
-        del timeout_ms
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> InProcessStream:
+        del timeout_ms, socket
         return InProcessStream(self, method)
 
     def close(self) -> None:
         self._closed = True
 
-    def run(self, method: Method[Any, Response], sent: bytes | Iterable[bytes]) -> Generator[Response, None, None]:
+    def run(
+        self,
+        method: Method[Any, Response],
+        sent: bytes | Iterable[bytes],
+        descriptors: InProcessDescriptors | None = None,
+    ) -> Generator[Response, None, None]:
         services = None if self._closed else self._network.handlers_at(self._address)
         if services is None:
             raise self.unavailable(f"{self.name} does not answer (no process listens there)")
         if method.path not in services:
             raise errors.ProtocolMismatch(f"{self.name} does not know this method ({method.path})")
         known, handler = services[method.path]
-        context = Context(peer="in-process", is_active=lambda: True)
+        context = Context(peer="in-process", is_active=lambda: True, descriptors=descriptors)
         try:
             for answer in serve(known, handler, sent, context, next_request_id()):
                 if answer is not None:
@@ -101,6 +107,32 @@ class InProcessPeer:
         except errors.ShardyardError as error:
             data = to_detail(error).SerializeToString()
             raise from_detail(wire.ErrorDetail.FromString(data)) from None
+
+
+class InProcessDescriptors:
+    """One end of a pair: what is passed at the one end is taken at the other."""
+
+    def __init__(self) -> None:
+        self._come: deque[int] = deque()
+        self.other = self
+
+    @staticmethod
+    def pair() -> tuple[InProcessDescriptors, InProcessDescriptors]:
+        one, other = InProcessDescriptors(), InProcessDescriptors()
+        one.other, other.other = other, one
+        return one, other
+
+    def pass_descriptors(self, descriptors: Iterable[int]) -> None:
+        self.other._come.extend(descriptors)
+
+    def take_descriptor(self) -> int | None:
+        return self._come.popleft() if self._come else None
+
+    def close(self) -> None:
+        """Closes what was not taken at either end."""
+        for end in (self, self.other):
+            while end._come:
+                os.close(end._come.popleft())
 
 
 class InProcessStream:
@@ -112,7 +144,8 @@ class InProcessStream:
         self._waiting: deque[Iterator[Any]] = deque()
         self._cancelled = False
         self._peer = peer
-        self._answers = peer.run(method, self._requests())
+        self.descriptors, there = InProcessDescriptors.pair()
+        self._answers = peer.run(method, self._requests(), there)
 
     def _requests(self) -> Iterator[bytes]:
         while not self._cancelled:
@@ -136,3 +169,4 @@ class InProcessStream:
         self._cancelled = True
         with contextlib.suppress(ValueError):  # another thread waits for an answer, and will get it
             self._answers.close()
+            self.descriptors.close()

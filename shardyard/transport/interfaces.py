@@ -36,6 +36,18 @@ AtOnce = Callable[[Any], Any]
 than a moment, or fails; the handler then serves the request. It is called by the thread that receives for all calls."""
 
 
+class Descriptors(Protocol):
+    """File descriptors that travel beside the messages of a stream, in order. They end with the stream."""
+
+    def pass_descriptors(self, descriptors: Iterable[int]) -> None:
+        """Sends descriptors beside the next message, and closes them here."""
+        ...
+
+    def take_descriptor(self) -> int | None:
+        """Returns the first that has come and was not taken; None: there is none. The caller closes it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What a handler may know about the call that it serves."""
@@ -46,11 +58,18 @@ class Context:
     """Returns False after the caller has disconnected or its deadline has passed."""
     offer: Callable[[AtOnce], None] = lambda _: None
     """A handler with streams in both directions may offer an AtOnce. The network may use it."""
+    descriptors: Descriptors | None = None
+    """None: this network carries no descriptors."""
 
 
 class Stream(Protocol):
     """An open call of a method with a stream of requests and a stream of answers. Only one thread may use it; any
     thread may call `cancel`."""
+
+    @property
+    def descriptors(self) -> Descriptors | None:
+        """None: this network carries no descriptors."""
+        ...
 
     def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
         """Sends requests in order. `answered`: the next answer belongs to the last of them. Their arrays must not
@@ -82,8 +101,9 @@ class Peer(Protocol):
         self, method: Method[Request, Response], request: Request, *, timeout_ms: int
     ) -> Iterator[Response]: ...
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> Stream:
-        """Opens a stream. `timeout_ms`: how long it may take to send one request."""
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+        """Opens a stream. `timeout_ms`: how long it may take to send one request. `socket`: the peer's local socket,
+        which is to carry the stream. Raises NotShareable if this process cannot reach that."""
         ...
 
     def close(self) -> None: ...

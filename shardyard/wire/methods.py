@@ -57,6 +57,7 @@ PULL = Method(f"{PACKAGE}.ParameterServer", "Pull", message(parameter_server_pb2
 PIN = Method(f"{PACKAGE}.ParameterServer", "Pin", message(parameter_server_pb2.PinRequest), message(parameter_server_pb2.PinReply))
 UNPIN = Method(f"{PACKAGE}.ParameterServer", "Unpin", message(parameter_server_pb2.UnpinRequest), message(parameter_server_pb2.UnpinReply))
 PUSH_PULL = Method(f"{PACKAGE}.ParameterServer", "PushPull", FRAME, FRAME, streams_in=True, streams_out=True)
+ATTACH = Method(f"{PACKAGE}.ParameterServer", "Attach", message(parameter_server_pb2.AttachRequest), message(parameter_server_pb2.AttachReply))
 LOOK_UP = Method(f"{PACKAGE}.ParameterServer", "LookUp", FRAME, FRAME)
 READ_ROWS = Method(f"{PACKAGE}.ParameterServer", "ReadRows", message(parameter_server_pb2.ReadRowsRequest), FRAME, streams_out=True)
 READ_OPTIMIZER = Method(f"{PACKAGE}.ParameterServer", "ReadOptimizer", message(parameter_server_pb2.ReadOptimizerRequest), FRAME, streams_out=True)

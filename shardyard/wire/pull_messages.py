@@ -171,19 +171,13 @@ def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
 
 
 def ticket_to_wire(ticket: ShmHandle) -> server.SharedMemory:
-    return server.SharedMemory(
-        pid=ticket.pid, fd=ticket.fd, bytes=ticket.nbytes, nonce=ticket.nonce, region=ticket.region
-    )
+    return server.SharedMemory(bytes=ticket.nbytes, region=ticket.region)
 
 
 def ticket_from_wire(message: server.SharedMemory) -> ShmHandle:
-    if len(message.nonce) != limits.NONCE_BYTES:
-        raise MalformedPayload(
-            f"shared memory has a nonce of {len(message.nonce)} bytes; expected {limits.NONCE_BYTES}"
-        )
     if message.bytes > limits.SHARED_BYTES_MAX:
         raise TooLarge(f"shared memory has {message.bytes} bytes; at most {limits.SHARED_BYTES_MAX} are allowed")
-    return ShmHandle(message.pid, message.fd, message.bytes, message.nonce, message.region)
+    return ShmHandle(message.bytes, message.region)
 
 
 def missing_to_wire(missing: NotReadyPart) -> server.Missing:

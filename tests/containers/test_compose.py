@@ -124,6 +124,11 @@ class Yard:
         members = self.status()["members"]
         return {member["host"]: member["incarnation"] for member in members if member["role"] == "server"}
 
+    def attached(self) -> dict[str, list[int]]:
+        """How many workers share memory with each server, and how many do not."""
+        servers = self.status()["servers"]
+        return {how: [server[f"workers_{how}"] for server in servers] for how in ("attached", "streaming")}
+
     def job(self, name: str) -> dict[str, Any]:
         """The latest of that name; empty before it has begun."""
         return next((dict(job) for job in reversed(self.status()["jobs"]) if job["name"] == name), {})
@@ -364,6 +369,7 @@ def test_job_goes_on_when_a_servers_container_is_killed(yard: Yard, tmp_path: Pa
     killed, _ = yard.containers("server")
     restarts, before = state(killed)["RestartCount"], yard.servers()
     worker = train_long(yard, tmp_path, "server-dies", **SYNC)
+    assert yard.attached() == {"attached": [2, 2], "streaming": [0, 0]}, "through the sockets in the shared folder"
     kill(yard, killed)
     ends_well(worker)
     assert state(killed)["RestartCount"] == restarts + 1

@@ -24,7 +24,6 @@ FILE = Path(__file__).with_name("vectors.json")
 
 CALLER = common.Caller(job=(1 << 32) + 7, incarnation=(1 << 32) + 9, term=1)
 VERSION = common.Version(life=1, number=41)
-NONCE = bytes(range(32))
 RATES = common.ParameterGroup(values=[0.125, 0.5, 0.0, 0.0, 0.0, 0.0])
 
 
@@ -141,10 +140,8 @@ def messages() -> dict[str, Message]:
             again=True,
         ),
         "PushHeader.nothing": without_work(pull=server.PullRequest(partitions=[0, 2], number=42)),
-        "PushHeader.attach": without_work(attach=server.SharedMemory(pid=4242, fd=7, bytes=1 << 20, nonce=NONCE)),
-        "PushHeader.attach_rows": without_work(
-            attach_rows=server.SharedMemory(pid=4242, fd=8, bytes=1 << 20, nonce=NONCE)
-        ),
+        "PushHeader.attach": without_work(attach=server.SharedMemory(bytes=1 << 20)),
+        "PushHeader.attach_rows": without_work(attach_rows=server.SharedMemory(bytes=1 << 27)),
         "PushHeader.rows_at": server.PushHeader(
             kind=server.PUSH_KIND_NOTHING,
             again=True,
@@ -199,14 +196,12 @@ def messages() -> dict[str, Message]:
             ),
             parts=[server.PulledPart(partition=0, version=VERSION, alike=1)],
         ),
-        "PullHeader.attached": server.PullHeader(
-            attached=True, regions=[server.SharedMemory(pid=4243, fd=9, bytes=1 << 21, nonce=NONCE)]
-        ),
+        "PullHeader.attached": server.PullHeader(attached=True, regions=[server.SharedMemory(bytes=1 << 21)]),
         "PullHeader.not_attached": server.PullHeader(not_attached="the memory of process 4242 cannot be opened"),
         "PullHeader.places": server.PullHeader(
             push=results,
             parts=[server.PulledPart(partition=0, version=VERSION, alike=1)],
-            regions=[server.SharedMemory(pid=4243, fd=11, bytes=1 << 21, nonce=NONCE, region=1)],
+            regions=[server.SharedMemory(bytes=1 << 21, region=1)],
             place_regions=[1, 0],
             places=[4096, 0],
         ),

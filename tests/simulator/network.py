@@ -362,7 +362,7 @@ class SimulatedPeer:
     def receive(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Iterator[Any]:
         return self._run(method, [request], timeout_ms)
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> SimulatedStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> SimulatedStream:
         return SimulatedStream(self, method)
 
     def close(self) -> None:
@@ -420,6 +420,8 @@ class SimulatedPeer:
 
 class SimulatedStream:
     """See shardyard.transport.interfaces.Stream."""
+
+    descriptors = None
 
     def __init__(self, peer: SimulatedPeer, method: Method[Any, Any]) -> None:
         self._peer = peer

@@ -21,7 +21,8 @@ from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import NO_NAME, PushName, RankSource, SourceKey, WorkerSource
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
-from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach
+from shardyard.transport.in_process import InProcessDescriptors
+from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach_received
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import FRAME_BYTES, Frame
 from shardyard.wire.headers import HeaderWriter
@@ -77,7 +78,8 @@ class Wire:
         self._private = private
         self._before: PushHeader | None = None
         self._waiting: list[Iterator[Frame]] = []
-        self._answers = replies_of(ExchangeStream(store), self._frames())
+        self.descriptors, there = InProcessDescriptors.pair()
+        self._answers = replies_of(ExchangeStream(store, there), self._frames())
         self.memory: SharedMemory | None = None
         self.regions: dict[int, AttachedMemory] = {}
 
@@ -112,7 +114,7 @@ class Wire:
         result = push_messages.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             assert ticket.region not in self.regions
-            self.regions[ticket.region] = attach(ticket, private=self._private)
+            self.regions[ticket.region] = attach_received(ticket, self.descriptors, private=self._private)
         data = bytes(first.data)
         while order.pull is not None and not order.pull.shared and result.parts and len(data) < PART_BYTES * len(OWNED):
             data += next(self._answers).data
@@ -120,7 +122,12 @@ class Wire:
 
     def attach(self, nbytes: int = 4 * PART_BYTES) -> ExchangeReply:
         self.memory = SharedMemory(nbytes, read_only=True)
-        return self.ask(self.order(attach=self.memory.ticket()))[0]
+        return self.offer(self.memory)
+
+    def offer(self, memory: SharedMemory, **lie: Any) -> ExchangeReply:
+        """Offers memory. `lie`: what its ticket says instead."""
+        self.descriptors.pass_descriptors([memory.descriptor()])
+        return self.ask(self.order(attach=dataclasses.replace(memory.ticket(), **lie)))[0]
 
     def push(self, value: float, **more: Any) -> tuple[ExchangeReply, bytes]:
         """A gradient that lowers all by `value`; through memory if there is some."""

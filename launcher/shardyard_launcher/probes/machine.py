@@ -93,7 +93,7 @@ def disk(state: Path) -> Sequence[Finding]:
 
 
 def shared_memory() -> Sequence[Finding]:
-    """Whether one process could open what another exports: a sealed memfd by way of /proc/PID/fd."""
+    """Whether one process could read what another exports: a sealed memfd, by its descriptor."""
     slower = "processes on one machine use streams instead, which is slower; training works"
     if not shm.available():
         return [warning("shared memory", f"{sys.platform} with this Python has no memfd", slower)]
@@ -110,7 +110,7 @@ def shared_memory() -> Sequence[Finding]:
         return [
             failed("shared memory", "what was written was not read", "please report it; set worker.same_host=never")
         ]
-    return [ok("shared memory", "a sealed memfd was opened by way of /proc/PID/fd and read")]
+    return [ok("shared memory", "a sealed memfd was mapped twice and read")]
 
 
 def memory() -> Sequence[Finding]:

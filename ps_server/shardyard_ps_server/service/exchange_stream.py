@@ -16,6 +16,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import FRAME_BYTES, ROWS_ALONG_BYTES_MAX
 from shardyard.domain.pulls import PullHeader, ShmLocation
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
+from shardyard.transport.interfaces import Descriptors
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader
@@ -38,10 +39,10 @@ class ExchangeStream:
     """Used by one thread at a time. While it waits for a request, the thread that has received one may call
     `answer_at_once`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, descriptors: Descriptors | None = None) -> None:
         self._store = store
         self._headers = HeaderReader()
-        self._memory = StreamMemory()
+        self._memory = StreamMemory(descriptors)
         self._payloads = PayloadReader(self._memory)
         self._hosted: HostedJob | None = None
         self._lends = False

@@ -20,8 +20,10 @@ from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Network, Service
+from shardyard.transport.local_socket import LocalListener
 from shardyard.transport.malloc import tune_malloc
 from shardyard.transport.membership_client import Membership, MembershipClient
+from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server.hosting import orders, pulls
 from shardyard_ps_server.hosting.store import Store
@@ -60,13 +62,14 @@ class Server:
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
         self.store = Store(logs=logs, on_failure=on_lost, budget=budget)
+        self.servicer = Servicer(self.store)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost, self._on_drain = on_lost, on_drain
         self._empty = False
         self._enrolment: MembershipClient | None = None
 
     def service(self) -> Service:
-        return Servicer(self.store).service()
+        return self.servicer.service()
 
     def register(self, address: str, *, patience_ms: int, stop: threading.Event | None = None) -> None:
         """Registers the address at which workers reach this server, and begins to send heartbeats.
@@ -154,6 +157,16 @@ def _logs(folder: Path, now_s: float) -> LogRoot | None:
     return logs
 
 
+def _local_listener(servicer: Servicer, folder: Path | None) -> LocalListener | None:
+    try:
+        local = LocalListener(methods.PUSH_PULL, servicer.push_pull, connections_max=THREADS, folder=folder)
+    except errors.NotShareable as error:
+        log.warning("workers on this machine use streams: %s", error.what)
+        return None
+    servicer.socket = local.address
+    return local
+
+
 def serve(
     *,
     coordinator: str,
@@ -188,7 +201,10 @@ def serve(
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
     )
     listener = GrpcServer(bind, [server.service()], threads=THREADS)
+    local = _local_listener(server.servicer, settings.yard.sockets_folder)
     listener.start()
+    if local is not None:
+        local.start()
     try:
         address = advertise or listener.address
         try:
@@ -207,6 +223,8 @@ def serve(
     finally:
         server.leave()
         listener.stop()
+        if local is not None:
+            local.stop()
         server.close()
     if lost:
         raise lost[0]

@@ -50,6 +50,8 @@ class Servicer:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.socket = ""
+        """The address of this server's local socket, if there is one."""
 
     def service(self) -> Service:
         service = Service("ParameterServer")
@@ -71,6 +73,7 @@ class Servicer:
         service.on(methods.PIN, self.pin)
         service.on(methods.UNPIN, self.unpin)
         service.on(methods.PUSH_PULL, self.push_pull)
+        service.on(methods.ATTACH, self.attach)
         service.on(methods.LOOK_UP, self.look_up)
         service.on(methods.READ_ROWS, self.read_rows)
         service.on(methods.READ_OPTIMIZER, optimizers.read)
@@ -233,9 +236,12 @@ class Servicer:
         return wire.UnpinReply()
 
     def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame | None]:
-        exchanges = ExchangeStream(self._store)
+        exchanges = ExchangeStream(self._store, context.descriptors)
         context.offer(exchanges.answer_at_once)
         return exchanges.run(stream)
+
+    def attach(self, _request: wire.AttachRequest, _: Context) -> wire.AttachReply:
+        return wire.AttachReply(socket=self.socket)
 
     # ---- rows
 

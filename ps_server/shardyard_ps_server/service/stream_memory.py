@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotShareable
 from shardyard.domain.pushes import ExchangeReply, PushHeader
-from shardyard.transport.shared_memory import AttachedMemory, attach
+from shardyard.transport.interfaces import Descriptors
+from shardyard.transport.shared_memory import AttachedMemory, attach_received
 from shardyard_ps_server.values.shm_regions import ShmRegions
 from shardyard_ps_server.values.versions import Bytes
 
@@ -16,7 +17,10 @@ ROWS_ALIGN = 64
 
 
 class StreamMemory:
-    def __init__(self) -> None:
+    """`descriptors`: those of the stream; None: it cannot carry any."""
+
+    def __init__(self, descriptors: Descriptors | None) -> None:
+        self._descriptors = descriptors
         self._payloads: AttachedMemory | None = None
         self._rows: AttachedMemory | None = None
         self._regions_named = 0
@@ -34,25 +38,25 @@ class StreamMemory:
         memory for rows. Writes the result into `reply`."""
         if header.attach is not None:
             reply.attached = False
-            if not regions.shareable:
-                reply.not_attached = "the server's versions are in private memory"
-            else:
-                try:
-                    self._payloads = attach(header.attach)
-                    reply.attached = True
-                except NotShareable as error:
-                    reply.not_attached = error.what
+            try:
+                memory = attach_received(header.attach, self._descriptors)
+                if not regions.shareable:
+                    raise NotShareable("the server's versions are in private memory")
+                self._payloads, reply.attached = memory, True
+            except NotShareable as error:
+                reply.not_attached = error.what
         if header.attach_rows is not None:
             try:
-                self._rows = attach(header.attach_rows, writable=True)
+                self._rows = attach_received(header.attach_rows, self._descriptors, writable=True)
                 reply.rows_attached = True
             except NotShareable as error:
                 reply.rows_not_attached = error.what
 
     def name_regions(self, regions: ShmRegions, reply: ExchangeReply) -> None:
         """Adds handles of the server's memory that this stream has not named yet."""
-        if self._payloads is not None:
+        if self._payloads is not None and self._descriptors is not None:
             reply.regions = regions.tickets(known=self._regions_named)
+            self._descriptors.pass_descriptors([region.fd for region in reply.regions])
             self._regions_named += len(reply.regions)
 
     def payload(self, at: int, nbytes: int) -> Bytes:

@@ -61,9 +61,12 @@ class ShmRegions:
         return region.bytes[place.at : place.at + nbytes], place
 
     def tickets(self, *, known: int = 0) -> tuple[ShmHandle, ...]:
-        """Returns handles of all regions from number `known` on."""
+        """Returns handles of all regions from number `known` on, whose descriptors the caller closes."""
         with self._lock:
-            return tuple(self._regions[number].ticket(number) for number in range(known, len(self._regions)))
+            return tuple(
+                ShmHandle(region.nbytes, known + number, region.descriptor())
+                for number, region in enumerate(self._regions[known:])
+            )
 
     def close(self) -> None:
         """No worker can attach from now on."""

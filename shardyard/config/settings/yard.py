@@ -60,6 +60,12 @@ class YardSettings(Section):
         description="The folder for files with cold rows, on a local disk. The files have no names and disappear"
         " with the server. auto: cold, in yard.state.",
     )
+    sockets: str | Auto = Field(
+        default=AUTO,
+        max_length=64,
+        description="The folder of the servers' local sockets, for workers that share it and not the servers' network,"
+        " such as other containers. auto: the sockets have no files, and processes of one network find them.",
+    )
     restarts_max: int = Field(
         default=10,
         ge=0,
@@ -83,6 +89,10 @@ class YardSettings(Section):
     @property
     def cold_folder(self) -> Path:
         return Path(self.state) / COLD_FOLDER if self.cold == AUTO else Path(self.cold)
+
+    @property
+    def sockets_folder(self) -> Path | None:
+        return None if self.sockets == AUTO else Path(self.sockets)
 
 
 class MembershipSettings(Section):

@@ -411,18 +411,12 @@ class PushPart(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent_blocks: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("pid", "fd", "bytes", "nonce", "region")
-    PID_FIELD_NUMBER: _ClassVar[int]
-    FD_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("bytes", "region")
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    NONCE_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
-    pid: int
-    fd: int
     bytes: int
-    nonce: bytes
     region: int
-    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., region: _Optional[int] = ...) -> None: ...
 
 class SspReport(_message.Message):
     __slots__ = ("phase", "clock", "ahead", "epoch")
@@ -821,6 +815,16 @@ class OptimizerFrame(_message.Message):
     offset: int
     data: bytes
     def __init__(self, header: _Optional[_Union[OptimizerHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("socket",)
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    def __init__(self, socket: _Optional[str] = ...) -> None: ...
 
 class DescribeServerRequest(_message.Message):
     __slots__ = ()

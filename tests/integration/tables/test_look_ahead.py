@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, TensorDataset
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import armed
-from shardyard.transport import shared_memory
 from shardyard_ps_server.service import stream_memory
 from shardyard_worker.exchange.buffers import shm_rows
 from shardyard_worker.exchange.buffers.shm_rows import ShmRows
@@ -260,7 +259,7 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
     double(job, model, optimizer)
     assert len(rooms) == 1
     with pytest.raises(errors.NotShareable):
-        shared_memory.attach(rooms[0].ticket())
+        rooms[0].descriptor()
     assert len(taken) == (STEPS - 1 if room_bytes > 256 else sum(each <= room_bytes for each in taken))
     assert bool(taken) is (room_bytes > 64)
     assert_rows(model.state_dict(), trained_alone())
@@ -289,7 +288,7 @@ def test_where_rows_cannot_be_shared_they_travel(
     def refuse(*_given: Any, **_more: Any) -> None:
         raise errors.NotShareable("for the test")
 
-    monkeypatch.setattr(stream_memory, "attach", refuse)
+    monkeypatch.setattr(stream_memory, "attach_received", refuse)
     monkeypatch.setattr(ShmRows, "take", lambda *_: pytest.fail("rows that were not shared are read"))
     job, model, optimizer = begin(connect, NEVER | {"yard.servers": 1}, Model())
     double(job, model, optimizer)

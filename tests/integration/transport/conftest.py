@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,10 @@ from shardyard.transport import grpc_server as listener_module
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.interfaces import Network
+from shardyard.transport.interfaces import Network, Stream
+from shardyard.transport.local_socket import LocalListener
+from shardyard.wire import methods
+from shardyard.wire.method import Method
 from tests.support.echoes import (
     Echo,
     Stage,
@@ -21,18 +25,24 @@ from tests.support.echoes import (
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(params=["grpc", "grpc, public interface", "in process"])
+@pytest.fixture(params=["grpc", "grpc, public interface", "in process", "local socket"])
 def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     before = set(threading.enumerate())
     if request.param == "grpc, public interface":
         monkeypatch.setattr(channel, "TRIED", False)
         monkeypatch.setattr(listener_module, "TRIED", False)
-    if request.param.startswith("grpc"):
+    local: LocalListener | None = None
+    if request.param != "in process":
         network: Network = GrpcNetwork()
         echo = Echo(network)
         listener = GrpcServer("127.0.0.1:0", echo.services(), threads=8)
         listener.start()
-        echo.address, leave = listener.address, listener.stop
+        echo.address = listener.address
+
+        def leave() -> None:
+            listener.stop()
+            if local is not None:
+                local.stop()
     else:
         network = in_process = InProcessNetwork()
         echo = Echo(network)
@@ -43,6 +53,19 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             in_process.leave(echo.address)
 
     peer = network.connect(echo.address, name="echo", unavailable=errors.CoordinatorUnavailable)
+    if request.param == "local socket":
+        local = LocalListener(methods.PUSH_PULL, echo.push_pull, connections_max=8)
+        local.start()
+        over_grpc, address = peer.open, local.address
+
+        def open_local(method: Method[Any, Any], *, timeout_ms: int) -> Stream:
+            """As workers do."""
+            try:
+                return over_grpc(method, timeout_ms=timeout_ms, socket=address)
+            except errors.NotShareable:
+                return over_grpc(method, timeout_ms=timeout_ms)
+
+        monkeypatch.setattr(peer, "open", open_local)
     yield Stage(echo, peer, leave)
     echo.hang.set()
     peer.close()

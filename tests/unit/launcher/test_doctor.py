@@ -445,7 +445,7 @@ def test_shared_memory_works_or_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
     assert only(machine.shared_memory()).verdict is Verdict.OK
 
     def refuse(_: object) -> None:
-        raise errors.NotShareable("the memory of process 1 cannot be opened: Permission denied")
+        raise errors.NotShareable("the memory cannot be mapped: Permission denied")
 
     monkeypatch.setattr(shared_memory, "attach", refuse)
     found = only(machine.shared_memory())

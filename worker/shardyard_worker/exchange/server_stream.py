@@ -19,12 +19,14 @@ from shardyard.config.settings import WorkerSettings
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX
+from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
-from shardyard.transport.interfaces import Peer, Stream
+from shardyard.transport.interfaces import Descriptors, Peer, Stream
 from shardyard.transport.shared_memory import AttachedMemory
 from shardyard.wire import frames, methods, push_messages
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
+from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.exchange.buffers.buffer_layout import Bytes, Key
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.buffers.partial_reply import PartialReply
@@ -58,8 +60,9 @@ class ServerStream:
         self._receive_later = receive_later
         self._stream: Stream | None = None
         self._headers = HeaderWriter()
-        self._shareable = settings.same_host == "auto" and buffers.memory(server) is not None
-        self._rows_shareable = settings.same_host == "auto" and tables
+        self._local = settings.same_host == "auto"
+        self._shareable = self._local and buffers.memory(server) is not None
+        self._rows_shareable = self._local and tables
         self._shm_rows: ShmRows | None = None
         self._regions: dict[int, AttachedMemory] = {}
         self._exchanges = 0
@@ -76,13 +79,15 @@ class ServerStream:
 
     def open(self, header: PushHeader) -> None:
         """Opens the stream, and finds out whether shared memory works. Raises Unavailable."""
-        self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms)
+        self._stream = self._open_stream()
         self._exchanges = 0
         self._headers = HeaderWriter()
         self.shared = False
         self._regions.clear()
         self._buffers.values.forget(self.server)
         self._shm_rows = None
+        if self._stream.descriptors is None:
+            self._shareable = self._rows_shareable = False
         if self._shareable or self._rows_shareable:
             self._attach(header)
 
@@ -103,9 +108,9 @@ class ServerStream:
     def send_early(self, at: int, piece: memoryview) -> None:
         """Sends a piece of the next push's payload. Another thread may call this between exchanges."""
         frame = frames.cut_places(b"", [(at, piece)])
-        self._open_stream().send(frame, answered=False)
+        self._opened().send(frame, answered=False)
 
-    def _open_stream(self) -> Stream:
+    def _opened(self) -> Stream:
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
@@ -125,7 +130,7 @@ class ServerStream:
         begins: Sequence[int] | None = None,
     ) -> None:
         """Sends a request (see ServerRequest); `finish` must follow, and `pieces` must not change before."""
-        stream = self._open_stream()
+        stream = self._opened()
         self._buffers.values.await_copies()
         self._rows = rows
         written = self._headers.write(header)
@@ -166,12 +171,25 @@ class ServerStream:
 
     # ---- inside
 
+    def _open_stream(self) -> Stream:
+        """Opens the stream: over the server's local socket, if it has one that this process can reach."""
+        if self._local:
+            attached = self.peer.call(methods.ATTACH, wire.AttachRequest(), timeout_ms=self._deadline_ms)
+            try:
+                return self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms, socket=attached.socket)
+            except errors.NotShareable as error:
+                self._local = False
+                log.info("server %s: payloads travel over gRPC (%s)", self.server, error.what)
+        return self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms)
+
     def _attach(self, header: PushHeader) -> None:
         """Offers memory. Each kind is tried once, since a reason against it stays."""
         memory = self._buffers.memory(self.server) if self._shareable else None
         rows = self._make_shm_rows()
         if memory is None and rows is None:
             return
+        offered = [each.descriptor() for each in (memory, rows) if each is not None]
+        self._descriptors().pass_descriptors(offered)
         offer = replace(
             header,
             kind=PushKind.NOTHING,
@@ -197,7 +215,7 @@ class ServerStream:
         if answer.attached:
             try:
                 for ticket in answer.regions:
-                    self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket)
+                    self._attach_region(ticket)
                 self.shared = True
                 log.debug("server %s: payloads lie in shared memory", self.server)
                 return
@@ -208,6 +226,14 @@ class ServerStream:
         log.info("server %s: payloads travel over streams (%s)", self.server, why)
         if not self.is_open:
             self.open(header)
+
+    def _descriptors(self) -> Descriptors:
+        found = self._opened().descriptors
+        assert found is not None
+        return found
+
+    def _attach_region(self, ticket: ShmHandle) -> None:
+        self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket, self._descriptors())
 
     def _make_shm_rows(self) -> ShmRows | None:
         if not self._rows_shareable:
@@ -220,7 +246,7 @@ class ServerStream:
             return None
 
     def _take(self, header: PushHeader, deadline_ms: int) -> ExchangeReply:
-        stream = self._open_stream()
+        stream = self._opened()
         first = stream.receive(timeout_ms=deadline_ms)
         if first is None:
             # the server has more streams than threads, and has not begun this exchange
@@ -235,7 +261,7 @@ class ServerStream:
         result = push_messages.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             if self.shared:
-                self._regions[ticket.region] = self._buffers.values.attach(self.server, ticket)
+                self._attach_region(ticket)
         if pull is None or result.missing:
             return result
         if header.requested_at is not None:

@@ -7,8 +7,8 @@ import fcntl
 import gc
 import mmap
 import os
-import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 from shardyard.domain.errors import NotShareable, TooLarge
-from shardyard.domain.limits import NONCE_BYTES, SHARED_BYTES_MAX
+from shardyard.domain.limits import SHARED_BYTES_MAX
 from shardyard.domain.pulls import ShmHandle
 from shardyard.transport import shared_memory as shm
-from shardyard.transport.shared_memory import HEAD_BYTES, AttachedMemory, SharedMemory, attach
+from shardyard.transport.in_process import InProcessDescriptors
+from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach, attach_received
 
 PAGE = mmap.PAGESIZE
 F_ADD_SEALS, SEAL_SHRINK = 1033, 0x2
@@ -31,14 +32,15 @@ NOBODY = 65534
 
 # Exports memory of 3 pages whose bytes are 7, and says what is needed to open it; fills it with each number on stdin.
 EXPORTER = """
-import os, sys
+import os, socket, sys
 from shardyard.transport.shared_memory import SharedMemory
-if sys.argv[1:]:
-    os.seteuid(int(sys.argv[1]))
+if sys.argv[2:]:
+    os.seteuid(int(sys.argv[2]))
 memory = SharedMemory(3 * 4096, read_only=True)
 memory.bytes[:] = 7
 ticket = memory.ticket(5)
-print(ticket.pid, ticket.fd, ticket.nbytes, ticket.nonce.hex(), ticket.region, flush=True)
+with socket.socket(fileno=int(sys.argv[1])) as given:
+    socket.send_fds(given, [f"{ticket.nbytes} {ticket.region}".encode()], [ticket.fd])
 for line in sys.stdin:
     memory.bytes[:] = int(line)
     print("filled", flush=True)
@@ -47,11 +49,19 @@ for line in sys.stdin:
 
 class Exporter:
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", EXPORTER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        pid, fd, nbytes, nonce, region = self._line().split()
-        self.ticket = ShmHandle(int(pid), int(fd), int(nbytes), bytes.fromhex(nonce), int(region))
+        here, there = socket.socketpair()
+        with here, there:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", EXPORTER, str(there.fileno()), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=(there.fileno(),),
+            )
+            here.settimeout(60)
+            said, (fd,), _, _ = socket.recv_fds(here, 100, 1)
+        nbytes, region = said.split()
+        self.ticket = ShmHandle(int(nbytes), int(region), fd)
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -67,6 +77,10 @@ class Exporter:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
 
+    def close(self) -> None:
+        self.kill()
+        os.close(self.ticket.fd)
+
 
 @contextmanager
 def exporting(*arguments: str) -> Iterator[Exporter]:
@@ -74,7 +88,7 @@ def exporting(*arguments: str) -> Iterator[Exporter]:
     try:
         yield exporter
     finally:
-        exporter.kill()
+        exporter.close()
 
 
 @pytest.fixture
@@ -105,8 +119,7 @@ def test_memory_outlives_a_killed_exporter_and_leaves_nothing_behind(
         attached = attach(exporter.ticket)
         exporter.kill()
         assert set(attached.bytes) == {7}
-        with pytest.raises(NotShareable):
-            attach(exporter.ticket)
+    assert set(attached.bytes) == {7}
     assert shared_memory() == before
 
 
@@ -117,22 +130,17 @@ def test_exported_memory_begins_at_a_page_and_is_zero(shared: SharedMemory) -> N
     assert SharedMemory(0, read_only=True).bytes.size == 0
 
 
-def test_each_memory_has_a_nonce_of_its_own(shared: SharedMemory) -> None:
-    other = SharedMemory(PAGE, read_only=True)
-    assert len(shared.ticket().nonce) == len(other.ticket().nonce) == NONCE_BYTES
-    assert shared.ticket().nonce != other.ticket().nonce
-    other.close()
-
-
 def test_closed_memory_cannot_be_attached_but_is_read_by_who_has_it(shared: SharedMemory) -> None:
     shared.bytes[:] = 3
-    attached, ticket = attach(shared.ticket()), shared.ticket()
+    attached = attach(shared.ticket())
     shared.close()
     shared.close()
     shared.bytes[0] = 4
     assert attached.bytes[:2].tolist() == [4, 3]
-    with pytest.raises(NotShareable, match="cannot be opened"):
-        attach(ticket)
+    with pytest.raises(NotShareable, match="not shared any more"):
+        shared.descriptor()
+    with pytest.raises(NotShareable, match="cannot be mapped"):
+        attach(shared.ticket())
 
 
 # ---- seals
@@ -145,7 +153,7 @@ def reopened(memory: SharedMemory, flags: int) -> int:
 def test_exported_memory_can_be_neither_shrunk_nor_grown_nor_unsealed(shared: SharedMemory) -> None:
     fd = reopened(shared, os.O_RDWR)
     try:
-        for nbytes in (0, HEAD_BYTES, HEAD_BYTES + 5 * PAGE):
+        for nbytes in (0, PAGE, 5 * PAGE):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, nbytes)
         with pytest.raises(PermissionError):
@@ -158,9 +166,9 @@ def test_nobody_else_can_write_to_memory_that_is_read_only(shared: SharedMemory)
     fd = reopened(shared, os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
-            mmap.mmap(fd, HEAD_BYTES + PAGE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            mmap.mmap(fd, PAGE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(PermissionError):
-            os.pwrite(fd, b"x", HEAD_BYTES)
+            os.pwrite(fd, b"x", 0)
     finally:
         os.close(fd)
     shared.bytes[0] = 1  # the owner can
@@ -178,16 +186,14 @@ def test_attached_memory_cannot_be_written(shared: SharedMemory) -> None:
 
 
 @contextmanager
-def memfd(nbytes: int, *, name: str = "shardyard", seals: int = SEAL_SHRINK, nonce: bytes = b"") -> Iterator[ShmHandle]:
+def memfd(nbytes: int, *, seals: int = SEAL_SHRINK) -> Iterator[ShmHandle]:
     """Memory made by somebody who does as they like, and the ticket that they give."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("somebody-elses", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, HEAD_BYTES + nbytes)
-        nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        os.pwrite(fd, nonce, 0)
+        os.ftruncate(fd, nbytes)
         if seals:
             fcntl.fcntl(fd, F_ADD_SEALS, seals)
-        yield ShmHandle(os.getpid(), fd, nbytes, nonce)
+        yield ShmHandle(nbytes, fd=fd)
     finally:
         os.close(fd)
 
@@ -203,25 +209,22 @@ def test_memory_that_is_not_sealed_against_shrinking_is_refused() -> None:
             attach(ticket)
 
 
-def test_memory_with_another_nonce_is_refused() -> None:
-    with memfd(PAGE) as ticket:
-        for nonce in (bytes(NONCE_BYTES), ticket.nonce[::-1], ticket.nonce[:-1], ticket.nonce + b"x", b""):
-            with pytest.raises(NotShareable, match="other memory than was announced"):
-                attach(dataclasses.replace(ticket, nonce=nonce))
-
-
 @pytest.mark.parametrize("beyond", [1, PAGE, 1 << 40])
 def test_memory_that_is_smaller_than_announced_is_refused(beyond: int) -> None:
-    with memfd(PAGE) as ticket, pytest.raises(NotShareable, match=rf"{HEAD_BYTES + PAGE} bytes; announced"):
+    with memfd(PAGE) as ticket, pytest.raises(NotShareable, match=rf"{PAGE} bytes; announced"):
         attach(dataclasses.replace(ticket, nbytes=PAGE + beyond))
 
 
 def test_neither_a_refusal_nor_an_attachment_that_is_gone_keeps_a_descriptor(shared: SharedMemory) -> None:
     gc.collect()  # what other tests have left
     before = os.listdir("/proc/self/fd")
-    for changes in ({"nonce": bytes(NONCE_BYTES)}, {"nbytes": 5 * PAGE}, {"fd": 1 << 20}):
+    for changes in ({"nbytes": 5 * PAGE}, {"fd": 1 << 20}):
         with pytest.raises(NotShareable):
             attach(dataclasses.replace(shared.ticket(), **changes))
+        here, there = InProcessDescriptors.pair()
+        there.pass_descriptors([shared.descriptor()])
+        with pytest.raises(NotShareable):
+            attach_received(dataclasses.replace(shared.ticket(), nbytes=5 * PAGE), here)
     with memfd(PAGE, seals=0) as ticket, pytest.raises(NotShareable):
         attach(ticket)
     assert attach(shared.ticket()).bytes.size == attach(shared.ticket(), private=True).bytes.size
@@ -243,33 +246,27 @@ def fifo(folder: Path) -> int:
 
 def ordinary(folder: Path) -> int:
     fd = os.open(folder / "memfd:shardyard", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, HEAD_BYTES + PAGE)
+    os.ftruncate(fd, PAGE)
     return fd
 
 
-def others_memory(_: Path) -> int:
-    return os.memfd_create("somebody-elses", os.MFD_ALLOW_SEALING)
-
-
-@pytest.mark.parametrize("make", [fifo, ordinary, others_memory, lambda _: os.open("/dev/zero", os.O_RDWR)])
-def test_another_kind_of_file_is_not_even_opened(
-    make: Callable[[Path], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("make", [fifo, ordinary, lambda _: os.open("/dev/zero", os.O_RDWR)])
+def test_another_kind_of_file_is_refused(make: Callable[[Path], int], tmp_path: Path) -> None:
     fd = make(tmp_path)
     try:
-        monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
-        with pytest.raises(NotShareable, match="is not there"):
-            attach(ShmHandle(os.getpid(), fd, 0, bytes(NONCE_BYTES)))
+        with pytest.raises(NotShareable, match=r"belongs to user|not sealed"):
+            attach(ShmHandle(0, fd=fd))
     finally:
         os.close(fd)
 
 
-def test_process_or_descriptor_that_does_not_exist_is_refused(shared: SharedMemory) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    for changes in ({"pid": gone.pid}, {"pid": (1 << 32) - 1}, {"fd": 1 << 20}, {"pid": 0}):
-        with pytest.raises(NotShareable, match="cannot be opened"):
-            attach(dataclasses.replace(shared.ticket(), **changes))
+def test_descriptor_that_does_not_exist_or_has_not_come_is_refused(shared: SharedMemory) -> None:
+    for fd in (1 << 20, -1):
+        with pytest.raises(NotShareable, match="cannot be mapped"):
+            attach(dataclasses.replace(shared.ticket(), fd=fd))
+    for descriptors in (None, InProcessDescriptors.pair()[0]):
+        with pytest.raises(NotShareable, match="its descriptor did not come with it"):
+            attach_received(shared.ticket(), descriptors)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -277,25 +274,6 @@ def test_memory_of_another_user_is_refused() -> None:
     with exporting(str(NOBODY)) as exporter:
         with pytest.raises(NotShareable, match=f"belongs to user {NOBODY}; this process is user 0"):
             attach(exporter.ticket)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_cannot_open_ours(shared: SharedMemory) -> None:
-    ticket = shared.ticket()
-    asked = (
-        "import os, sys\n"
-        "from shardyard.domain.errors import NotShareable\n"
-        "from shardyard.domain.pulls import ShmHandle\n"
-        "from shardyard.transport.shared_memory import attach\n"
-        "os.setuid(int(sys.argv[1]))\n"
-        "try:\n"
-        "    attach(ShmHandle(int(sys.argv[2]), int(sys.argv[3]), 1, bytes.fromhex(sys.argv[4])))\n"
-        "except NotShareable as error:\n"
-        "    print('refused', error.what)\n"
-    )
-    given = [str(NOBODY), str(ticket.pid), str(ticket.fd), ticket.nonce.hex()]
-    done = subprocess.run([sys.executable, "-c", asked, *given], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("refused")
 
 
 def test_system_without_such_memory_is_told_in_words(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:

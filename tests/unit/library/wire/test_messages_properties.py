@@ -136,10 +136,7 @@ part_lists = st.lists(push_parts, max_size=4, unique_by=lambda part: part.partit
 groups = st.lists(st.lists(finite, max_size=6).map(tuple), max_size=3).map(tuple)
 tickets = st.builds(
     ShmHandle,
-    u32,
-    u32,
     st.integers(0, limits.SHARED_BYTES_MAX),
-    st.binary(min_size=limits.NONCE_BYTES, max_size=limits.NONCE_BYTES),
     u32,
 )
 

@@ -30,6 +30,7 @@ from shardyard.domain.pushes import Outcome, PushedRows, PushHeader, PushKind, P
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.transport.in_process import InProcessDescriptors
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard.wire import common_messages, frames, layout_messages, push_messages, table_messages
 from shardyard.wire.frames import Frame
@@ -150,7 +151,9 @@ def test_rows_beside_a_payload_in_shared_memory() -> None:
         writer = HeaderWriter()
         rows, data = coded(ones())
         sent: list[Frame] = []
-        answers = replies_of(ExchangeStream(store), iter_of(sent))
+        here, there = InProcessDescriptors.pair()
+        here.pass_descriptors([shared.descriptor()])
+        answers = replies_of(ExchangeStream(store, there), iter_of(sent))
         attach = push_order(0, kind=PushKind.NOTHING, parts=(), groups=(), weight=0.0, name=NO_NAME)
         sent.append(Frame(writer.write(dataclasses.replace(attach, attach=shared.ticket())), 0, b""))
         assert push_messages.pulled_from_header(next(answers).header, ()).attached

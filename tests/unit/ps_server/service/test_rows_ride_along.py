@@ -20,6 +20,7 @@ from shardyard.domain.push_names import NO_NAME, PushName, RankSource, SourceKey
 from shardyard.domain.pushes import ExchangeReply, PushedRows, PushHeader, PushKind, PushPart
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.transport.in_process import InProcessDescriptors
 from shardyard.transport.shared_memory import SharedMemory
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Assembler, Frame
@@ -78,7 +79,8 @@ class Wire:
     def __init__(self, store: Store) -> None:
         self._writer = HeaderWriter()
         self._sent: list[Frame] = []
-        self._answers = replies_of(ExchangeStream(store), self._frames())
+        self.descriptors, there = InProcessDescriptors.pair()
+        self._answers = replies_of(ExchangeStream(store, there), self._frames())
 
     def _frames(self) -> Iterator[Frame]:
         while self._sent:
@@ -182,6 +184,7 @@ def test_rows_follow_codes_and_places(store: Store) -> None:
     try:
         memory.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
         wire = Wire(store)
+        wire.descriptors.pass_descriptors([memory.descriptor()])
         assert wire.exchange(order(None, pull=None, attach=memory.ticket()))[0].attached
         rows_said, data = pushed()
         shared = order(0, rows_said, requested=requested, shared_at=64, pull=wish(shared=True))
@@ -205,6 +208,7 @@ class Room:
     def __init__(self, wire: Wire, nbytes: int = 2048) -> None:
         self.memory = SharedMemory(nbytes, read_only=False)
         self.memory.bytes[:] = 0xAB
+        wire.descriptors.pass_descriptors([self.memory.descriptor()])
         head, _ = wire.exchange(order(None, pull=None, attach_rows=self.memory.ticket()))
         assert (head.rows_attached, head.rows_not_attached) == (True, "")
 
@@ -299,7 +303,9 @@ def test_memory_for_rows_that_cannot_be_opened_is_said_and_the_stream_goes_on(st
     wire, memory = Wire(store), SharedMemory(2048, read_only=False)
     requested, ids = asked()
     shown = SharedMemory(2048, read_only=True)  # nobody else can write there
-    for ticket in (dataclasses.replace(memory.ticket(), nonce=bytes(32)), shown.ticket()):
+    for offered, nbytes in ((memory, 2049), (shown, 2048)):
+        wire.descriptors.pass_descriptors([offered.descriptor()])
+        ticket = dataclasses.replace(offered.ticket(), nbytes=nbytes)
         head, _ = wire.exchange(order(None, pull=None, attach_rows=ticket))
         assert not head.rows_attached
         assert head.rows_not_attached

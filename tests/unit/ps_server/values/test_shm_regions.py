@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from shardyard.domain.errors import NotShareable, TooLarge
 from shardyard.domain.limits import BLOCK_ALIGN_BYTES
-from shardyard.domain.pulls import ShmLocation
+from shardyard.domain.pulls import ShmHandle, ShmLocation
 from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach
 from shardyard_ps_server.values import shm_regions as module
 from shardyard_ps_server.values.shm_regions import VERSIONS_PER_REGION, ShmRegions
 from shardyard_ps_server.values.versions import Bytes
 
 PAGE = mmap.PAGESIZE
+
+
+@contextmanager
+def closing_all(tickets: tuple[ShmHandle, ...]) -> Iterator[tuple[ShmHandle, ...]]:
+    yield tickets
+    for ticket in tickets:
+        os.close(ticket.fd)
 
 
 def taken(regions: ShmRegions, nbytes: int) -> tuple[Bytes, ShmLocation]:
@@ -31,7 +41,8 @@ def test_buffer_is_found_at_its_place_by_who_attaches() -> None:
         buffer, place = taken(regions, PAGE + 100)
         assert buffer.shape == (PAGE + 100,)
         buffer[:] = number
-        found = attach(regions.tickets()[place.region]).bytes[place.at : place.at + len(buffer)]
+        with closing_all(regions.tickets()) as tickets:
+            found = attach(tickets[place.region]).bytes[place.at : place.at + len(buffer)]
         assert set(found) == {number}
     regions.close()
 
@@ -47,8 +58,9 @@ def test_buffers_begin_at_a_page_and_never_overlap() -> None:
         spans.append((place.region, place.at, place.at + nbytes))
     for (region, _, end), (next_region, begin, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
         assert region != next_region or end <= begin
-    for region, _, end in spans:
-        assert end <= regions.tickets()[region].nbytes
+    with closing_all(regions.tickets()) as tickets:
+        for region, _, end in spans:
+            assert end <= tickets[region].nbytes
     regions.close()
 
 
@@ -57,8 +69,9 @@ def test_full_region_is_followed_by_another_which_is_told_on() -> None:
     for number in range(2 * VERSIONS_PER_REGION + 1):
         _, place = taken(regions, PAGE)
         assert place == ShmLocation(number // VERSIONS_PER_REGION, number % VERSIONS_PER_REGION * PAGE)
-    assert [ticket.region for ticket in regions.tickets()] == [0, 1, 2]
-    assert [ticket.region for ticket in regions.tickets(known=1)] == [1, 2]
+    for known in (0, 1):
+        with closing_all(regions.tickets(known=known)) as tickets:
+            assert [ticket.region for ticket in tickets] == [0, 1, 2][known:]
     assert regions.tickets(known=3) == ()
     regions.close()
 
@@ -75,9 +88,8 @@ def test_buffer_larger_than_a_region_gets_one_of_its_own() -> None:
 def test_nobody_else_can_write_to_a_region() -> None:
     regions = ShmRegions(PAGE)
     taken(regions, PAGE)
-    (ticket,) = regions.tickets()
-    with open(f"/proc/{ticket.pid}/fd/{ticket.fd}", "r+b") as file, pytest.raises(PermissionError):
-        mmap.mmap(file.fileno(), ticket.nbytes)
+    with closing_all(regions.tickets()) as (ticket,), pytest.raises(PermissionError):
+        mmap.mmap(ticket.fd, ticket.nbytes)
     regions.close()
 
 
@@ -92,13 +104,13 @@ def test_partition_without_values_needs_no_place() -> None:
 def test_closed_regions_cannot_be_attached_and_what_was_taken_can_be_used() -> None:
     regions = ShmRegions(PAGE)
     buffer, _ = taken(regions, PAGE)
-    attached: AttachedMemory = attach(regions.tickets()[0])
-    (ticket,) = regions.tickets()
+    with closing_all(regions.tickets()) as tickets:
+        attached: AttachedMemory = attach(tickets[0])
     regions.close()
     buffer[:] = 5
     assert set(attached.bytes[:PAGE]) == {5}
-    with pytest.raises(NotShareable):
-        attach(ticket)
+    with pytest.raises(NotShareable, match="not shared any more"):
+        regions.tickets()
 
 
 def test_without_shared_memory_buffers_are_private(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from shardyard.domain.ids import Generation, Incarnation
 from shardyard.domain.layout.layouts import JobLayout, PartitionMap
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.transport.in_process import InProcessDescriptors
 from shardyard.transport.shared_memory import SharedMemory, attach
 from shardyard_coordinator.placement.placement import Server, assign, plan
 from shardyard_worker.exchange.buffers import device_copies
@@ -453,11 +454,18 @@ def test_refused_pinning_is_told_once_and_changes_nothing(caplog: pytest.LogCapt
     model.buffers.close()
 
 
+def having(memory: SharedMemory) -> InProcessDescriptors:
+    """The end of a stream to which a descriptor of this memory has come."""
+    here, there = InProcessDescriptors.pair()
+    there.pass_descriptors([memory.descriptor()])
+    return here
+
+
 def test_server_memory_is_shared_and_pinned_to_be_read(engine: FakeEngine, copies: DeviceCopies) -> None:
     """A private mapping would get pages of its own by being pinned, and never see another version."""
     buffers = made_buffers(copies)
     with contextlib.closing(SharedMemory(10_000, read_only=True)) as theirs:
-        found = buffers.values.attach(SERVER, theirs.ticket())
+        found = buffers.values.attach(SERVER, theirs.ticket(), having(theirs))
         assert not found.private
         assert engine.pinned[found.bytes.ctypes.data] == (10_000, True)
         theirs.bytes[:] = 5
@@ -477,7 +485,7 @@ def test_where_some_parameters_are_on_the_cpu_server_memory_stays_private(engine
     assert not copies.alone
     buffers = made_buffers(copies)
     with contextlib.closing(SharedMemory(100, read_only=True)) as theirs:
-        assert buffers.values.attach(SERVER, theirs.ticket()).private
+        assert buffers.values.attach(SERVER, theirs.ticket(), having(theirs)).private
 
 
 def test_tensor_of_memory_that_cannot_be_written(recwarn: pytest.WarningsRecorder) -> None:

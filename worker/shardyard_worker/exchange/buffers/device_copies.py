@@ -32,7 +32,8 @@ from torch.utils.weak import TensorWeakRef
 
 from shardyard.domain.limits import KIB
 from shardyard.domain.pulls import ShmHandle
-from shardyard.transport.shared_memory import AttachedMemory, attach
+from shardyard.transport.interfaces import Descriptors
+from shardyard.transport.shared_memory import AttachedMemory, attach_received
 
 log = logging.getLogger("shardyard.worker")
 
@@ -377,10 +378,10 @@ class DeviceCopies:
             self._pinning_failed = True
             log.info("copies to and from the GPU are slower: memory could not be pinned (%s)", why)
 
-    def attach(self, ticket: ShmHandle) -> AttachedMemory:
-        """Opens memory that a server exports, for devices to read. Raises NotShareable."""
+    def attach(self, ticket: ShmHandle, descriptors: Descriptors | None) -> AttachedMemory:
+        """Maps memory that a server exports, for devices to read. Raises NotShareable."""
         # not private: pinning would then copy pages into this process, and the server's writes would not reach them
-        memory = attach(ticket, private=False)
+        memory = attach_received(ticket, descriptors, private=False)
         self.pin(memory.bytes, read_only=True)
         return memory
 

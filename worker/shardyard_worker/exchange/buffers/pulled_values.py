@@ -17,7 +17,8 @@ from shardyard.domain.ids import Incarnation
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.variables import VariableKind
-from shardyard.transport.shared_memory import AttachedMemory, attach
+from shardyard.transport.interfaces import Descriptors
+from shardyard.transport.shared_memory import AttachedMemory, attach_received
 from shardyard_worker.exchange.buffers.buffer_layout import (
     Bytes,
     Key,
@@ -108,11 +109,11 @@ class PulledValues:
                 self._copies.unpin(memory.bytes)
             buffers.attached = []
 
-    def attach(self, server: Incarnation, ticket: ShmHandle) -> AttachedMemory:
-        """Opens a server's memory, so that values are read in place. Raises NotShareable."""
+    def attach(self, server: Incarnation, ticket: ShmHandle, descriptors: Descriptors | None) -> AttachedMemory:
+        """Maps a server's memory, so that values are read in place. Raises NotShareable."""
         if self._copies is None or not self._copies.alone:
-            return attach(ticket, private=True)
-        memory = self._copies.attach(ticket)
+            return attach_received(ticket, descriptors, private=True)
+        memory = self._copies.attach(ticket, descriptors)
         self._by_server[server].attached.append(memory)
         return memory
 

@@ -32,6 +32,10 @@ class ShmRows:
     def ticket(self) -> ShmHandle:
         return self._memory.ticket()
 
+    def descriptor(self) -> int:
+        """Returns another descriptor of the memory, which the caller closes."""
+        return self._memory.descriptor()
+
     def close(self) -> None:
         """From now on no other process can open the memory."""
         self._memory.close()
