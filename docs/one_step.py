@@ -66,7 +66,7 @@ class Tap:
 class TappedPeer(InProcessPeer):
     tap: Tap
 
-    def run(self, method: Any, sent: bytes | Iterable[bytes]) -> Generator[Any, None, None]:
+    def run(self, method: Any, sent: bytes | Iterable[bytes], descriptors: Any = None) -> Generator[Any, None, None]:
         def kept(messages: Iterable[bytes]) -> Iterator[bytes]:
             for message in messages:
                 self.tap.requests.append((self._address, method, message))
@@ -74,9 +74,9 @@ class TappedPeer(InProcessPeer):
 
         if isinstance(sent, bytes):
             (sent,) = kept([sent])
-            answers = super().run(method, sent)
+            answers = super().run(method, sent, descriptors)
         else:
-            answers = super().run(method, kept(sent))
+            answers = super().run(method, kept(sent), descriptors)
         for answer in answers:
             self.tap.answers.append((self._address, method, answer))
             yield answer

@@ -33,6 +33,7 @@ from google.protobuf.message import DecodeError
 
 from shardyard.domain import errors
 from shardyard.domain.limits import KIB, MESSAGE_BYTES_MAX
+from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.dispatch import serve
 from shardyard.transport.error_codes import from_detail, to_detail
 from shardyard.transport.interfaces import Context, Descriptors, Handler, next_request_id
@@ -298,16 +299,21 @@ class LocalListener:
         with self._lock:
             self._stopped = True
             served = dict(self._served)
-        with contextlib.suppress(OSError):  # it does not listen yet
-            self._socket.shutdown(socket.SHUT_RDWR)
-        if self._accepts.ident is not None:
-            self._accepts.join()
-        self._socket.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-        for connection, thread in served.items():
-            connection.cancel()
-            thread.join()
+        wait_registry = WaitRegistry()
+        try:
+            with wait_registry.over(lambda: f"the streams of local socket {self.address} to end"):
+                with contextlib.suppress(OSError):  # it does not listen yet
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                if self._accepts.ident is not None:
+                    self._accepts.join()
+                self._socket.close()
+                if self._path is not None:
+                    self._path.unlink(missing_ok=True)
+                for connection, thread in served.items():
+                    connection.cancel()
+                    thread.join()
+        finally:
+            wait_registry.close()
 
     def _accept(self) -> None:
         while True:
