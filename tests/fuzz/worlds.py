@@ -260,9 +260,7 @@ class ServerWorld:
         coded = server.PushHeader(
             **who, kind=server.PUSH_KIND_NOTHING, pull={"partitions": [0, 1], "coding": "delta:64+zstd"}
         )
-        attach = server.PushHeader(
-            **who, kind=server.PUSH_KIND_NOTHING, attach={"pid": 1, "fd": 3, "bytes": 4096, "nonce": bytes(32)}
-        )
+        attach = server.PushHeader(**who, kind=server.PUSH_KIND_NOTHING, attach={"bytes": 4096})
         judges = server.PushHeader(
             **who,
             kind=server.PUSH_KIND_NOTHING,

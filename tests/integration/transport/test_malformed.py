@@ -396,7 +396,6 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
     good = wire.PushHeader()
     good.CopyFrom(nothing)
     good.pull.partitions.extend([0, 1])
-    nonce = bytes(32)
     again = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING)
     wrong: dict[str, tuple[list[wire.PushFrame], str]] = {
         "again, at first": ([wire.PushFrame(header=again)], "MalformedPayload"),
@@ -445,12 +444,8 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
             [wire.PushFrame(header=changed(header(0), shared_at=0), data=GRADIENT)],
             "MalformedPayload",
         ),
-        "a short nonce": (
-            [wire.PushFrame(header=changed(nothing, attach={"pid": 1, "nonce": nonce[1:]}))],
-            "MalformedPayload",
-        ),
         "memory without end": (
-            [wire.PushFrame(header=changed(nothing, attach={"pid": 1, "bytes": 1 << 47, "nonce": nonce}))],
+            [wire.PushFrame(header=changed(nothing, attach={"bytes": 1 << 47}))],
             "TooLarge",
         ),
         "too long a wait": ([wire.PushFrame(header=changed(good, wait_ms=1_001))], "InvalidRequest"),
