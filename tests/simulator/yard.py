@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from shardyard.domain.errors import NotShareable
 from shardyard.domain.ids import RunName
 from shardyard_coordinator.service.journal import Journal
 
@@ -51,6 +52,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     log messages a trace has."""
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.transport.grpc_server import GrpcServer
+    from shardyard.transport.local_socket import LocalListener
     from shardyard.transport.malloc import tune_malloc
     from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
@@ -63,6 +65,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     more = {
         id(GrpcNetwork): _network,
         id(GrpcServer): _Listener,
+        id(LocalListener): _no_local_socket,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(run_of): lambda _: RunName(f"launch {current_yard().jobs_failed}"),
@@ -98,6 +101,10 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
             each()
         disk_tier.ROWS_LEAST = rows_least  # type: ignore[misc]
         torch.set_num_threads(threads)
+
+
+def _no_local_socket(*_: object, **__: object) -> NoReturn:
+    raise NotShareable("processes of a simulation have no sockets")
 
 
 _os: list[SimulatedOs] = []
