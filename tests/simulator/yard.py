@@ -18,11 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from shardyard.domain.errors import NotShareable
 from shardyard.domain.ids import RunName
 from shardyard_coordinator.service.journal import Journal
 
@@ -65,7 +64,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     more = {
         id(GrpcNetwork): _network,
         id(GrpcServer): _Listener,
-        id(LocalListener): _no_local_socket,
+        id(LocalListener): _NoLocalSocket,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(run_of): lambda _: RunName(f"launch {current_yard().jobs_failed}"),
@@ -103,8 +102,16 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _no_local_socket(*_: object, **__: object) -> NoReturn:
-    raise NotShareable("processes of a simulation have no sockets")
+class _NoLocalSocket:
+    """Processes of a simulation have none: their workers use the simulated network."""
+
+    address = ""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 _os: list[SimulatedOs] = []
