@@ -57,6 +57,13 @@ def lease(job: JobState, worker: Incarnation, feed: int, known: Collection[Token
             f"{job.title} is synchronous: it leases logical ranks, not data shards",
             todo="ask for no lease; the job's ranks come with heartbeats",
         )
+    if (
+        job.mode.latest.bound is not None
+        and job.recovery.attempt is not None
+        and not job.feeds.has_unknown(feed, worker, known)
+    ):
+        # the servers of the next map were told which workers have work, and wait only for these (rule C3)
+        return [Reply(LeaseWait(f"partitions of {job.title} on other servers"))]
     before = job.tokens.latest
     answer = job.feeds.lease(feed, worker, known=known, fresh=awaits is None)
     if isinstance(answer, LeaseWait):

@@ -79,7 +79,7 @@ class DataLedger:
         """A data shard for the worker; one that it holds already, if there is one that it does not know of. `known`:
         the tokens of those that it knows of. `fresh`: also a data shard that was never leased. Raises NotFound."""
         shards = self.feed(feed)
-        number = next((each for each in shards.held_by(worker) if shards.held[each].token not in known), None)
+        number = self._unknown(shards, worker, known)
         if number is None:
             begun = shards.begun
             number = shards.take(fresh=fresh)
@@ -89,6 +89,14 @@ class DataLedger:
                 return LeaseWait(shards.holders if shards.held else "data shards that no worker has begun")
             shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
         return shards.lease(number)
+
+    @staticmethod
+    def _unknown(shards: DataShards, worker: Incarnation, known: Collection[Token]) -> int | None:
+        return next((each for each in shards.held_by(worker) if shards.held[each].token not in known), None)
+
+    def has_unknown(self, feed: int, worker: Incarnation, known: Collection[Token]) -> bool:
+        """Whether the worker holds a data shard of the feed that it does not know of. Raises NotFound."""
+        return self._unknown(self.feed(feed), worker, known) is not None
 
     def held(self, worker: Incarnation) -> list[DataShardSource]:
         """The data shards that are leased to the worker."""
