@@ -8,13 +8,14 @@ from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain import errors, limits
 from shardyard.domain.consistency import Consistency, ConsistencyMode
 from shardyard.domain.ids import Caller, Generation, MemberRole
+from shardyard.domain.push_names import DataLease
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.modes.mode_setting import SWITCHES_MAX, ModeSetting, settings_of, switched
 from shardyard_coordinator.service.rpcs import jobs
-from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_coordinator.work.feeds import FeedSpec, LeaseWait
 from tests.support.machine_yards import MachineYard
 from tests.support.switching_yards import ASYNC, BOUNDED, SGD, VARIABLES, SwitchingYard
 
@@ -96,6 +97,30 @@ def test_new_servers_do_not_expect_who_has_not_gone_over() -> None:
     (restore,) = yard.wanted(effects.RestorePartitions)
     assert isinstance(restore, effects.RestorePartitions)
     assert restore.leasing == (yard.workers[1].incarnation,)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_while_partitions_move_a_worker_gets_work_only_if_no_bound_holds(bounded: bool) -> None:
+    """The new servers were told which workers have work, and would not wait for it."""
+    yard = Yard(checkpoints="/c")
+    if bounded:
+        yard.switch(BOUNDED, 3)
+        yard.tell_servers()
+    one, other = yard.workers
+    for worker in yard.workers:
+        yard.say(worker, int(bounded))
+        yard.handle(events.FeedOpened(worker, 0, FEED))
+    first = yard.lease(one)
+    yard.register(MemberRole.SERVER, "s:1")
+    yard.handle(events.MemberLeft(yard.server, ""))
+    yard.tick()
+    (restore,) = yard.wanted(effects.RestorePartitions)
+    assert isinstance(restore, effects.RestorePartitions)
+    answer = yard.lease(other)
+    assert isinstance(answer, LeaseWait if bounded else DataLease), answer
+    assert yard.lease(one) == first, "its answer was lost"
+    yard.handle(events.PartitionsRestored(restore.spec.job, restore.map.generation))
+    assert isinstance(yard.lease(other), DataLease)
 
 
 @pytest.mark.parametrize("staleness", [-1, limits.STALENESS_MAX + 1])
