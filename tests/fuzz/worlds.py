@@ -341,6 +341,7 @@ class ServerWorld:
                 encoded(frame(header=pulls), frame(header=judges)),
                 *([encoded(self._push_rows(2), self._push_rows(3), frame(header=pulls))] if self.tables else []),
             ],
+            "Attach": [encoded(server.AttachRequest())],
             "LookUp": [encoded(self._look_up()), *(encoded(self._look_up(**each)) for each in versions)],
             "ReadRows": [encoded(server.ReadRowsRequest(**read, table=0))],
             "ReadOptimizer": [

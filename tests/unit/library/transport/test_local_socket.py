@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -187,7 +188,14 @@ def test_cancel_wakes_the_thread_that_waits(listener: LocalListener, echo: Echo)
     assert stream._connection._socket.fileno() == -1
 
 
-def test_killed_peer_is_noticed_at_once(tmp_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A path of a socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="sy-", dir="/tmp") as made:
+        yield Path(made)
+
+
+def test_killed_peer_is_noticed_at_once(folder: Path) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -199,7 +207,7 @@ def test_killed_peer_is_noticed_at_once(tmp_path: Path) -> None:
         "print(made.address, flush=True)\n"
         "time.sleep(60)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process:
         address = process.stdout.readline().strip()
@@ -213,15 +221,15 @@ def test_killed_peer_is_noticed_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 30
         timer.join()
     # its socket has a file; the next server deletes it
-    assert [str(path) for path in tmp_path.iterdir()] == [address]
+    assert [str(path) for path in folder.iterdir()] == [address]
     with pytest.raises(errors.NotShareable, match="Connection refused"):
         to(address)
-    other = LocalListener(methods.PUSH_PULL, Echo().handle, connections_max=1, folder=tmp_path)
-    third = LocalListener(methods.PUSH_PULL, Echo().handle, connections_max=1, folder=tmp_path)
-    assert sorted(map(str, tmp_path.iterdir())) == sorted([other.address, third.address])
+    other = LocalListener(methods.PUSH_PULL, Echo().handle, connections_max=1, folder=folder)
+    third = LocalListener(methods.PUSH_PULL, Echo().handle, connections_max=1, folder=folder)
+    assert sorted(map(str, folder.iterdir())) == sorted([other.address, third.address])
     for each in (other, third):
         each.stop()
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 # ---- who may talk
