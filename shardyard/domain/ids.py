@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 
 class _TermedNumber(int):
@@ -65,8 +65,7 @@ class RunName:
         return repr(self.id) if self.number == 1 else f"{self.id!r} ({self.number})"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(NamedTuple):
     """`number`: how many updates were applied. `life`: how often the partition was restored (rule A10)."""
 
     life: int

@@ -16,6 +16,8 @@ FRAME_BYTES_MAX: Final = 8 * MIB
 """The payload of a frame that we accept."""
 MESSAGE_BYTES_MAX: Final = 16 * MIB
 """Any gRPC message, in both directions."""
+PLANS_MAX: Final = 8
+"""Headers of one stream that later exchanges may name."""
 PUSH_BYTES_MAX: Final = 16 * GIB
 """One push to one server, with all its parts."""
 

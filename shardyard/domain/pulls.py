@@ -97,8 +97,7 @@ class PinRequest:
     rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PulledPart:
+class PulledPart(NamedTuple):
     partition: PartitionId
     version: Version
 

@@ -79,7 +79,7 @@ class StepVerdict(NamedTuple):
     members: tuple[Rank, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PushHeader:
     """The header of a push. The payload follows in frames, or lies at `shared_at` in attached memory."""
 
@@ -138,44 +138,8 @@ class PushHeader:
         """Bytes of the ids of expired rows, which follow the rows in a log."""
         return sum([sum(each.id_bytes) for each in self.expired])
 
-    def renamed(
-        self,
-        name: PushName,
-        bases: tuple[Version, ...] = (),
-        rows: tuple[PushedRows, ...] | None = None,
-        requested: tuple[RequestedRows, ...] | None = None,
-    ) -> PushHeader:
-        """The same header for another push, with other rows if they are given."""
-        return PushHeader(
-            self.caller,
-            self.server,
-            self.generation,
-            name,
-            self.kind,
-            self.parts,
-            self.weight,
-            self.groups,
-            self.pull,
-            self.shared_at,
-            self.attach,
-            self.detach,
-            self.rest,
-            self.ssp_report,
-            bases,
-            self.verdict,
-            self.overflow,
-            self.rows if rows is None else rows,
-            self.table_groups,
-            self.requested if requested is None else requested,
-            self.expired,
-            self.attach_rows,
-            self.rows_at,
-            self.requested_at,
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
+class PartResult(NamedTuple):
     """What a partition did with its part of a push."""
 
     partition: PartitionId

@@ -113,14 +113,17 @@ def name_to_wire(name: PushName) -> common.PushName:
 
 
 def name_from_wire(message: common.PushName) -> PushName:
-    if message.last < message.first:
-        raise MalformedPayload(
-            f"a push has the sequences {message.first} to {message.last}; the last must not be before the first"
-        )
-    if message.last > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a push has the sequence {message.last}; the largest is {limits.SEQUENCE_MAX}")
     key = SourceKey(source_from_wire(message.source), message.lane)
-    return PushName(key, Token(message.token), message.first, message.last)
+    return checked_name(key, Token(message.token), message.first, message.last)
+
+
+def checked_name(key: SourceKey, token: Token, first: int, last: int) -> PushName:
+    """Raises MalformedPayload, TooLarge."""
+    if last < first:
+        raise MalformedPayload(f"a push has the sequences {first} to {last}; the last must not be before the first")
+    if last > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a push has the sequence {last}; the largest is {limits.SEQUENCE_MAX}")
+    return PushName(key, token, first, last)
 
 
 def version_to_wire(version: Version) -> common.Version:

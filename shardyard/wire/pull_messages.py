@@ -8,7 +8,6 @@ from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader, ShmHandle
-from shardyard.domain.pushes import PushHeader
 from shardyard.wire.common_messages import (
     bounded,
     caller_from_wire,
@@ -23,22 +22,17 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 
 
 def pull_to_wire(wish: PullHeader) -> server.PullRequest:
-    message = pull_of_push_to_wire(wish, ())
+    message = pull_of_push_to_wire(wish)
     message.caller.CopyFrom(caller_to_wire(wish.caller))
     message.server = wish.server
     message.generation = wish.generation
     return message
 
 
-def pulled_partitions(order: PushHeader) -> tuple[PartitionId, ...]:
-    return () if order.pull is None else order.pull.partitions
-
-
-def pull_of_push_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> server.PullRequest:
-    """The pull of an exchange. Its caller, server and generation stand in the header of the push. `before`: the
-    partitions that the exchange before pulled; if they are the same, they are left out."""
+def pull_of_push_to_wire(wish: PullHeader) -> server.PullRequest:
+    """The pull of an exchange. Its caller, server and generation stand in the header of the push."""
     return server.PullRequest(
-        partitions=None if wish.partitions == before else wish.partitions,
+        partitions=wish.partitions,
         number=wish.number,
         exactly=wish.exactly,
         wait_ms=wish.wait_ms,
@@ -54,31 +48,18 @@ def pull_from_wire(message: server.PullRequest) -> PullHeader:
 
 
 def pull_of_push_from_wire(
-    message: server.PullRequest,
-    caller: Caller,
-    to: Incarnation,
-    generation: Generation,
-    before: tuple[PartitionId, ...],
+    message: server.PullRequest, caller: Caller, to: Incarnation, generation: Generation
 ) -> PullHeader:
-    """The pull of an exchange. `caller`, `to` and `generation` are those of its push. `before`: the partitions that the
-    exchange before pulled, which a message without partitions means again."""
+    """The pull of an exchange. `caller`, `to` and `generation` are those of its push."""
     if message.pin:
         raise InvalidRequest("an exchange asks for the values of a pin", todo="use Pull")
-    return _pull(message, caller, to, generation, before)
+    return _pull(message, caller, to, generation)
 
 
-def _pull(
-    message: server.PullRequest,
-    caller: Caller,
-    to: Incarnation,
-    generation: Generation,
-    before: tuple[PartitionId, ...] = (),
-) -> PullHeader:
-    partitions = before
-    if message.partitions or not before:
-        named = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
-        check_unique(named, "a pull")
-        partitions = tuple(map(PartitionId, named))
+def _pull(message: server.PullRequest, caller: Caller, to: Incarnation, generation: Generation) -> PullHeader:
+    named = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
+    check_unique(named, "a pull")
+    partitions = tuple(map(PartitionId, named))
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a pull waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX} ms are allowed")
     coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""

@@ -40,7 +40,6 @@ from shardyard.wire.pull_messages import (
     missing_to_wire,
     pull_of_push_from_wire,
     pull_of_push_to_wire,
-    pulled_partitions,
     ticket_from_wire,
     ticket_to_wire,
 )
@@ -48,54 +47,39 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 
 _PUSH_KINDS = EnumNumbers(PushKind, server.PushKind, "PUSH_KIND_", "the kind of a push")
 _SSP_PHASES = EnumNumbers(SspPhase, server.SspPhase, "SSP_PHASE_", "the phase of a worker")
-_OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a push")
+OUTCOMES = EnumNumbers(Outcome, server.Outcome, "OUTCOME_", "the outcome of a push")
 
 
 # ---- pushes and pulls
 
 
-def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: bool = True) -> server.PushHeader:
-    """`before`: the previous header on the same stream; equal fields are left out. `named`: with the name, the
-    bases, the rows and the requested rows."""
-    again = (
-        before is not None
-        and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
-        and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
-        and bool(pulled_partitions(order) or order.pull is None or not pulled_partitions(before))
-    )
-    wished = pulled_partitions(before) if again and before is not None else ()
-    header = server.PushHeader(
+def push_to_wire(order: PushHeader) -> server.PushHeader:
+    return server.PushHeader(
+        caller=caller_to_wire(order.caller),
+        server=order.server,
+        generation=order.generation,
+        name=None if order.kind is PushKind.NOTHING else name_to_wire(order.name),
         kind=_PUSH_KINDS.to_wire(order.kind),
+        parts=() if order.kind is PushKind.NOTHING else [_part_to_wire(part) for part in order.parts],
         weight=order.weight,
-        again=again,
         detach=order.detach,
         groups=groups_to_wire(order.groups),
-        pull=pull_of_push_to_wire(order.pull, wished) if order.pull is not None else None,
+        pull=pull_of_push_to_wire(order.pull) if order.pull is not None else None,
         shared_at=order.shared_at,
         rest=order.rest,
         attach=ticket_to_wire(order.attach) if order.attach is not None else None,
-        ssp_report=_ssp_report_to_wire(order.ssp_report) if order.ssp_report is not None else None,
+        ssp_report=ssp_report_to_wire(order.ssp_report) if order.ssp_report is not None else None,
+        bases=bases_to_wire(order.bases) if order.bases else None,
         verdict=verdict_to_wire(order.verdict) if order.verdict is not None else None,
         overflow=order.overflow,
+        rows=table_messages.pushed_to_wire(order.rows),
         table_groups=groups_to_wire(order.table_groups) if order.rows else (),
+        requested=table_messages.requested_to_wire(order.requested),
         expired=table_messages.requested_to_wire(order.expired),
         attach_rows=ticket_to_wire(order.attach_rows) if order.attach_rows is not None else None,
         rows_at=order.rows_at,
         requested_at=order.requested_at,
     )
-    if not again:
-        header.caller.CopyFrom(caller_to_wire(order.caller))
-        header.server, header.generation = order.server, order.generation
-    if order.kind is not PushKind.NOTHING and not (again and before is not None and before.parts == order.parts):
-        header.parts.extend(_part_to_wire(part) for part in order.parts)
-    if named:
-        if order.kind is not PushKind.NOTHING:
-            header.name.CopyFrom(name_to_wire(order.name))
-        if order.bases:
-            header.bases.CopyFrom(bases_to_wire(order.bases))
-        header.rows.extend(table_messages.pushed_to_wire(order.rows))
-        header.requested.extend(table_messages.requested_to_wire(order.requested))
-    return header
 
 
 def bases_to_wire(bases: Sequence[Version]) -> server.Bases:
@@ -135,42 +119,39 @@ def _part_to_wire(part: PushPart) -> server.PushPart:
     )
 
 
-def push_from_header(header: bytes, before: PushHeader | None = None, *, recorded: bool = False) -> PushHeader:
-    """Reads and checks the header of a push. The payload that it announces is bounded. `before`: the header before on
-    the same stream, for what this one leaves out. `recorded`: it comes from a log.
+def push_from_header(header: bytes, *, recorded: bool = False) -> PushHeader:
+    """Reads and checks the header of a push. The payload that it announces is bounded. `recorded`: it comes from a log.
 
     Raises MalformedPayload, InvalidRequest, TooLarge.
     """
     if not header:
         raise MalformedPayload("the first frame of a push has no header")
     message = parsed(server.PushHeader, header, "the header of a push")
-    if message.again and before is None:
-        raise MalformedPayload("the first header of a stream says 'again'")
-    if not math.isfinite(message.weight) or message.weight < 0:
-        raise InvalidRequest(f"a push has the weight {message.weight}; expected the number of its samples")
-    last = before if message.again else None
+    if message.HasField("step"):
+        raise InvalidRequest("a header that names a plan, outside of an exchange", todo="send it whole")
+    return push_from_wire(message, recorded=recorded)
+
+
+def push_from_wire(message: server.PushHeader, *, recorded: bool = False) -> PushHeader:
+    """See push_from_header."""
     kind = _PUSH_KINDS.from_wire(message.kind)
-    if last is None:
-        caller, to = caller_from_wire(message.caller), Incarnation(message.server)
-        generation = Generation(message.generation)
-    else:
-        caller, to, generation = last.caller, last.server, last.generation
-    pulled = pulled_partitions(last) if last is not None else ()
+    caller, to = caller_from_wire(message.caller), Incarnation(message.server)
+    generation = Generation(message.generation)
     order = PushHeader(
         caller=caller,
         server=to,
         generation=generation,
         name=NO_NAME if kind is PushKind.NOTHING else name_from_wire(message.name),
         kind=kind,
-        parts=_parts_from_wire(message) if last is None or message.parts else last.parts,
-        weight=message.weight,
+        parts=_parts_from_wire(message),
+        weight=checked_weight(message.weight),
         groups=groups_from_wire(message.groups),
-        pull=pull_of_push_from_wire(message.pull, caller, to, generation, pulled) if message.HasField("pull") else None,
+        pull=pull_of_push_from_wire(message.pull, caller, to, generation) if message.HasField("pull") else None,
         shared_at=message.shared_at if message.HasField("shared_at") else None,
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
         rest=message.rest if message.HasField("rest") else None,
-        ssp_report=_ssp_report_from_wire(message.ssp_report) if message.HasField("ssp_report") else None,
+        ssp_report=ssp_report_from_wire(message.ssp_report) if message.HasField("ssp_report") else None,
         verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
         overflow=message.overflow,
         rows=table_messages.pushed_from_wire(message.rows) if message.rows else (),
@@ -185,26 +166,33 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         raise InvalidRequest(
             "a push names rows that expire", why="the server decides which rows expire", todo="leave them out"
         )
-    if not recorded and any(each.now_ms for each in order.rows):
-        raise InvalidRequest(
-            "a push says when it came", why="the server has the clocks of tables", todo="leave the times out"
-        )
-    check_rows(order)
+    check_rows(order, recorded=recorded)
     if order.overflow and kind is not PushKind.GRADIENT:
         raise InvalidRequest(f"a push of kind {kind.value} reports an overflow; only gradients are scaled")
     if message.HasField("bases"):
         if kind is not PushKind.GRADIENT:
             raise MalformedPayload(f"a push of kind {kind.value} has base versions; only gradients have them")
-        order = order.renamed(order.name, bases_from_wire(message.bases, len(order.parts)))
-    if last is None or message.parts:
-        _check_sizes(order)
-    if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
+        order.bases = bases_from_wire(message.bases, len(order.parts))
+    _check_sizes(order)
+    if kind in (PushKind.EMPTY, PushKind.NOTHING) and order.payload_bytes:
         raise MalformedPayload(f"an empty push has {order.payload_bytes} bytes of payload")
     return order
 
 
-def check_rows(order: PushHeader) -> None:
-    """Checks the rows that the header of a push announces. Raises MalformedPayload, InvalidRequest, TooLarge."""
+def checked_weight(weight: float) -> float:
+    """Raises InvalidRequest."""
+    if not math.isfinite(weight) or weight < 0:
+        raise InvalidRequest(f"a push has the weight {weight}; expected the number of its samples")
+    return weight
+
+
+def check_rows(order: PushHeader, *, recorded: bool = False) -> None:
+    """Checks the rows that the header of a push announces. `recorded`: it comes from a log. Raises MalformedPayload,
+    InvalidRequest, TooLarge."""
+    if not recorded and any(each.now_ms for each in order.rows):
+        raise InvalidRequest(
+            "a push says when it came", why="the server has the clocks of tables", todo="leave the times out"
+        )
     if order.rows or order.expired:
         _check_rows(order)
     if order.requested:
@@ -276,13 +264,13 @@ def _check_sizes(order: PushHeader) -> None:
         raise TooLarge(f"a push has {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are allowed")
 
 
-def _ssp_report_to_wire(report: SspReport) -> server.SspReport:
+def ssp_report_to_wire(report: SspReport) -> server.SspReport:
     return server.SspReport(
         phase=_SSP_PHASES.to_wire(report.phase), epoch=report.epoch, clock=report.clock, ahead=report.ahead
     )
 
 
-def _ssp_report_from_wire(message: server.SspReport) -> SspReport:
+def ssp_report_from_wire(message: server.SspReport) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
         raise InvalidRequest(f"a worker reports {message.clock} steps, {message.ahead} ahead, which is too many")
     return SspReport(_SSP_PHASES.from_wire(message.phase), message.epoch, message.clock, message.ahead)
@@ -334,7 +322,7 @@ def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
             last.alike += 1
             continue
         said = saying
-        last = reply.parts.add(partition=result.partition, outcome=_OUTCOMES.to_wire(result.outcome), next=result.next)
+        last = reply.parts.add(partition=result.partition, outcome=OUTCOMES.to_wire(result.outcome), next=result.next)
         last.version.life = result.version.life
         last.version.number = result.version.number
     return reply
@@ -347,7 +335,7 @@ def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionI
         at, end = len(found), len(found) + 1 + part.alike
         if end > len(partitions) or partitions[at] != part.partition:
             raise MalformedPayload(f"the answer to a push names partition {part.partition} in place {at}")
-        outcome = _OUTCOMES.from_wire(part.outcome)
+        outcome = OUTCOMES.from_wire(part.outcome)
         version = version_from_wire(part.version)
         found += [PartResult(partition, outcome, part.next, version) for partition in partitions[at:end]]
     if len(found) != len(partitions):

@@ -60,7 +60,7 @@ from shardyard.wire import (
     pull_messages,
     push_messages,
 )
-from shardyard.wire.headers import HeaderReader
+from shardyard.wire.headers import HeaderReader, reply_from_header
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
@@ -209,19 +209,18 @@ def _restored() -> server.RestoredPartition:
 
 def _frames(golden: dict[str, bytes]) -> Iterator[Decoder]:
     pushes = _of(golden, "PushHeader")
-    first = pushes[0]
+    plan = golden["PushHeader.plan"]
 
     def read_stream(header: bytes) -> object:
         reader = HeaderReader()
-        reader.read(first)
-        reader.read_alike(header)
+        reader.read(plan)
         return reader.read(header)
 
     yield Decoder("frame", _of(golden, "PushFrame", "PullFrame"), frames.decode)
     yield Decoder("push header", pushes, push_messages.push_from_header)
     yield Decoder("push header, not the first", pushes, read_stream)
     yield Decoder(
-        "pull header", _of(golden, "PullHeader"), lambda header: push_messages.pulled_from_header(header, TWO, TWO)
+        "pull header", _of(golden, "PullHeader"), lambda header: reply_from_header(header, TWO, TWO, shared=False)
     )
 
 

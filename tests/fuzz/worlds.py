@@ -267,8 +267,9 @@ class ServerWorld:
             pull={"partitions": [0, 1], "number": 2, "exactly": True},
             verdict={"step": 1, "square_norm": 4.0},
         )
-        alike = server.PushHeader(again=True, kind=server.PUSH_KIND_GRADIENT)
-        alike.name.CopyFrom(self._push(3).header.name)
+        plan = self._push(3).header
+        plan.plan = 1
+        alike = server.PushHeader(step={"plan": 1, "token": plan.name.token, "first": 4, "last": 4})
         ahead = self._push(4, rest=64)
         ahead.data = shop.GRADIENT[:64]
         values = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES), data=shop.VALUES)
@@ -331,9 +332,7 @@ class ServerWorld:
             ],
             "Unpin": [encoded(server.UnpinRequest(caller=shop.CALLER, pin=bytes(15) + b"2"))],
             "PushPull": [
-                encoded(
-                    self._push(2), frame(header=alike, data=shop.GRADIENT), frame(header=alike, data=shop.GRADIENT)
-                ),
+                encoded(frame(header=plan, data=shop.GRADIENT), frame(header=alike, data=shop.GRADIENT)),
                 encoded(frame(header=pulls), frame(header=pulls), self._push(2), frame(header=nothing)),
                 encoded(frame(header=pulls), frame(offset=64, data=shop.GRADIENT[64:]), ahead),
                 encoded(frame(header=coded), self._push(2), frame(header=coded)),

@@ -131,47 +131,40 @@ def messages() -> dict[str, Message]:
             by_rank, pull=server.PullRequest(partitions=[0, 2], number=42, exactly=True, wait_ms=500)
         ),
         "PushHeader.worker": push_header(push_name(worker=(1 << 32) + 9)),
-        "PushHeader.again": server.PushHeader(
-            name=by_rank,
-            kind=server.PUSH_KIND_GRADIENT,
-            weight=64.0,
-            groups=[RATES],
-            pull=server.PullRequest(number=43, exactly=True, wait_ms=500),
-            again=True,
+        "PushHeader.plan": push_header(
+            by_rank,
+            pull=server.PullRequest(partitions=[0, 2], number=42, exactly=True, wait_ms=500),
+            plan=1,
+        ),
+        "PushHeader.step": server.PushHeader(
+            step=server.Step(plan=1, token=3, first=41, last=41, number=42),
+        ),
+        "PushHeader.step_other": server.PushHeader(
+            step=server.Step(plan=1, token=3, first=41, last=41, number=43, source=by_shard.source, weight=32.0),
         ),
         "PushHeader.nothing": without_work(pull=server.PullRequest(partitions=[0, 2], number=42)),
         "PushHeader.attach": without_work(attach=server.SharedMemory(bytes=1 << 20)),
         "PushHeader.attach_rows": without_work(attach_rows=server.SharedMemory(bytes=1 << 27)),
-        "PushHeader.rows_at": server.PushHeader(
-            kind=server.PUSH_KIND_NOTHING,
-            again=True,
-            pull=server.PullRequest(number=42),
+        "PushHeader.rows_at": without_work(
+            pull=server.PullRequest(partitions=[0, 2], number=42),
             requested=[server.RequestedRows(table=1, partitions=[0, 2], rows=[3, 1], id_bytes=[13, 10])],
             rows_at=0,
             requested_at=1 << 26,
         ),
-        "PushHeader.shared": server.PushHeader(
-            name=by_rank,
-            kind=server.PUSH_KIND_GRADIENT,
-            weight=64.0,
-            groups=[RATES],
-            pull=server.PullRequest(number=43, exactly=True, wait_ms=500, shared=True),
-            again=True,
+        "PushHeader.shared": push_header(
+            by_rank,
+            pull=server.PullRequest(partitions=[0, 2], number=43, exactly=True, wait_ms=500, shared=True),
             shared_at=64,
         ),
-        "PushHeader.verdict": server.PushHeader(
-            kind=server.PUSH_KIND_NOTHING,
-            pull=server.PullRequest(number=42, exactly=True, wait_ms=500),
-            again=True,
+        "PushHeader.verdict": without_work(
+            pull=server.PullRequest(partitions=[0, 2], number=42, exactly=True, wait_ms=500),
             verdict=server.StepVerdict(step=41, square_norm=6.25),
         ),
-        "PushHeader.members": server.PushHeader(
-            kind=server.PUSH_KIND_NOTHING,
-            pull=server.PullRequest(number=42, exactly=True, wait_ms=500),
-            again=True,
+        "PushHeader.members": without_work(
+            pull=server.PullRequest(partitions=[0, 2], number=42, exactly=True, wait_ms=500),
             verdict=server.StepVerdict(step=41, members=[0, 2]),
         ),
-        "PushHeader.detach": server.PushHeader(kind=server.PUSH_KIND_NOTHING, again=True, detach=True),
+        "PushHeader.detach": without_work(detach=True),
         "PushHeader.empty": server.PushHeader(
             caller=CALLER, server=1, generation=1, name=by_rank, kind=server.PUSH_KIND_EMPTY, parts=[{"partition": 0}]
         ),
@@ -187,6 +180,7 @@ def messages() -> dict[str, Message]:
         "PushFrame.first": server.PushFrame(header=small, data=payload(1.0, -2.0, 0.5)),
         "PushFrame.later": server.PushFrame(offset=1 << 20, data=payload(1.0)),
         "PullRequest": pull_request(),
+        "PullHeader.words": server.PullHeader(words=[1, 42, 1, 41, 3, 42, 1, 41, 1, 42, 1, 42]),
         "PullHeader.parts": server.PullHeader(push=results, parts=[server.PulledPart(partition=0, version=VERSION)]),
         "PullHeader.alike": server.PullHeader(
             push=server.PushReply(

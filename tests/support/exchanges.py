@@ -25,7 +25,7 @@ from shardyard.transport.in_process import InProcessDescriptors
 from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach_received
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import FRAME_BYTES, Frame
-from shardyard.wire.headers import HeaderWriter
+from shardyard.wire.headers import HeaderWriter, reply_from_header
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
@@ -76,7 +76,6 @@ class Wire:
         self.caller = Caller(job, Incarnation(worker))
         self.sequence = 0
         self._private = private
-        self._before: PushHeader | None = None
         self._waiting: list[Iterator[Frame]] = []
         self.descriptors, there = InProcessDescriptors.pair()
         self._answers = replies_of(ExchangeStream(store, there), self._frames())
@@ -101,8 +100,7 @@ class Wire:
         return PullHeader(self.caller, HERE, GENERATION, OWNED, number, exactly=False, **more)
 
     def send(self, order: PushHeader, payload: bytes = b"", *, frame_bytes: int = 100) -> None:
-        header = push_messages.push_to_wire(order, self._before).SerializeToString()
-        self._before = order
+        header = push_messages.push_to_wire(order).SerializeToString()
         self._waiting.append(frames.cut(header, [payload], frame_bytes))
 
     def ask(self, order: PushHeader, payload: bytes = b"") -> tuple[ExchangeReply, bytes]:
@@ -203,7 +201,7 @@ class Quick:
         if answer is None:
             self._waiting += cut
             answer = next(self._answers)
-        return push_messages.pulled_from_header(answer.header, OWNED, OWNED)
+        return reply_from_header(answer.header, OWNED, OWNED, shared=False)
 
 
 def others_push(store: Store, times: int) -> None:

@@ -167,7 +167,7 @@ def entry_of(folder: Path, saved: Saved) -> PartitionEntry:
 
 
 def entries(saved: Sequence[PartitionEntry], life: int = 2) -> tuple[PartitionEntry, ...]:
-    return tuple(dataclasses.replace(each, version=dataclasses.replace(each.version, life=life)) for each in saved)
+    return tuple(dataclasses.replace(each, version=each.version._replace(life=life)) for each in saved)
 
 
 def restored(folder: Path, saved: Sequence[PartitionEntry], layout: JobLayout = LAYOUT) -> Store:

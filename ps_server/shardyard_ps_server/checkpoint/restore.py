@@ -14,7 +14,7 @@ from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest
-from shardyard.domain.ids import Incarnation, JobId, PartitionId, Rank, Token
+from shardyard.domain.ids import Incarnation, JobId, PartitionId, Rank, Token, Version
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey, SourceMark, WorkerSource
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.table_states import Tables
@@ -65,7 +65,7 @@ class Restore:
             key = SourceKey(RankSource(Rank(rank)))
             known[key] = known.get(key, SourceMark(key, Token(0), 0))._replace(next=self.step)
         # partitions of an asynchronous job have different versions; steps of a synchronous one need the same
-        version = replace(state.version, number=max(state.version.number, self.step))
+        version = Version(state.version.life, max(state.version.number, self.step))
         return replace(state, version=version, marks=tuple(known.values()))
 
 

@@ -67,8 +67,8 @@ def check_still_admitted(store: Store, hosted: HostedJob, header: PushHeader) ->
 
 
 def admit_push(store: Store, header: PushHeader, before: PushHeader | None = None) -> HostedJob:
-    """Checks everything of a push except its payload. `before`: an admitted header of the same worker. Members that
-    both headers share are not checked again."""
+    """Checks everything of a push except its payload. `before`: an admitted header of the same worker, its plan. What
+    both headers share is not checked again."""
     hosted = admit(store, header.caller, header.server, header.generation)
     first_values = header.kind is PushKind.VALUES
     if first_values == hosted.open:

@@ -17,9 +17,9 @@ from shardyard.domain.limits import FRAME_BYTES, ROWS_ALONG_BYTES_MAX
 from shardyard.domain.pulls import PullHeader, ShmLocation
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
 from shardyard.transport.interfaces import Descriptors
-from shardyard.wire import frames, push_messages
+from shardyard.wire import frames
 from shardyard.wire.frames import Frame
-from shardyard.wire.headers import HeaderReader
+from shardyard.wire.headers import HeaderReader, reply_to_header
 from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
@@ -63,8 +63,8 @@ class ExchangeStream:
                 if self._hosted is not None and not first.header:
                     self._payloads.add_early(first, self._hosted)
                     continue
-                before = self._headers.before
-                yield from self._exchange(self._headers.read(first.header), before, first, stream)
+                header, plan = self._headers.read(first.header)
+                yield from self._exchange(header, plan, first, stream)
                 self._payloads.end_exchange()
                 if not stays_open:
                     return
@@ -74,18 +74,19 @@ class ExchangeStream:
     def answer_at_once(self, first: Frame) -> Frame | None:
         """Returns the reply to an exchange like the one before, if it never has to wait. A request that is refused here
         has changed nothing, and `run` will refuse it."""
-        before = self._headers.before
-        header = self._headers.read_alike(first.header) if self._is_immediate else None
-        if header is None:
+        if not (self._is_immediate and self._headers.is_step(first.header)):
             return None
-        (reply,) = self._exchange(header, before, first, iter(()))
+        header, plan = self._headers.read(first.header)
+        if self._hosted is None or not is_immediate(header, self._hosted):
+            return None
+        (reply,) = self._exchange(header, plan, first, iter(()))
         return reply
 
     def _exchange(
-        self, header: PushHeader, before: PushHeader | None, first: Frame, rest: Iterator[Frame]
+        self, header: PushHeader, plan: PushHeader | None, first: Frame, rest: Iterator[Frame]
     ) -> Iterator[Frame]:
-        """Yields the reply's frames. `before`: the header that was last admitted on this stream."""
-        hosted = self._admit(header, before)
+        """Yields the reply's frames. `plan`: the plan that the header names, which was admitted on this stream."""
+        hosted = self._admit(header, plan)
         pull, worker = header.pull, header.caller.incarnation
         runs = self._runs_of(pull, hosted) if pull is not None and pull.order else None
         # A new stream takes nothing back: if the last reply on the stream before it was lost, the worker still reads
@@ -115,10 +116,10 @@ class ExchangeStream:
             pulls.reclaim_all(self._store, hosted, worker)
         if pull is None:
             self._memory.name_regions(hosted.regions, reply)
-            yield Frame(push_messages.pulled_to_header(reply), 0, b"")
+            yield Frame(reply_to_header(reply, plan), 0, b"")
             return
         if pull.shared:
-            yield from self._lend(reply, hosted, header, pull, queries, room)
+            yield from self._lend(reply, hosted, header, plan, pull, queries, room)
             return
         _, held = pulls.hold(hosted, pull, header.ssp_report, reply)
         try:
@@ -128,17 +129,17 @@ class ExchangeStream:
                 codes = list(self._encoder_for(pull.coding, hosted).codes(held))
                 reply.code_bytes = tuple(map(len, codes))
                 self._store.count_sent(sum(reply.code_bytes))
-                yield from frames.cut(push_messages.pulled_to_header(reply), [b"".join(codes), more.data])
+                yield from frames.cut(reply_to_header(reply, plan), [b"".join(codes), more.data])
             else:
                 self._store.count_sent(held.nbytes)
-                yield from values_frames(reply, held, runs, more)
+                yield from values_frames(reply_to_header(reply, plan), held, runs, more)
         finally:
             held.release()
 
-    def _admit(self, header: PushHeader, before: PushHeader | None) -> HostedJob:
+    def _admit(self, header: PushHeader, plan: PushHeader | None) -> HostedJob:
         if header.kind is not PushKind.NOTHING:
             refuse_values(header)
-            hosted = admission.admit_push(self._store, header, before)
+            hosted = admission.admit_push(self._store, header, plan)
         elif header.pull is not None:
             hosted = admission.admit_pull(self._store, header.pull)
         else:
@@ -194,6 +195,7 @@ class ExchangeStream:
         reply: ExchangeReply,
         hosted: HostedJob,
         header: PushHeader,
+        plan: PushHeader | None,
         pull: PullHeader,
         queries: Sequence[RowQuery],
         room: Bytes | None,
@@ -217,7 +219,7 @@ class ExchangeStream:
             pulls.lend(self._store, hosted, worker, held)
             self._lends = True
         self._memory.name_regions(hosted.regions, reply)
-        yield from frames.cut(push_messages.pulled_to_header(reply), [rows.data])
+        yield from frames.cut(reply_to_header(reply, plan), [rows.data])
 
 
 def _place_of(partition: Partition, buffer: Bytes) -> ShmLocation:
@@ -228,10 +230,9 @@ def _place_of(partition: Partition, buffer: Bytes) -> ShmLocation:
 
 
 def values_frames(
-    reply: ExchangeReply, held: HeldValues, runs: Sequence[PullRun] | None = None, rows: Bytes = NO_BYTES
+    header: bytes, held: HeldValues, runs: Sequence[PullRun] | None = None, rows: Bytes = NO_BYTES
 ) -> Iterator[Frame]:
     """Yields the frames of a pull's reply. Values that fit into one frame are sent in layout order."""
-    header = push_messages.pulled_to_header(reply)
     if not runs or not held.buffers or held.nbytes <= FRAME_BYTES:
         return frames.cut(header, [*(buffer.data for _, buffer in held.buffers), rows.data])
     return frames.cut_places(

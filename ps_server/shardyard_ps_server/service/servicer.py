@@ -224,7 +224,7 @@ class Servicer:
         result, held = pulls.hold(hosted, pull)
         try:
             self._store.count_sent(held.nbytes)
-            yield from values_frames(result, held, runs)
+            yield from values_frames(push_messages.pulled_to_header(result), held, runs)
         finally:
             held.release()
 

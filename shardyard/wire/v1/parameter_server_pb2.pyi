@@ -462,8 +462,40 @@ class VerdictGiven(_message.Message):
     partitions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Step(_message.Message):
+    __slots__ = ("plan", "token", "first", "last", "source", "number", "weight", "groups", "table_groups", "ssp_report", "verdict", "bases", "rows", "requested")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SSP_REPORT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    BASES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_FIELD_NUMBER: _ClassVar[int]
+    plan: int
+    token: int
+    first: int
+    last: int
+    source: _common_pb2.Source
+    number: int
+    weight: float
+    groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
+    table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
+    ssp_report: SspReport
+    verdict: StepVerdict
+    bases: Bases
+    rows: _containers.RepeatedCompositeFieldContainer[PushedRows]
+    requested: _containers.RepeatedCompositeFieldContainer[RequestedRows]
+    def __init__(self, plan: _Optional[int] = ..., token: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., number: _Optional[int] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., ssp_report: _Optional[_Union[SspReport, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., requested: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ...) -> None: ...
+
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "ssp_report", "bases", "verdict", "rows", "table_groups", "requested", "overflow", "attach_rows", "rows_at", "requested_at", "expired")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "plan", "step", "shared_at", "attach", "rest", "detach", "ssp_report", "bases", "verdict", "rows", "table_groups", "requested", "overflow", "attach_rows", "rows_at", "requested_at", "expired")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -473,7 +505,8 @@ class PushHeader(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
-    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     SHARED_AT_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
@@ -498,7 +531,8 @@ class PushHeader(_message.Message):
     weight: float
     groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
     pull: PullRequest
-    again: bool
+    plan: int
+    step: Step
     shared_at: int
     attach: SharedMemory
     rest: int
@@ -514,7 +548,7 @@ class PushHeader(_message.Message):
     rows_at: int
     requested_at: int
     expired: _containers.RepeatedCompositeFieldContainer[RequestedRows]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., ssp_report: _Optional[_Union[SspReport, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., requested: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ..., overflow: bool = ..., attach_rows: _Optional[_Union[SharedMemory, _Mapping]] = ..., rows_at: _Optional[int] = ..., requested_at: _Optional[int] = ..., expired: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., plan: _Optional[int] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., ssp_report: _Optional[_Union[SspReport, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., requested: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ..., overflow: bool = ..., attach_rows: _Optional[_Union[SharedMemory, _Mapping]] = ..., rows_at: _Optional[int] = ..., requested_at: _Optional[int] = ..., expired: _Optional[_Iterable[_Union[RequestedRows, _Mapping]]] = ...) -> None: ...
 
 class PushedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted", "now_ms")
@@ -669,7 +703,8 @@ class Gathered(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., step: _Optional[int] = ..., square_norm: _Optional[float] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock", "gathered", "rows_attached", "rows_not_attached")
+    __slots__ = ("words", "push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock", "gathered", "rows_attached", "rows_not_attached")
+    WORDS_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
@@ -683,6 +718,7 @@ class PullHeader(_message.Message):
     GATHERED_FIELD_NUMBER: _ClassVar[int]
     ROWS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ROWS_NOT_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    words: _containers.RepeatedScalarFieldContainer[int]
     push: PushReply
     parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
     not_yet: NotYet
@@ -696,7 +732,7 @@ class PullHeader(_message.Message):
     gathered: _containers.RepeatedCompositeFieldContainer[Gathered]
     rows_attached: bool
     rows_not_attached: str
-    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ..., gathered: _Optional[_Iterable[_Union[Gathered, _Mapping]]] = ..., rows_attached: bool = ..., rows_not_attached: _Optional[str] = ...) -> None: ...
+    def __init__(self, words: _Optional[_Iterable[int]] = ..., push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ..., gathered: _Optional[_Iterable[_Union[Gathered, _Mapping]]] = ..., rows_attached: bool = ..., rows_not_attached: _Optional[str] = ...) -> None: ...
 
 class PullFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

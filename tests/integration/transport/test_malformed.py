@@ -189,8 +189,9 @@ def test_generated_client_exchanges_again_and_again_on_one_stream(shop: Shop) ->
     def stepped(pushes: int) -> bytes:
         return struct.pack("<20f", *(old - 0.5 * pushes * each for old, each in zip(before, step, strict=True)))
 
-    # all is said once; the frames are as small as one likes
+    # all is said once, as a plan; the frames are as small as one likes
     first = header(sequence)
+    first.plan = 1
     first.pull.CopyFrom(wire.PullRequest(partitions=[0, 1]))
     sent.put(wire.PushFrame(header=first, data=GRADIENT[:100]))
     sent.put(wire.PushFrame(offset=100, data=GRADIENT[100:]))
@@ -199,32 +200,30 @@ def test_generated_client_exchanges_again_and_again_on_one_stream(shop: Shop) ->
     start = each(answer.header.parts)[0].version.number
     assert answer.data[:80] == stepped(1)
 
-    # what is as before is left out
+    # then only what differs: name and version
     for number in (1, 2, 3):
-        again = header(sequence + number)
-        for name in ("caller", "server", "generation", "parts"):
-            again.ClearField(name)
-        again.again = True
-        again.pull.number = start + number
-        sent.put(wire.PushFrame(header=again, data=GRADIENT))
+        named = {"plan": 1, "first": sequence + number, "last": sequence + number, "number": start + number}
+        sent.put(wire.PushFrame(header=wire.PushHeader(step=named), data=GRADIENT))
         answer = next(answers)
-        assert [part.outcome for part in each(answer.header.push.parts)] == [wire.OUTCOME_APPLIED] * 2
-        assert [part.version.number for part in each(answer.header.parts)] == [start + number] * 2
+        life = answer.header.words[2]
+        pushed = [wire.OUTCOME_APPLIED, sequence + number + 1, life, start + number]
+        assert list(answer.header.words) == [*pushed * 2, *[life, start + number] * 2]
         assert answer.data[:80] == stepped(number + 1)
 
     # the last push once more; one partition alone; no push at all; no pull at all; what is not there yet
-    sent.put(wire.PushFrame(header=again, data=GRADIENT))
+    sent.put(wire.PushFrame(header=wire.PushHeader(step=named), data=GRADIENT))
     answer = next(answers)
-    assert [part.outcome for part in each(answer.header.push.parts)] == [wire.OUTCOME_DUPLICATE] * 2
-    one = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [1]})
+    assert [answer.header.words[at] for at in (0, 4)] == [wire.OUTCOME_DUPLICATE] * 2
+    who = {"caller": CALLER, "server": SERVER, "generation": 1}
+    one = wire.PushHeader(**who, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [1]})
     sent.put(wire.PushFrame(header=one))
     answer = next(answers)
     assert not answer.header.HasField("push") or not answer.header.push.parts
     assert [(part.partition, part.alike) for part in answer.header.parts] == [(1, 0)]
     assert answer.data[:16] == stepped(4)[64:]
-    sent.put(wire.PushFrame(header=wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING)))
+    sent.put(wire.PushFrame(header=wire.PushHeader(**who, kind=wire.PUSH_KIND_NOTHING)))
     assert next(answers) == wire.PullFrame()
-    later = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [0, 1], "number": start + 9})
+    later = wire.PushHeader(**who, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [0, 1], "number": start + 9})
     sent.put(wire.PushFrame(header=later))
     answer = next(answers)
     assert [(m.partition, m.want) for m in answer.header.not_yet.missing] == [(0, start + 9), (1, start + 9)]
@@ -396,9 +395,9 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
     good = wire.PushHeader()
     good.CopyFrom(nothing)
     good.pull.partitions.extend([0, 1])
-    again = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING)
+    step = wire.PushHeader(step={"plan": 1})
     wrong: dict[str, tuple[list[wire.PushFrame], str]] = {
-        "again, at first": ([wire.PushFrame(header=again)], "MalformedPayload"),
+        "a step, at first": ([wire.PushFrame(header=step)], "MalformedPayload"),
         "nothing, with data": ([wire.PushFrame(header=nothing, data=b"x")], "MalformedPayload"),
         "no header, at first": ([wire.PushFrame(data=b"x")], "MalformedPayload"),
         "ahead, beyond the end": (

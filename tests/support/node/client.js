@@ -195,9 +195,8 @@ class Exchanges {
   }
 
   // Sends a push, and takes the answer: {header, payload, frames}.
-  async run(header, payload) {
+  async run(header, payload, expected = header.pull ? this.server.nbytes : 0) {
     writeFrames(this.stream, header, payload);
-    const expected = header.pull ? this.server.nbytes : 0;
     const pieces = [];
     let [filled, first] = [0, null];
     do {
@@ -324,6 +323,18 @@ class Worker {
     });
   }
 
+  // The answer to a step: for each part outcome, next, life and number; then for each pulled partition life and number.
+  checkWords(server, words) {
+    const numbers = words.map(Number);
+    const count = server.partitions.length;
+    assert.strictEqual(numbers.length, 6 * count);
+    for (let index = 0; index < count; index += 1) {
+      const [outcome, next, , pushed] = numbers.slice(4 * index);
+      const [, pulled] = numbers.slice(4 * count + 2 * index);
+      assert.deepStrictEqual([outcome, next, pushed, pulled], [1, this.round + 1, this.round + 1, this.round + 1]);
+    }
+  }
+
   checkValues(pulled) {
     VARIABLES.forEach((spec, variable) => {
       const [got, expected] = [pulled[variable], this.values[variable]];
@@ -367,7 +378,7 @@ class Worker {
     return pulled;
   }
 
-  // Several exchanges on one stream to each server: the later ones leave out what is as before.
+  // Several exchanges on one stream to each server: the first is a plan, which the later ones name.
   async exchange(count) {
     const streams = this.servers.map((server) => new Exchanges(server));
     for (let index = 0; index < count; index += 1) {
@@ -380,16 +391,16 @@ class Worker {
         const header = this.header(server, 'PUSH_KIND_GRADIENT', parts, {
           pull: { ...version, partitions: server.partitions, wait_ms: 1000 },
         });
-        if (index > 0) {
-          for (const name of ['caller', 'server', 'generation', 'parts']) delete header[name];
-          header.again = true;
-          header.pull = version;
-        }
-        const answer = await stream.run(header, payload);
-        this.checkPush(server, answer.header.push, 'OUTCOME_APPLIED');
-        writtenOut(answer.header.parts, server.partitions).forEach((part) => {
-          assert.strictEqual(Number(part.version.number), this.round + 1);
-        });
+        const { first, last } = header.name;
+        const step = { plan: 1, first, last, number: version.number };
+        const said = index === 0 ? { ...header, plan: 1 } : { step };
+        const answer = await stream.run(said, payload, server.nbytes);
+        if (index === 0) {
+          this.checkPush(server, answer.header.push, 'OUTCOME_APPLIED');
+          writtenOut(answer.header.parts, server.partitions).forEach((part) => {
+            assert.strictEqual(Number(part.version.number), this.round + 1);
+          });
+        } else this.checkWords(server, answer.header.words);
         tell('frames', { method: 'PushPull', frames: answer.frames });
         server.place(answer.payload, pulled);
       }
@@ -403,11 +414,15 @@ class Worker {
   async exchangeMore(streams) {
     const pulled = makeArrays(() => NaN);
     for (const stream of streams) {
-      const nothing = { kind: 'PUSH_KIND_NOTHING', again: true, pull: {} };
+      const wish = (more) => ({
+        ...this.header(stream.server, 'PUSH_KIND_NOTHING', [], { name: null }),
+        pull: { partitions: stream.server.partitions, ...more },
+      });
+      const nothing = wish({});
       const answer = await stream.run(nothing, Buffer.alloc(0));
       assert.strictEqual(answer.header.push ? answer.header.push.parts.length : 0, 0);
       stream.server.place(answer.payload, pulled);
-      const later = { kind: 'PUSH_KIND_NOTHING', again: true, pull: { number: this.round + 1, wait_ms: 1 } };
+      const later = wish({ number: this.round + 1, wait_ms: 1 });
       const missing = (await stream.run(later, Buffer.alloc(0))).header.not_yet.missing;
       assert.deepStrictEqual(missing.map((each) => each.partition), stream.server.partitions);
       missing.forEach((each) => assert.strictEqual(Number(each.have.number), this.round));
@@ -416,8 +431,7 @@ class Worker {
     const gradients = this.compute();
     for (const stream of streams) {
       const { parts, payload } = stream.server.cut(gradients);
-      const header = this.header(stream.server, 'PUSH_KIND_GRADIENT', parts, { again: true });
-      for (const name of ['caller', 'server', 'generation']) delete header[name];
+      const header = this.header(stream.server, 'PUSH_KIND_GRADIENT', parts);
       const answer = await stream.run(header, payload);
       this.checkPush(stream.server, answer.header.push, 'OUTCOME_APPLIED');
       assert.strictEqual(answer.payload.length, 0);
@@ -436,7 +450,7 @@ class Worker {
       assert.strictEqual(codeOf(error), 'SequenceGap');
       return error.code === grpc.status.OUT_OF_RANGE;
     });
-    await assert.rejects(new Exchanges(server).run({ ...header, again: true }, payload), (error) => {
+    await assert.rejects(new Exchanges(server).run({ step: { plan: 1 } }, payload), (error) => {
       assert.strictEqual(codeOf(error), 'MalformedPayload');
       return error.code === grpc.status.INVALID_ARGUMENT;
     });

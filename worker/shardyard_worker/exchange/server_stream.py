@@ -23,9 +23,9 @@ from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
 from shardyard.transport.interfaces import Descriptors, Peer, Stream
 from shardyard.transport.shared_memory import AttachedMemory
-from shardyard.wire import frames, methods, push_messages
+from shardyard.wire import frames, methods
 from shardyard.wire.frames import Assembler, Frame
-from shardyard.wire.headers import HeaderWriter
+from shardyard.wire.headers import HeaderWriter, reply_from_header
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.exchange.buffers.buffer_layout import Bytes, Key
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
@@ -258,7 +258,7 @@ class ServerStream:
         pull = header.pull
         pulled: tuple[PartitionId, ...] = () if pull is None else pull.partitions
         pushed = () if header.kind is PushKind.NOTHING else tuple(part.partition for part in header.parts)
-        result = push_messages.pulled_from_header(first.header, pulled, pushed)
+        result = reply_from_header(first.header, pulled, pushed, shared=pull is not None and pull.shared)
         for ticket in result.regions:
             if self.shared:
                 self._attach_region(ticket)

@@ -12,8 +12,8 @@ import pytest
 from google.protobuf.message import Message
 
 from shardyard.domain.ids import PartitionId
-from shardyard.domain.pushes import PushKind
 from shardyard.wire import frames, layout_messages, push_messages
+from shardyard.wire.headers import HeaderReader, HeaderWriter, reply_from_header, reply_to_header
 from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -58,17 +58,19 @@ def test_own_codec_reads_and_writes_the_golden_frames(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in sorted(VECTORS) if name.startswith("PushHeader.")])
 def test_golden_push_headers_pass_the_door_and_come_back(name: str) -> None:
-    before = None
-    if MESSAGES[name].again:
-        before = push_messages.push_from_header(VECTORS["PushHeader.logical_rank"])
-    order = push_messages.push_from_header(VECTORS[name], before)
-    if before is not None and order.kind is not PushKind.NOTHING:
-        assert order.caller == before.caller
-        assert order.parts == before.parts
-        assert order.pull is not None
-        assert before.pull is not None
-        assert order.pull.partitions == before.pull.partitions
-    assert push_messages.push_to_wire(order, before).SerializeToString(deterministic=True) == VECTORS[name]
+    writer, reader = HeaderWriter(), HeaderReader()
+    if MESSAGES[name].HasField("step"):
+        plan, _ = reader.read(VECTORS["PushHeader.plan"])
+        assert writer.write(plan) == VECTORS["PushHeader.plan"]
+        order, named = reader.read(VECTORS[name])
+        assert named is plan
+        assert writer.write(order) == VECTORS[name]
+        return
+    order, plan_named = reader.read(VECTORS[name])
+    assert plan_named is None
+    message = push_messages.push_to_wire(order)
+    message.plan = MESSAGES[name].plan
+    assert message.SerializeToString(deterministic=True) == VECTORS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(VECTORS) if name.startswith("PullHeader.")])
@@ -77,10 +79,13 @@ def test_golden_pull_headers_come_back(name: str) -> None:
     if "attached" in name:
         pulled = ()
     pushed = (PartitionId(0), PartitionId(2)) if MESSAGES[name].HasField("push") else ()
-    answer = push_messages.pulled_from_header(VECTORS[name], pulled, pushed)
+    if MESSAGES[name].words:
+        pushed = pulled
+    answer = reply_from_header(VECTORS[name], pulled, pushed, shared=bool(MESSAGES[name].places))
     assert tuple(part.partition for part in answer.parts) == (() if answer.missing else pulled)
     assert tuple(part.partition for part in answer.push) == pushed
-    assert push_messages.pulled_to_header(answer) == VECTORS[name]
+    plan = HeaderReader().read(VECTORS["PushHeader.plan"])[0] if MESSAGES[name].words else None
+    assert reply_to_header(answer, plan) == VECTORS[name]
 
 
 def test_golden_layout_and_map_pass_the_door_and_come_back() -> None:

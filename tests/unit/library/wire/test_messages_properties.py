@@ -67,6 +67,7 @@ from shardyard.wire import (
     push_messages,
 )
 from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.headers import HeaderReader, HeaderWriter, reply_from_header, reply_to_header
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
 bounded = settings(max_examples=100, deadline=None)
@@ -506,35 +507,47 @@ def test_value_comes_back_from_the_wire_as_it_was(
 
 @bounded
 @given(st.data())
-def test_exchanges_of_a_stream_come_back_though_they_leave_out_what_is_as_before(data: st.DataObject) -> None:
-    theirs: PushHeader | None = None
-    ours = data.draw(orders())
-    before: PushHeader | None = None
-    for _ in range(4):
-        message = push_messages.push_to_wire(ours, before)
-        assert message.again or before is None or (before.parts and not ours.parts)
-        assert message.HasField("caller") == (not message.again)
-        if before is not None and ours.kind is not PushKind.NOTHING and ours.parts == before.parts:
-            assert not message.parts
-        theirs = push_messages.push_from_header(message.SerializeToString(), theirs)
-        expected = ours if ours.kind is not PushKind.NOTHING else dataclasses.replace(ours, parts=theirs.parts)
+def test_headers_of_a_stream_come_back_whatever_differs_between_them(data: st.DataObject) -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    said = [data.draw(orders())]
+    for _ in range(8):
+        ours = said[-1]
+        expected = ours if ours.kind is not PushKind.NOTHING else dataclasses.replace(ours, name=NO_NAME, parts=())
+        theirs, plan = reader.read(writer.write(ours))
         assert theirs == expected
-        before, ours = ours, data.draw(orders(by=theirs))
+        if plan is not None:
+            assert theirs.parts is plan.parts
+        said.append(data.draw(st.sampled_from(said) | orders(by=ours) | changed_orders(ours)))
+
+
+@st.composite
+def changed_orders(draw: st.DrawFn, before: PushHeader) -> PushHeader:
+    """A header that differs from another as those of two steps do."""
+    changes: dict[str, Any] = {}
+    if before.kind is not PushKind.NOTHING:
+        changes["name"] = dataclasses.replace(
+            before.name, key=draw(st.just(before.name.key) | keys), token=draw(st.integers(0, 9).map(Token))
+        )
+        changes["weight"] = draw(st.just(before.weight) | st.floats(0.5, 9))
+        changes["groups"] = draw(st.just(before.groups) | groups)
+    if before.pull is not None:
+        changes["pull"] = dataclasses.replace(before.pull, number=draw(u64))
+    changes["verdict"] = draw(st.none() | verdicts)
+    return dataclasses.replace(before, **changes)
 
 
 @bounded
-@given(orders(), orders())
-def test_what_another_says_is_never_left_out(first: PushHeader, second: PushHeader) -> None:
-    message = push_messages.push_to_wire(second, first)
-    same = (first.caller, first.server, first.generation) == (second.caller, second.server, second.generation)
-    emptied = second.kind is not PushKind.NOTHING and not second.parts and bool(first.parts)
-    if first.pull is not None and second.pull is not None:
-        emptied |= bool(first.pull.partitions) and not second.pull.partitions
-    assert message.again == (same and not emptied), "a list that was not empty cannot be left out as empty"
-    found = push_messages.push_from_header(message.SerializeToString(), first)
-    if second.kind is PushKind.NOTHING:
-        found = dataclasses.replace(found, parts=second.parts)
-    assert found == second
+@given(pull_results(), orders())
+def test_answer_to_a_step_comes_back(result: ExchangeReply, plan: PushHeader) -> None:
+    pulled, pushed = tuple(part.partition for part in result.parts), tuple(part.partition for part in result.push)
+    pull = PullHeader(plan.caller, plan.server, plan.generation, pulled, 0, exactly=False, shared=bool(result.places))
+    kind = PushKind.GRADIENT if pushed else PushKind.NOTHING
+    plan = dataclasses.replace(plan, kind=kind, parts=tuple(PushPart(each, 8) for each in pushed), pull=pull)
+    usual = dataclasses.replace(result, attached=None, not_attached="", code_bytes=(), gathered=())
+    for answer in (result, usual, dataclasses.replace(usual, places=(ShmLocation(1, 64),) * len(pulled))):
+        theirs = reply_from_header(reply_to_header(answer, plan), pulled, pushed, shared=bool(result.places))
+        said = answer if answer.attached is not None else dataclasses.replace(answer, attached=theirs.attached)
+        assert theirs == said
 
 
 @bounded

@@ -189,9 +189,7 @@ def save(
 
 
 def entries(saved: Sequence[Saved], life: int = 2) -> tuple[PartitionEntry, ...]:
-    return tuple(
-        PartitionEntry(each.partition, dataclasses.replace(each.version, life=life), (each.file,)) for each in saved
-    )
+    return tuple(PartitionEntry(each.partition, each.version._replace(life=life), (each.file,)) for each in saved)
 
 
 def restored(

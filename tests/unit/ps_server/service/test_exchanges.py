@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,16 @@ from shardyard.domain.errors import (
     NotFound,
     SequenceGap,
     ShapeMismatch,
+    ShardyardError,
     StaleIncarnation,
     TooLarge,
 )
 from shardyard.domain.ids import JobId, PartitionId, Rank, Token
 from shardyard.domain.push_names import PushName, RankSource, SourceKey
-from shardyard.domain.pushes import ExchangeReply, Outcome, PushKind, PushPart
+from shardyard.domain.pushes import ExchangeReply, Outcome, PushKind, PushPart, StepVerdict
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Frame
+from shardyard.wire.v1 import parameter_server_pb2 as wire_messages
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.service import exchange_stream as module
 from shardyard_ps_server.service import payload_reader
@@ -63,7 +66,7 @@ def test_exchange_like_the_one_before_is_answered_at_once() -> None:
         assert [part.version.number for part in result.parts] == [number] * 2
     quick.wire.sequence = 0
     assert [part.outcome for part in quick.push(1.0).push] == [Outcome.DUPLICATE] * 2
-    assert quick.at_once == [False, False, True, True, True]  # the second leaves out more than the first
+    assert quick.at_once == [False, True, True, True, True]
     assert values(quick.wire.store) == {-4.0}
 
 
@@ -111,7 +114,7 @@ def test_what_is_refused_at_once_is_refused_and_has_changed_nothing() -> None:
     quick.wire.sequence = 9
     with pytest.raises(SequenceGap):
         quick.push(1.0)
-    assert (quick.at_once, values(quick.wire.store)) == ([False, False, True, False], {-3.0})
+    assert (quick.at_once, values(quick.wire.store)) == ([False, True, True, False], {-3.0})
 
 
 def test_same_name_again_on_the_stream_is_a_duplicate() -> None:
@@ -131,10 +134,74 @@ def test_what_is_not_there_in_time_is_said_and_the_push_counts() -> None:
     assert payload == b""
 
 
-def test_again_at_first_is_malformed() -> None:
+def stepped(wire: Wire, **step: Any) -> Frame:
+    """A frame of the reply to an exchange that names a plan."""
+    header = wire_messages.PushHeader(step=wire_messages.Step(**step)).SerializeToString()
+    wire._waiting.append(iter([Frame(header, 0, np.full(2 * ELEMENTS, 1.0).tobytes())]))
+    return next(wire._answers)
+
+
+def plan(wire: Wire, kind: PushKind = PushKind.GRADIENT, number: int = 1, **more: Any) -> None:
+    """Sends a header as a plan."""
+    order = wire.order(kind, **more)
+    wire.sequence += kind is not PushKind.NOTHING
+    header = push_messages.push_to_wire(order)
+    header.plan = number
+    payload = np.full(2 * ELEMENTS, 1.0).tobytes() if kind is PushKind.GRADIENT else b""
+    wire._waiting.append(iter([Frame(header.SerializeToString(), 0, payload)]))
+    next(wire._answers)
+
+
+def test_step_of_a_plan_that_the_stream_does_not_have_is_malformed() -> None:
+    for given in (0, 1, 2):
+        wire = Wire(server())
+        if given:
+            plan(wire, number=2)
+        with pytest.raises(MalformedPayload, match=f"names plan {given % 2}, which"):
+            stepped(wire, plan=given % 2, first=1, last=1)
+
+
+def test_step_is_like_its_plan_and_a_plan_replaces_another() -> None:
     wire = Wire(server())
-    wire._before = wire.order()
-    assert type(refused(wire, wire.order(pull=wire.wish()))) is MalformedPayload
+    plan(wire)
+    stepped(wire, plan=1, first=1, last=1)
+    assert values(wire.store) == {-2.0}
+    plan(wire, PushKind.NOTHING)
+    wire._waiting.append(iter([Frame(wire_messages.PushHeader(step={"plan": 1}).SerializeToString(), 0, b"")]))
+    next(wire._answers)
+    assert values(wire.store) == {-2.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        ({"first": 5, "last": 4}, MalformedPayload),
+        ({"first": 1, "last": 1 << 63}, TooLarge),
+        ({"first": 1, "last": 1, "number": 3}, MalformedPayload),
+        ({"first": 1, "last": 1, "weight": -1.0}, InvalidRequest),
+        ({"first": 1, "last": 1, "weight": math.inf}, InvalidRequest),
+        ({"first": 1, "last": 1, "groups": [{"values": [1.0]}]}, InvalidRequest),
+        ({"first": 1, "last": 1, "source": {"worker": 77}}, InvalidRequest),
+        ({"first": 1, "last": 1, "bases": {"parts": [{}] * 3}}, MalformedPayload),
+        ({"first": 9, "last": 9}, SequenceGap),
+    ],
+    ids=str,
+)
+def test_wrong_step_is_refused_and_changes_nothing(step: dict[str, Any], kind: type[ShardyardError]) -> None:
+    wire = Wire(server())
+    plan(wire)
+    with pytest.raises(kind):
+        stepped(wire, plan=1, **step)
+    assert values(wire.store) == {-1.0}
+
+
+@pytest.mark.parametrize("more", [{"detach": True}, {"verdict": StepVerdict(0, 1.0)}])
+def test_header_that_stands_for_itself_is_no_plan(more: dict[str, Any]) -> None:
+    wire = Wire(server())
+    with pytest.raises(InvalidRequest, match="as plan 1"):
+        plan(wire, PushKind.NOTHING, **more)
+    with pytest.raises(InvalidRequest, match="as plan 9"):
+        plan(Wire(server()), number=9)
 
 
 def test_nothing_with_data_is_malformed() -> None:
@@ -146,22 +213,8 @@ def test_parts_that_were_admitted_for_one_kind_are_not_for_another() -> None:
     wire = Wire(server())
     wire.push(1.0)
     empty = wire.order(PushKind.EMPTY)  # whose parts have bytes
-    assert type(refused(wire, empty, bytes(2 * PART_BYTES))) is ShapeMismatch
+    assert type(refused(wire, empty, bytes(2 * PART_BYTES))) is MalformedPayload
     assert values(wire.store) == {-1.0}
-
-
-@pytest.mark.parametrize("first", [PushKind.NOTHING, PushKind.EMPTY])
-def test_parts_are_checked_before_they_are_inherited(first: PushKind) -> None:
-    wire = Wire(server())
-    bad = (PushPart(PartitionId(0), 0, (7,)), PushPart(PartitionId(1), 0))
-    header = push_messages.push_to_wire(wire.order(PushKind.EMPTY, parts=bad))
-    header.kind = {PushKind.NOTHING: 4, PushKind.EMPTY: 2}[first]  # type: ignore[assignment]
-    wire._waiting.append(iter([Frame(header.SerializeToString(), 0, b"")]))
-    next(wire._answers)
-    wire._before = wire.order(PushKind.GRADIENT, parts=bad)
-    wire.sequence = 1 if first is PushKind.EMPTY else 0
-    assert isinstance(refused(wire, wire.order(PushKind.GRADIENT, parts=bad)), InvalidRequest)
-    assert values(wire.store) == {0.0}
 
 
 def test_who_was_fenced_between_two_exchanges_is_refused_in_the_next() -> None:
@@ -200,9 +253,7 @@ def test_payload_that_breaks_off_leaves_nothing_behind() -> None:
     wire = Wire(server())
     wire.push(1.0)
     order = wire.order(PushKind.GRADIENT)
-    cut = list(
-        frames.cut(push_messages.push_to_wire(order, wire._before).SerializeToString(), [bytes(2 * PART_BYTES)], 64)
-    )
+    cut = list(frames.cut(push_messages.push_to_wire(order).SerializeToString(), [bytes(2 * PART_BYTES)], 64))
     wire._waiting.append(iter(cut[:-1]))
     with pytest.raises(MalformedPayload, match="ended after 192 of 256 bytes"):
         next(wire._answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from shardyard.domain.errors import (
 )
 from shardyard.domain.ids import Version
 from shardyard.domain.pushes import Outcome, PushKind
-from shardyard.wire import common_messages, push_messages
-from shardyard.wire.headers import HeaderReader
-from shardyard.wire.v1 import parameter_server_pb2 as wire_v1
+from shardyard.wire import push_messages
 from shardyard_ps_server.hosting import orders, pulls
 from shardyard_ps_server.partition.staleness import Tally
 from tests.support.exchanges import (
@@ -148,8 +145,8 @@ def test_headers_that_differ_in_names_and_bases_alone_are_not_read_anew(monkeypa
     for number in range(4):
         quick.push(1.0, bases=at(number, number))
     reads: list[bytes] = []
-    real = push_messages.push_from_header
-    monkeypatch.setattr(push_messages, "push_from_header", lambda *given: reads.append(given[0]) or real(*given))
+    real = push_messages.push_from_wire
+    monkeypatch.setattr(push_messages, "push_from_wire", lambda *given: reads.append(given[0]) or real(*given))
     for number in range(4, 8):
         quick.push(1.0, bases=at(number, number - 1))
     assert reads == []
@@ -158,28 +155,3 @@ def test_headers_that_differ_in_names_and_bases_alone_are_not_read_anew(monkeypa
         Tally(gradients=8),
         Tally(gradients=8, total=4, most=1, uncompensated=0),
     ]
-
-
-@pytest.mark.parametrize("place", ["after the name", "at the end", "both"])
-def test_bases_are_read_wherever_they_stand(place: str) -> None:
-    """Other clients write their fields in other orders; what is said is the same."""
-    order = Wire(server()).order(PushKind.GRADIENT)
-    reader, before = HeaderReader(), None
-    for number in range(1, 5):
-        named = dataclasses.replace(order, name=dataclasses.replace(order.name, first=number, last=number))
-        bases = at(number // 3, 7)
-        name = wire_v1.PushHeader(name=common_messages.name_to_wire(named.name)).SerializeToString()
-        rest = push_messages.push_to_wire(named, before, named=False).SerializeToString()
-        whole, first, second = (
-            wire_v1.PushHeader(bases=push_messages.bases_to_wire(some)).SerializeToString()
-            for some in (bases, bases[:1], bases[1:])
-        )
-        header = {
-            "after the name": name + whole + rest,
-            "at the end": name + rest + whole,
-            "both": name + first + rest + second,
-        }[place]
-        found = reader.read(header)
-        assert found == push_messages.push_from_header(header, before)
-        assert found.bases == bases
-        before = found
