@@ -172,7 +172,7 @@ def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
     patch.setattr(NonFiniteCheck, "_report", lambda self, *said: None)
 
 
-@mutation("A5", "async", 1)
+@mutation("A5", "async", 112)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """pushes under an overtaken token count, and no worker is fenced"""
     patch.setattr(Ledger, "is_duplicate", _whatever_its_token(Ledger.is_duplicate))
@@ -229,25 +229,25 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 5)
+@mutation("A11", "async-checkpoint", 9)
 def closed_is_closed(patch: Patch) -> None:
     """data shards stay closed after a restore has undone their work"""
     patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
 
 
-@mutation("A11", "async-checkpoint", 33)
+@mutation("A11", "async-checkpoint", 27)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the coordinator announces the end of the data before a checkpoint has all of it"""
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 212)
+@mutation("A12", "async", 288)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 126)
+@mutation("A14", "async-rows", 1)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 
@@ -268,7 +268,7 @@ def what_was_promised_counts(patch: Patch) -> None:
     patch.setattr(SampledEpoch, "takes_step", lambda epoch: real(epoch) or (not epoch._ended and not epoch._is_taken))
 
 
-@mutation("A16", "async-sampler", 17)
+@mutation("A16", "async-sampler", 5)
 def a_loader_ends_with_what_it_has(patch: Patch) -> None:
     """a loader is not kept going at the end of what a worker has"""
     patch.setattr(SampledEpoch, "_must_go_on", False)
@@ -359,7 +359,7 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B3", "sync", 88)
+@mutation("B3", "sync", 10)
 def one_version_is_kept(patch: Patch) -> None:
     """a partition keeps only its newest version"""
     real = Versions.find
@@ -390,7 +390,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B6", "sync-clip", 6)
+@mutation("B6", "sync-clip", 18)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict combines the partitions' newest norms, also of different steps"""
 
@@ -402,7 +402,7 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     patch.setattr(NormSums, "add", add)
 
 
-@mutation("B6", "sync-clip", 398)
+@mutation("B6", "sync-clip", 6)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
@@ -419,7 +419,7 @@ def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "gathered", gathered)
 
 
-@mutation("C1", "sync-wal-clip", 1)
+@mutation("C1", "sync-wal-clip", 3)
 def a_verdict_is_not_in_the_log(patch: Patch) -> None:
     """a verdict takes effect without a log record"""
 
@@ -449,7 +449,7 @@ def what_came_late_counts_nowhere(patch: Patch) -> None:
     patch.setattr(MakeupPlan, "drop", lambda self, step, batch, samples: None)
 
 
-@mutation("B6", "sync-backup", 6)
+@mutation("B6", "sync-backup", 9)
 def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
     """a partition takes a step with all recorded contributions, also those that the verdict leaves out"""
 
@@ -460,19 +460,19 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "present", present)
 
 
-@mutation("B6", "sync-backup", 0, 1)
+@mutation("B6", "sync-backup", 0)
 def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
     """a step does not close for the ranks that its verdict leaves out"""
     patch.setattr(sync_step, "_close", lambda partition, gate, members: gate.name_members(members))
 
 
-@mutation("C9", "async-leave")
+@mutation("C9", "async-leave", 4)
 def a_sealed_partition_takes_pushes(patch: Patch) -> None:
     """a partition goes on after the cut from which another server continues"""
     patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
-@mutation("C8", "async-full", 0)
+@mutation("C8", "async-full", 11)
 def what_was_not_written_down_is_told(patch: Patch) -> None:
     """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
     real = Mailbox._begin_stall
@@ -491,7 +491,7 @@ def state_of_the_next_step(patch: Patch) -> None:
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 32)
+@mutation("B7", "sync-checkpoint", 176)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint's ledger has contributions to the next step, which the checkpoint lacks"""
     _change_cuts(patch, lambda partition, marks: partition.ledger.marks())
@@ -520,7 +520,7 @@ def an_overflow_is_not_in_the_log(patch: Patch) -> None:
     patch.setattr(pushes, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
 
 
-@mutation("C1", "async-wal", 0)
+@mutation("C1", "async-wal", 5)
 def acknowledged_before_durable(patch: Patch) -> None:
     """a push is acknowledged before its record is in the log"""
 
@@ -540,13 +540,13 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 37)
+@mutation("C2", "async-wal", 34)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """a server that was frozen continues a log that another server has taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
-@mutation("C2", "async-wal", 69)
+@mutation("C2", "async-wal", 34)
 def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     """a successor looks for a log's end before it raises the fence"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
@@ -649,20 +649,20 @@ def filters_do_not_come_back(patch: Patch) -> None:
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 200)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows of a contribution count again if they counted before the checkpoint and its variables did not"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 200)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not record which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
-@mutation("A1", "hybrid-checkpoint", 18)
+@mutation("A1", "hybrid-checkpoint", 200)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint records that no rows of the next step have counted"""
 
@@ -764,7 +764,7 @@ def rows_are_not_in_the_log(patch: Patch) -> None:
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
-@mutation("promise 4", "async", 1)
+@mutation("promise 4", "async", 112)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server accepts calls of fenced workers"""
     _nobody_is_fenced(patch)
