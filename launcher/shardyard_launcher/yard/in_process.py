@@ -23,7 +23,7 @@ from shardyard_ps_server.tables.memory.budget import budget_in
 from shardyard_ps_server.wal.segments import LogRoot
 from shardyard_worker.job import connect as worker
 from shardyard_worker.job.job import Job
-from shardyard_worker.session.interrupts import Interrupts
+from shardyard_worker.session.interrupts import INTERRUPTS
 
 log = logging.getLogger("shardyard.local")
 
@@ -75,7 +75,7 @@ def connect(settings: Settings) -> Job:
             logging.getLogger(role).setLevel(logging.WARNING)
     job: Job | None = None
     try:
-        with Interrupts():
+        with INTERRUPTS:
             yard = LocalYard(settings)
             inside = settings.model_copy(update={"coordinator": COORDINATOR})
             job = worker.connect(inside, network=yard.network, on_close=yard.close)

@@ -22,7 +22,7 @@ from shardyard.wire import methods
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.session.interrupts import Interrupts
+from shardyard_worker.session.interrupts import INTERRUPTS, LOOK_AGAIN_S
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard
 from tests.support.yards import Probes, Script, finish, running_yard
 
@@ -54,7 +54,7 @@ def interpreters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupt_is_raised_at_the_end_of_what_is_held_together() -> None:
-    interrupts, done = Interrupts(), []
+    interrupts, done = INTERRUPTS, []
 
     def held() -> None:
         with interrupts:
@@ -72,7 +72,7 @@ def test_interrupt_is_raised_at_the_end_of_what_is_held_together() -> None:
 
 
 def test_interrupt_is_raised_where_a_wait_can_be_given_up_and_once() -> None:
-    interrupts, done = Interrupts(), []
+    interrupts, done = INTERRUPTS, []
 
     def held() -> None:
         with interrupts:
@@ -93,7 +93,7 @@ def test_second_interrupt_is_raised_at_once() -> None:
     done = []
 
     def held() -> None:
-        with Interrupts():
+        with INTERRUPTS:
             interrupt()
             done.append("first")
             interrupt()
@@ -105,7 +105,7 @@ def test_second_interrupt_is_raised_at_once() -> None:
 
 
 def test_another_thread_is_not_interrupted_and_holds_nothing_back() -> None:
-    interrupts = Interrupts()
+    interrupts = INTERRUPTS
     found: list[object] = []
 
     def elsewhere() -> None:
@@ -131,11 +131,42 @@ def test_handler_of_the_script_is_left_alone() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with Interrupts():
+        with INTERRUPTS:
             interrupt()
             assert heard == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_handler_stays_in_a_job_and_holds_back_only_what_is_held_together(connect: Connect) -> None:
+    job = connect()
+    ours = signal.getsignal(signal.SIGINT)
+    assert ours is not signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    with INTERRUPTS:
+        assert signal.getsignal(signal.SIGINT) is ours
+    job.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handler_comes_back_in_a_notebook_that_sets_pythons_own_for_each_cell(connect: Connect) -> None:
+    job, done = connect(), []
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    time.sleep(2 * LOOK_AGAIN_S)
+
+    def held() -> None:
+        with INTERRUPTS:
+            assert signal.getsignal(signal.SIGINT) is ours
+            interrupt()
+            done.append("held")
+
+    with pytest.raises(KeyboardInterrupt):
+        held()
+    assert done == ["held"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    job.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- a step

@@ -20,6 +20,7 @@ from shardyard_worker.data.feed import Feed, FeedSettings
 from shardyard_worker.data.look_ahead import LookAhead, ReadAhead
 from shardyard_worker.data.open_feed import open_feed
 from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.training.table_binding import Announced
 
 B = TypeVar("B")
@@ -49,7 +50,7 @@ def open_batches(
     opened = partial(
         open_feed, loop.trainer, reader, number=loop.feeds_opened, settings=settings, look_ahead=look_ahead
     )
-    with loop.session.interrupts:
+    with INTERRUPTS:
         feed = opened(loop.follow_mode(), local=loop.local, end_round=loop.end_round)
         loop.feeds_opened += 1
     return _iterate(loop, reader, feed, opened)
@@ -70,7 +71,7 @@ def _iterate(loop: TrainingLoop, reader: Reader, feed: Feed, opened: OpenFeed) -
     try:
         with contextlib.closing(_go_through(loop, feed, opened)) as batches:
             while True:
-                with loop.session.interrupts:
+                with INTERRUPTS:
                     batch = next(batches, _END)
                 if batch is _END:
                     break

@@ -19,6 +19,7 @@ from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job.job import Job
 from shardyard_worker.session.departure import Departure
 from shardyard_worker.session.devices import pick_device
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.run_name import end_run, run_of
 from shardyard_worker.session.session import Session
@@ -52,7 +53,7 @@ def connect(
     session.is_alone = on_close is not None
     files: TensorBoardWriter | None = None
     try:
-        with session.interrupts:
+        with INTERRUPTS:
             device = pick_device(settings.worker.device, membership.local_index)
             session.join()
             who = f"worker-{session.caller.incarnation}"

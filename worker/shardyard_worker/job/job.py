@@ -20,6 +20,7 @@ from shardyard_worker.job.job_data import JobData
 from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.job_requests import take_checkpoint
 from shardyard_worker.session.metrics import Metrics, checked_metric
 from shardyard_worker.session.session import CheckpointTaken
@@ -224,7 +225,7 @@ class Job(JobData):
         2
         """
         self._loop.need_trainer()
-        with self._session.interrupts:
+        with INTERRUPTS:
             self._loop.finish_pushes()
             number = take_checkpoint(self._session)
         self._loop.between_steps()

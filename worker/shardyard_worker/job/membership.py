@@ -23,6 +23,7 @@ from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.session.drain import Drained
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.job_requests import stop_job
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
@@ -124,7 +125,7 @@ class JobMember:
         if len(reason) > TEXT_CHARACTERS_MAX:
             raise InvalidRequest(f"a reason of {len(reason)} characters; at most {TEXT_CHARACTERS_MAX}")
         self._session.check()
-        with self._session.interrupts:
+        with INTERRUPTS:
             stop_job(self._session, reason)
 
     def drain(self) -> None:
@@ -150,7 +151,7 @@ class JobMember:
         if self._closed:
             return
         self._session.drain.leave()
-        with self._session.interrupts:
+        with INTERRUPTS:
             self._closed = True
             atexit.unregister(self._close_at_exit)
             try:

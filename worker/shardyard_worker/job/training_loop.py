@@ -33,6 +33,7 @@ from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.optimizers.torch_state import VariableState
 from shardyard_worker.session.drain import Drained
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.remote_rows import RemoteRows
@@ -168,7 +169,7 @@ class TrainingLoop:
         if model is not None:
             self.samples = ForwardSamples(model)
             self.at_end.callback(self.samples.close)
-        with self.session.interrupts:
+        with INTERRUPTS:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
             self.trainer, self.settings = trainer, settings
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
@@ -211,9 +212,9 @@ class TrainingLoop:
         sending = replace(sending, bases=self.need_trainer().values.bases)
         self.report_rows()
         if self.feed is None and isinstance(self.strategy, SyncStrategy):
-            with self.session.interrupts:
+            with INTERRUPTS:
                 self.follow_mode()
-        with self.session.interrupts:
+        with INTERRUPTS:
             counted = self._count(sending)
             if self.sampled is not None:
                 self.sampled.stepped()
@@ -227,7 +228,7 @@ class TrainingLoop:
         """Whether the batch at hand counts. One of `job.sampler` may not."""
         if self.sampled is None:
             return True
-        with self.session.interrupts:
+        with INTERRUPTS:
             takes_step = self.sampled.takes_step()
             if not takes_step:
                 self.present_strategy().drop()
@@ -240,7 +241,7 @@ class TrainingLoop:
         local = self.local
         assert local is not None
         self.session.check()
-        with self.session.interrupts:
+        with INTERRUPTS:
             if isinstance(self.feed, LocalFeed):
                 is_last = self.feed.enter()
                 loss = local.run(closure)
@@ -321,7 +322,7 @@ class TrainingLoop:
         that the model holds in a synchronous job, else the newest."""
         trainer = self.need_trainer()
         parameters = [at for at, each in enumerate(trainer.variables) if each.spec.kind is VariableKind.PARAMETER]
-        with self.session.interrupts:
+        with INTERRUPTS:
             self.finish_pushes()
             trainer.values.complete()
             while True:

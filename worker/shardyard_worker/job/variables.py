@@ -14,6 +14,7 @@ from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import refuse_without_optimizer
 from shardyard_worker.exchange.buffers.tensor_types import spec_of
 from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.training.variables import StepInput, Variable
 
 
@@ -54,7 +55,7 @@ def push(
 def pull(loop: TrainingLoop, names: Sequence[str] | None) -> dict[str, torch.Tensor]:
     trainer = loop.need_trainer()
     if loop.session.mode is UpdateMode.ASYNC and loop.strategy is not None:
-        with loop.session.interrupts:
+        with INTERRUPTS:
             loop.follow_mode().begin()
     chosen = list(loop.places) if names is None else list(names)
     _check_names(loop, chosen)

@@ -28,7 +28,7 @@ from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.session.drain import Drain
-from shardyard_worker.session.interrupts import Interrupts
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.retry import PAUSE_MS_MAX, RetryPolicy
 from shardyard_worker.session.step_barrier import StepBarrier
 
@@ -116,7 +116,7 @@ class Session:
         self.generation = Generation(0)
         self.recovering = False
         self.step_barrier = StepBarrier()
-        self.interrupts = Interrupts()
+        self._holds_interrupts = False
         self.drain = Drain()
         self._acknowledged: int | None = None
         """The number of the mode that this worker computes in. None: it does not compute yet."""
@@ -163,6 +163,7 @@ class Session:
         log.info("%s job %r", "started" if reply.started else "joined", wanted.name)
         _log_differences(wanted, self.job_settings)
         self._membership.start()
+        self._holds_interrupts = INTERRUPTS.stay()
 
     @property
     def has_lost_the_yard(self) -> bool:
@@ -214,6 +215,9 @@ class Session:
     def _close(self) -> None:
         self._peer.close()
         self.wait_registry.close()
+        if self._holds_interrupts:
+            self._holds_interrupts = False
+            INTERRUPTS.leave()
         bind_process(job=None, step=None)
 
     @property
@@ -253,12 +257,11 @@ class Session:
     def check(self) -> None:
         """Raises the job's failure if it has failed, InvalidRequest after this worker has left, and KeyboardInterrupt
         if one was held back."""
-        self.interrupts.check()
-        with self._lock:
-            failure, has_left = self._failure, self.has_left
+        INTERRUPTS.check()
+        failure = self._failure
         if failure is not None:
             raise failure.anew() from None
-        if has_left:
+        if self.has_left:
             raise errors.InvalidRequest(
                 "the job has been left", why="this worker is not in it any more", todo="call shardyard.connect again"
             )

@@ -21,6 +21,7 @@ from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 from shardyard_worker.rows.row_codec import questions
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
+from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepContext
@@ -138,7 +139,7 @@ class RemoteRows:
 
     def _reach(self, ask: Callable[[RowReads], R]) -> R:
         """Asks under the newest map."""
-        with self._trainer.session.interrupts:
+        with INTERRUPTS:
             while True:
                 try:
                     return ask(self._trainer.router.rows)
