@@ -126,8 +126,8 @@ class Yard:
     def deliver(self, message: Message) -> None:
         store, order = self.stores[message.server], message.order
         try:
-            hosted = admission.admit_push(store, order)
-            results = pushes.push(store, hosted, order, message.payload)
+            admitted = admission.admit_push(store, order)
+            results = pushes.push(store, admitted, order, message.payload)
         except Refused as refused:
             self.answers[refused.code] += 1
             return

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardyard.domain.consistency import Durability, UpdateMode
-from shardyard.domain.errors import RateMismatch, StaleIncarnation, StaleTerm
+from shardyard.domain.errors import NotFound, RateMismatch, StaleIncarnation, StaleTerm
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Rank, Term, Token
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
@@ -106,6 +106,27 @@ def an_order_of_a_coordinator_that_was_replaced(_: Path) -> list[str]:
     return []
 
 
+def a_push_that_was_admitted_before_its_worker_was_fenced(_: Path) -> list[str]:
+    with serving(UpdateMode.ASYNC) as store:
+        sent = order(SHARD)
+        with failpoints.armed("push.before_apply", lambda _: orders.fence(store, [WORKER.incarnation])):
+            with contextlib.suppress(StaleIncarnation):
+                send(store, sent)
+        ((_, marks),) = pushes.read_ledger(store.hosted()[0], [(SHARD, TOKEN)])
+    return [f"partition {mark.partition} has counted a push of a fenced worker" for mark in marks if mark.next]
+
+
+def a_push_that_was_admitted_before_its_job_was_dropped(_: Path) -> list[str]:
+    """It comes back as another job of the same number, which has no work yet."""
+    with serving(UpdateMode.ASYNC) as store:
+        sent, hosted = order(SHARD), store.hosted()[0]
+        with failpoints.armed("push.before_apply", lambda _: orders.drop(store, JOB)):
+            with contextlib.suppress(NotFound):
+                send(store, sent)
+        ((_, marks),) = pushes.read_ledger(hosted, [(SHARD, TOKEN)])
+    return [f"partition {mark.partition} of a job that was dropped has counted a push" for mark in marks if mark.next]
+
+
 def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
     """It lies in memory that is the worker's to write."""
     logs = LogRoot(folder)
@@ -117,9 +138,9 @@ def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
         def write(_: str) -> None:
             payload.view(np.float64)[:] = 2.0
 
-        hosted = admission.admit_push(store, sent)
+        admitted = admission.admit_push(store, sent)
         with failpoints.armed("wal.before_apply", write):
-            pushes.push(store, hosted, sent, payload)
+            pushes.push(store, admitted, sent, payload)
         applied = -newest_values(store, OWNED[0])
         log = logs.log(JOB, HERE)
         (logged,) = (
@@ -166,6 +187,14 @@ def terms_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(admission, "check_coordinator", lambda *_: None)
 
 
+def what_was_admitted_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pushes, "check_still_admitted", lambda *_: None)
+
+
+def the_epoch_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Store, "epoch", property(lambda _: 1, lambda _, epoch: None), raising=False)
+
+
 def shared_memory_is_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pushes, "aligned_copy", lambda piece: piece)
 
@@ -187,6 +216,9 @@ class Case:
 
 
 CASES = (
+    Case("A3", a_push_that_was_admitted_before_its_worker_was_fenced, what_was_admitted_is_not_looked_at_again),
+    Case("A3", a_push_that_was_admitted_before_its_worker_was_fenced, the_epoch_stays),
+    Case("A3", a_push_that_was_admitted_before_its_job_was_dropped, the_epoch_stays),
     Case("A4", a_push_that_one_partition_refuses, parts_are_not_judged_beforehand),
     Case("C2", a_log_that_was_taken_over_after_an_order, fences_are_of_any_generation),
     Case("C4", an_order_of_a_coordinator_that_was_replaced, terms_are_not_looked_at),
@@ -195,7 +227,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.scenario.__name__}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.rule}-{case.scenario.__name__}-{case.switch_off.__name__}"
+)
 def test_without_a_rule_a_server_goes_wrong(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert case.scenario(tmp_path / "with") == []
     case.switch_off(monkeypatch)

@@ -38,6 +38,7 @@ from shardyard_coordinator.work.data_shards import DataShards
 from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
+from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.hosting.worker_clocks import WorkerClocks
 from shardyard_ps_server.partition import checkpoint_cuts, sync_step
 from shardyard_ps_server.partition import step_gate as gate
@@ -136,6 +137,12 @@ def gaps_count(patch: Patch) -> None:
     _instead_of(patch, SequenceGap)
 
 
+@mutation("A3", "async", 112)
+def a_store_stays_in_its_epoch(patch: Patch) -> None:
+    """a server takes requests like an earlier one, whatever has happened since that was admitted"""
+    patch.setattr(Store, "epoch", property(lambda _: 1, lambda _, epoch: None), raising=False)
+
+
 @mutation("A2", "async-checkpoint", 9)
 def counted_in_one_is_counted_in_all(patch: Patch) -> None:
     """a push that was stopped between two partitions of a server is taken as counted in both"""
@@ -146,7 +153,7 @@ def counted_in_one_is_counted_in_all(patch: Patch) -> None:
             return real(store, hosted, order, work)
         found = []
         for target, _ in work:
-            with target.changed:
+            with target.lock:
                 if not target.ledger.is_duplicate(order.name):
                     target.ledger.advance(order.name)
                 next_ = target.ledger.next(order.name.key)

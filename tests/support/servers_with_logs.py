@@ -211,8 +211,8 @@ def payload_of(order: PushHeader) -> np.ndarray:
 
 
 def send(store: Store, order: PushHeader) -> set[Outcome]:
-    hosted = admission.admit_push(store, order)
-    return {result.outcome for result in pushes.push(store, hosted, order, payload_of(order))}
+    admitted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, admitted, order, payload_of(order))}
 
 
 def push(store: Store, sequence: int, **said: object) -> set[Outcome]:

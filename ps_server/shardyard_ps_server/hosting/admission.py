@@ -8,6 +8,7 @@ incarnation, generation or term changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shardyard.domain import limits, optimizers
 from shardyard.domain.errors import (
@@ -60,21 +61,38 @@ def admit(
     return hosted
 
 
-def check_still_admitted(store: Store, hosted: HostedJob, header: PushHeader) -> None:
-    """Repeats the checks of admission just before partitions change, since their answers may have changed meanwhile."""
+class Admitted(NamedTuple):
+    """A request that was admitted to a job, and the store's epoch before it was."""
+
+    hosted: HostedJob
+    epoch: int
+
+
+def check_still_admitted(store: Store, admitted: Admitted, header: PushHeader) -> None:
+    """Repeats the checks of admission just before partitions change, if their answers may have changed meanwhile."""
+    hosted, epoch = admitted
+    if store.epoch == epoch:
+        return
     if admit(store, header.caller, header.server, header.generation) is not hosted:
         raise NotFound(f"job {hosted.job} was dropped while {header.name} was on its way")
 
 
-def admit_push(store: Store, header: PushHeader, before: PushHeader | None = None) -> HostedJob:
-    """Checks everything of a push except its payload. `before`: an admitted header of the same worker, its plan. What
-    both headers share is not checked again."""
+def admit_push(store: Store, header: PushHeader) -> Admitted:
+    """Checks everything of a push except its payload."""
+    epoch = store.epoch
     hosted = admit(store, header.caller, header.server, header.generation)
-    first_values = header.kind is PushKind.VALUES
-    if first_values == hosted.open:
+    if (header.kind is PushKind.VALUES) == hosted.open:
         if hosted.open:
             raise InvalidRequest(f"first values for job {hosted.job}, which is open")
         raise NotReady(f"job {hosted.job} has no first values yet")
+    check_push_header(hosted, header)
+    if header.pull is not None:
+        admit_pull(store, header.pull)
+    return Admitted(hosted, epoch)
+
+
+def check_push_header(hosted: HostedJob, header: PushHeader, before: PushHeader | None = None) -> None:
+    """`before`: an admitted header of the same worker, its plan. What both headers share is not checked again."""
     source = header.name.key.source
     if isinstance(source, WorkerSource) and source.incarnation != header.caller.incarnation:
         raise InvalidRequest(f"{header.name} sent by worker {header.caller.incarnation}")
@@ -88,14 +106,12 @@ def admit_push(store: Store, header: PushHeader, before: PushHeader | None = Non
         if before is None or header.groups is not before.groups:
             optimizers.check_update(hosted.layout.optimizer, header.groups)
     if header.rows:
-        check_pushed(hosted.layout.tables, header.rows, None if first_values else header.table_groups)
+        groups = None if header.kind is PushKind.VALUES else header.table_groups
+        check_pushed(hosted.layout.tables, header.rows, groups)
     if header.bases and hosted.rules.stale is None:
         raise InvalidRequest(
             f"{header.name} says what it was computed on, in job {hosted.job}, which has no rule for that"
         )
-    if header.pull is not None and (before is None or header.pull is not before.pull):
-        admit_pull(store, header.pull)
-    return hosted
 
 
 def _check_parts(hosted: HostedJob, header: PushHeader) -> None:

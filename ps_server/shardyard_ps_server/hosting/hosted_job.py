@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotFound, NotReady, StaleGeneration
@@ -50,8 +51,7 @@ class CreateRequest:
     switches: int = 0
 
 
-@dataclass(frozen=True)
-class HeldValues:
+class HeldValues(NamedTuple):
     """Buffers of partitions' versions. They do not change until they are released."""
 
     buffers: tuple[tuple[Partition, Bytes], ...] = ()

@@ -36,6 +36,7 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
     with store.lock:
         fresh = fenced - store.identity.fenced
         store.identity.fenced.update(fresh)
+        store.epoch += 1
     for hosted in store.hosted() if fresh else ():
         for incarnation in sorted(fresh):
             reclaim_all(store, hosted, incarnation)
@@ -99,10 +100,12 @@ def _replace(store: Store, hosted: HostedJob | None, request: CreateRequest, loa
     made = provisioning.begin(store, request, loaded, clocks, None if hosted is None else hosted.wal)
     with store.lock:
         store.jobs[request.job] = made
+        if hosted is not None and hosted.mode is not made.mode:
+            hosted.generation = request.generation
+        store.epoch += 1  # now partitions refuse pushes that were admitted before
     if hosted is not None:
         hosted.pins.clear()
         if hosted.mode is not made.mode:
-            hosted.generation = request.generation  # now partitions refuse pushes that were admitted before
             for former in hosted.partitions.values():
                 former.leave()
         hosted.regions.close()
@@ -137,6 +140,7 @@ def drop(store: Store, job: JobId) -> None:
     """Forgets a job that has ended, and deletes its log."""
     with store.lock:
         hosted = store.jobs.pop(job, None)
+        store.epoch += 1
     if hosted is not None:
         hosted.pins.clear()
         hosted.regions.close()

@@ -96,7 +96,9 @@ def give(store: Store, hosted: HostedJob, request: CreateRequest, loaded: Sequen
             hosted.wal.sync(ticket)
             with hosted.wal.turn(ticket):
                 pass  # only records after this one belong to these partitions
-        hosted.generation = request.generation  # first, so that pushes under the old one are refused
+        with store.lock:  # first, so that pushes under the old one are refused
+            hosted.generation = request.generation
+            store.epoch += 1
         hosted.pins.clear()
         before, hosted.partitions = hosted.partitions, partitions
         for each in loaded:

@@ -104,9 +104,11 @@ def lend(store: Store, hosted: HostedJob, worker: Incarnation, held: HeldValues)
 def reclaim(store: Store, hosted: HostedJob, worker: Incarnation) -> None:
     """Takes back what was lent before the last answer: the worker has begun its next exchange and no longer reads
     it."""
+    done: list[HeldValues] = []
     with store.lock:
-        lent = hosted.lent.get(worker, ())
-        done = [lent.popleft() for _ in range(len(lent) - 1)] if isinstance(lent, deque) else []
+        lent = hosted.lent.get(worker)
+        while lent is not None and len(lent) > 1:
+            done.append(lent.popleft())
     for held in done:
         held.release()
 

@@ -20,7 +20,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.push_names import SourceKey, Watermark
 from shardyard.domain.pushes import PartResult, PushHeader, StepVerdict
 from shardyard.runtime.failpoints import failpoint
-from shardyard_ps_server.hosting.admission import check_still_admitted
+from shardyard_ps_server.hosting.admission import Admitted, check_still_admitted
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import sync_step
@@ -42,9 +42,9 @@ POOL_BYTES_MIN: Final = limits.MIB
 """Pushes of at least this many bytes use several threads, one partition each."""
 
 
-def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
+def initialize(store: Store, admitted: Admitted, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
     """Sets first values: all values of a partition or none of them; or first rows, over the rows that are there."""
-    check_current = partial(check_still_admitted, store, hosted, header)
+    hosted, check_current = admitted.hosted, partial(check_still_admitted, store, admitted, header)
     if header.rows:
         for partition, given in _rows_by_partition(hosted.layout, header, rows).items():
             hosted.find(partition).set_rows(given, check_current)
@@ -54,25 +54,28 @@ def initialize(store: Store, hosted: HostedJob, header: PushHeader, payload: Byt
 
 
 def push(
-    store: Store, hosted: HostedJob, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES
+    store: Store, admitted: Admitted, header: PushHeader, payload: Bytes, rows: Bytes = NO_BYTES
 ) -> tuple[PartResult, ...]:
     """Applies each part of a push once, when its partition's turn comes. `rows`: the bytes of its table rows."""
+    hosted = admitted.hosted
     by_partition = _rows_by_partition(hosted.layout, header, rows) if header.rows else {}
     if hosted.wal is not None and header.shared_at is not None:
         payload = aligned_copy(payload)  # the log and the update must read the same bytes (rule C5)
     work: list[Work] = []
-    coded = any(part.code_bytes for part in header.parts)
+    coded = False
     for part, piece, base in parts_of(header, payload):
         target = hosted.find(part.partition)
-        if coded and not part.code_bytes and len(piece):
+        if part.code_bytes:
+            coded = True
+        elif coded and len(piece):
             piece = aligned_copy(piece)  # the code before this piece may end at any byte
         table_rows = by_partition.get(part.partition, ())
         work.append((target, target.payload.contribution(header, part, piece, base, table_rows)))
     failpoint("push.before_apply")
     if hosted.wal is None:
-        results = _apply(store, hosted, header, work)
+        results = _apply(store, admitted, header, work)
     else:
-        results = _record_and_apply(store, hosted.wal, hosted, header, payload, work, rows)
+        results = _record_and_apply(store, hosted.wal, admitted, header, payload, work, rows)
     if hosted.protects_looked_up_rows:
         pushed = [(TablePart(number, each.table), each.ids) for number, some in by_partition.items() for each in some]
         hosted.rows_in_flight.end(header.caller.incarnation, pushed)
@@ -82,24 +85,25 @@ def push(
     return results
 
 
-def _apply(store: Store, hosted: HostedJob, header: PushHeader, work: Sequence[Work]) -> tuple[PartResult, ...]:
+def _apply(store: Store, admitted: Admitted, header: PushHeader, work: Sequence[Work]) -> tuple[PartResult, ...]:
     if len(work) > 1:
         for target, contribution in work:
             check_push(target, header.name, contribution)
     try:
-        return _push_all(store, header, work, partial(check_still_admitted, store, hosted, header))
-    finally:
+        return _push_all(store, header, work, partial(check_still_admitted, store, admitted, header))
+    except BaseException:
         _report_torn(store, [target for target, _ in work])
+        raise
 
 
 def _record_and_apply(
-    store: Store, wal: Wal, hosted: HostedJob, header: PushHeader, payload: Bytes, work: Sequence[Work], rows: Bytes
+    store: Store, wal: Wal, admitted: Admitted, header: PushHeader, payload: Bytes, work: Sequence[Work], rows: Bytes
 ) -> tuple[PartResult, ...]:
     """Like `_apply`, but first makes the push durable. Appending decides whether it counts, and which rows expire with
     it."""
     with ExitStack() as over:
         with wal.order:
-            check_still_admitted(store, hosted, header)
+            check_still_admitted(store, admitted, header)
             if header.rows and any(target.rows.is_close(each.rows) for target, each in work):
                 wal.drain()
             for target, contribution in work:
@@ -126,10 +130,13 @@ def _record_and_apply(
 def _push_all(
     store: Store, header: PushHeader, work: Sequence[Work], check_current: Callable[[], None]
 ) -> tuple[PartResult, ...]:
-    works = [partial(apply_push, target, header.name, each, check_current) for target, each in work]
-    if header.payload_bytes + header.rows_bytes >= POOL_BYTES_MIN:
+    if len(work) > 1 and header.payload_bytes + header.rows_bytes >= POOL_BYTES_MIN:
+        works = [partial(apply_push, target, header.name, each, check_current) for target, each in work]
         return tuple(store.pool.run(works))
-    return tuple([each() for each in works])
+    results: list[PartResult] = []
+    for target, each in work:
+        results.append(apply_push(target, header.name, each, check_current))
+    return tuple(results)
 
 
 def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: StepVerdict) -> None:
@@ -138,7 +145,7 @@ def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: S
     waiting = [partition for partition in hosted.in_order if sync_step.awaits_verdict(partition, verdict)]
     if not waiting:
         return
-    check_current = partial(check_still_admitted, store, hosted, header)
+    check_current = partial(check_still_admitted, store, Admitted(hosted, epoch=0), header)
     if hosted.wal is None:
         _give_verdict(store, waiting, verdict, check_current)
         return

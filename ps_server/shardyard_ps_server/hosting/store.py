@@ -74,6 +74,10 @@ class Store:
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
         """Guards `jobs`, `identity`, `counters`, and what jobs lend. Held only briefly."""
+        self.epoch = 1
+        """Raised with each change after which an admitted request may be stale: a fence, another incarnation of this
+        server, a job that moves, is restored or is dropped. A request that was admitted in this epoch would be admitted
+        again. Raised with `lock` held; read without it."""
         self.creating = threading.Lock()
         """Held while partitions are created, which may read a whole checkpoint."""
         self.loops = JobLoops(self.wait_registry)
@@ -85,6 +89,7 @@ class Store:
         self.wait_registry.close()
         with self.lock:
             jobs, self.jobs = self.jobs, {}
+            self.epoch += 1
         for hosted in jobs.values():
             hosted.regions.close()
             if hosted.wal is not None:
@@ -98,6 +103,7 @@ class Store:
         """Takes the incarnation that the coordinator gave this server at registration."""
         with self.lock:
             self.identity = Identity(incarnation, term, set())
+            self.epoch += 1
 
     def hosted(self) -> list[HostedJob]:
         with self.lock:
@@ -117,14 +123,15 @@ class Store:
     # ---- counters
 
     def count_push(self, results: Sequence[PartResult], received: int) -> None:
-        without_effect = Outcome.DUPLICATE, Outcome.DROPPED
-        duplicate = bool(results) and all(result.outcome in without_effect for result in results)
+        applied = not results
+        for result in results:
+            applied = applied or result.outcome is Outcome.APPLIED or result.outcome is Outcome.RECORDED
         with self.lock:
             self.counters.bytes_received += received
-            if duplicate:
-                self.counters.pushes_duplicate += 1
-            else:
+            if applied:
                 self.counters.pushes_applied += 1
+            else:
+                self.counters.pushes_duplicate += 1
 
     def count_sent(self, nbytes: int) -> None:
         """Counts values that a stream carries. Values in shared memory do not count."""

@@ -25,7 +25,7 @@ def take_cut(partition: Partition, since: Since | None = None, *, seal: bool = F
     on. `since`: for each table the generation that an earlier
     checkpoint has; then only later changes are cut, if they are known. Raises TooLarge, TableError, InvalidRequest if
     another cut is open, and NotReady while a reader reads a whole table."""
-    with partition.turn, partition.changed:
+    with partition.turn, partition.lock:
         return _cut(partition, since or {}, seal=seal)
 
 
@@ -36,7 +36,7 @@ def name_cut(
     only between two steps; so a version has passed once a contribution to the next step is recorded. `since`, `seal`:
     as for `take_cut`. Raises InvalidRequest if the version has passed (facts: newest, and with `between` gathering) or
     another cut is open, and what `take_cut` raises."""
-    with partition.turn, partition.changed:
+    with partition.turn, partition.lock:
         newest = partition.versions.newest.number
         if newest > number:
             raise InvalidRequest(
@@ -66,7 +66,7 @@ def cut_if_named(partition: Partition, version: Version) -> None:
 def await_named_cut(partition: Partition, until: float) -> Cut | None:
     """Waits until `until` (time.monotonic) for the cut that was named, and returns it. It must be released. Returns
     None if it does not come in time. Raises what `take_cut` raises."""
-    with partition.changed:
+    with partition.lock:
         while isinstance(partition.named_cut, int):
             if not partition.wait(until):
                 return None
@@ -78,7 +78,7 @@ def await_named_cut(partition: Partition, until: float) -> Cut | None:
 
 def unname_cut(partition: Partition) -> None:
     """Releases the cut that was named, unless `await_named_cut` has returned it."""
-    with partition.changed:
+    with partition.lock:
         found, partition.named_cut = partition.named_cut, None
     if isinstance(found, Cut):
         found.release()
@@ -87,7 +87,7 @@ def unname_cut(partition: Partition) -> None:
 def unseal(partitions: Iterable[Partition]) -> None:
     """The partitions may change again: no other server continues from the cuts that sealed them."""
     for partition in partitions:
-        with partition.turn, partition.changed:
+        with partition.turn, partition.lock:
             partition.sealed = False
 
 
@@ -117,7 +117,7 @@ def _cut(partition: Partition, since: Since, *, seal: bool) -> Cut:
     partition.sealed = seal
 
     def release() -> None:
-        with partition.changed:
+        with partition.lock:
             dense.end_cut(state)
             versions.release(values)
 

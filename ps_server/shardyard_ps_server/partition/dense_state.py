@@ -384,11 +384,11 @@ class DenseState:
 
     def _locate(self, members: Sequence[Contribution], old: Bytes, new: Bytes) -> Addresses:
         """Returns the addresses of the members' payloads, 0 for a member without blocks."""
-        sources = [
-            pieces.locate(old, new, each.payload, _ITEM_BYTES_MAX) if True in each.present else 0 for each in members
-        ]
-        for member, source in zip(members, sources, strict=True):
+        sources: list[int] = []
+        for member in members:
+            source = pieces.locate(old, new, member.payload, _ITEM_BYTES_MAX) if True in member.present else 0
             assert source != 0 or True not in member.present, (len(member.payload), len(new))
+            sources.append(source)
         return np.array(sources, np.int64)
 
     def _set(

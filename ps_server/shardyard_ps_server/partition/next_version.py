@@ -81,7 +81,7 @@ def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Gro
     try:
         diff = partition.rows.set_aside(changing, number)
     except TooLarge:
-        with partition.changed:
+        with partition.lock:
             if not partition.overlay.nbytes:
                 raise
             partition.overlay.lose_pins("the server needs the memory for a step")
@@ -92,7 +92,7 @@ def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Gro
 def update_rows(partition: Partition, update: RowUpdate) -> None:
     """Changes rows in place."""
     if update.diff is not None:
-        with partition.changed:
+        with partition.lock:
             partition.overlay.add([update.diff], begins=True)
     if not update.rows and not update.gone:
         return
@@ -127,15 +127,15 @@ def _copy_for_pins(
 ) -> None:
     """Copies rows that are about to change, if a reader has pinned them. `begins`: the push has changed nothing yet."""
     overlay = partition.overlay
-    with partition.changed:
+    with partition.lock:
         wanted, number = overlay.wants_diff(begins=begins), partition.versions.newest.number
     if not wanted:
         return
     try:
         diffs = [partition.rows.set_aside(rows, number) for rows in changing]
     except TooLarge:
-        with partition.changed:
+        with partition.lock:
             overlay.give_up("the server has no memory for what changes")
         return
-    with partition.changed:
+    with partition.lock:
         overlay.add(diffs, begins=begins)

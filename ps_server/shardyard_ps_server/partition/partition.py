@@ -2,9 +2,9 @@
 
 Two locks guard a partition:
 
-    turn      is held while the partition is changed, for as long as the arithmetic takes: one change at a time
-    changed   guards what others see: version, ledger, gate, row overlay. It is held only for the moment in which the
-              thread that has the turn makes its change visible, never during arithmetic
+    turn   is held while the partition is changed, for as long as the arithmetic takes: one change at a time
+    lock   guards what others see: version, ledger, gate, row overlay. It is held only for the moment in which the
+           thread that has the turn makes its change visible, never during arithmetic. `changed` is its condition
 
 So pulls, look-ups and checkpoints never wait for arithmetic.
 
@@ -154,7 +154,8 @@ class Partition:
         self.sealed = False
         """Nothing may change any more: the state is in a checkpoint from which another server continues."""
         self.turn = threading.Lock()
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
 
     @property
     def tables(self) -> Tables:
@@ -162,7 +163,7 @@ class Partition:
 
     def describe(self) -> tuple[Version, int]:
         """The newest version and the number of sources in the ledger."""
-        with self.changed:
+        with self.lock:
             return self.versions.newest, len(self.ledger)
 
     def check_whole(self) -> None:
@@ -185,13 +186,13 @@ class Partition:
 
     def blank(self) -> Bytes:
         """Returns a buffer for the next version. Raises TooLarge."""
-        with self.changed:
+        with self.lock:
             new = self.versions.take_idle()
         return self.versions.allocate() if new is None else new
 
     def release(self, buffer: Bytes) -> None:
         """Ends a reader's hold of a version's buffer."""
-        with self.changed:
+        with self.lock:
             self.versions.release(buffer)
 
     # ---- first values
@@ -235,17 +236,17 @@ class Partition:
 
     def check_open(self, key: SourceKey, token: Token) -> None:
         """Raises what `open_source` would raise; changes nothing."""
-        with self.changed:
+        with self.lock:
             self.check_unsealed()
             self.ledger.check_open(key, token)
 
     def open_source(self, key: SourceKey, token: Token) -> Watermark:
-        with self.turn, self.changed:
+        with self.turn, self.lock:
             self.check_unsealed()
             return Watermark(self.id, self.ledger.open(key, token), self.versions.newest)
 
     def watermark(self, key: SourceKey) -> Watermark:
-        with self.changed:
+        with self.lock:
             return Watermark(self.id, self.ledger.next(key), self.versions.newest)
 
     def forget(
@@ -256,13 +257,13 @@ class Partition:
         check_current: Callable[[], None],
     ) -> None:
         """Rule A7. Raises StaleGeneration: a partition that was restored since may not have these shards closed."""
-        with self.turn, self.changed:
+        with self.turn, self.lock:
             check_current()
             self.ledger.forget(done, workers, floor)
 
     def pass_over(self, key: SourceKey, next_sequence: int, check_current: Callable[[], None]) -> None:
         """Rule A11. Raises StaleGeneration."""
-        with self.turn, self.changed:
+        with self.turn, self.lock:
             check_current()
             self.check_unsealed()
             self.ledger.pass_over(key, next_sequence)
@@ -272,14 +273,14 @@ class Partition:
     def remember_base(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
         """Notes that a worker got that version, in a buffer that is held. Its next push may be computed on it."""
         if self.stale is not None:
-            with self.changed:
+            with self.lock:
                 if version.life == self.versions.newest.life:  # otherwise the partition was restored since
                     self.stale.keep(worker, version, buffer)
 
     def forget_bases(self, worker: Incarnation | None = None) -> None:
         """Forgets the versions of a worker that pushes nothing from now on; None: of all workers."""
         if self.stale is not None:
-            with self.changed:
+            with self.lock:
                 self.stale.forget(worker)
 
     @property
@@ -287,7 +288,7 @@ class Partition:
         """Counts of stale gradients, in a job with a rule for them."""
         if self.stale is None:
             return None
-        with self.changed:
+        with self.lock:
             return self.stale.tally
 
     # ---- restores
@@ -307,7 +308,7 @@ class Partition:
             found = [self.dense.arrays(block.index, new) for block in state.blocks]
             for block, into in zip(state.blocks, found, strict=True):
                 if {"values", *block.slots} != into.keys():
-                    with self.changed:
+                    with self.lock:
                         self.versions.return_unused(new)
                     raise CheckpointDamaged(
                         f"block {block.index} of partition {self.id} with the state {sorted(block.slots)}; expected "
@@ -319,7 +320,7 @@ class Partition:
                 for name, values in ("values", block.values), *block.slots.items():
                     into[name][:] = values
             self.dense.restore_counts([block.count for block in state.blocks])
-            with self.changed:
+            with self.lock:
                 self.versions.restore(state.version, new)
                 self.rows.become(tables)
                 self.overlay.clear("the partition has gone back to a checkpoint")
@@ -337,7 +338,7 @@ class Partition:
     def leave(self) -> None:
         """Frees the rows, and the versions kept for workers, because the partition has left this server."""
         self.forget_bases()
-        with self.turn, self.changed:
+        with self.turn, self.lock:
             self.rows.become({})
             self.overlay.clear("the partition has left this server")
 

@@ -40,14 +40,17 @@ def apply_push(
     nothing."""
     with partition.turn:
         duplicate, contribution = _admit(partition, name, contribution, check_current)
+        if not duplicate and partition.steps is None:
+            result = _apply_alone(partition, name, contribution)
+            failpoint("push.after_partition")
+            return result
         if duplicate:
             outcome = _repeated(partition, name)
-        elif partition.steps is None:
-            outcome = _apply_alone(partition, name, contribution)
         else:
+            assert partition.steps is not None
             outcome = sync_step.contribute(partition, partition.steps, name, contribution)
         failpoint("push.after_partition")
-        with partition.changed:
+        with partition.lock:
             next_sequence = partition.ledger.next(name.key)
             return PartResult(partition.id, outcome, next_sequence, partition.versions.newest)
 
@@ -56,12 +59,14 @@ def _admit(
     partition: Partition, name: PushName, contribution: Contribution, check_current: Callable[[], None]
 ) -> tuple[bool, Contribution]:
     """Returns whether the push is a duplicate, and the part of it that may count. Raises if the push is refused."""
-    with partition.changed:
+    with partition.lock:
         check_current()
-        partition.check_whole()
+        if partition.torn is not None:
+            partition.check_whole()
         if partition.ledger.is_duplicate(name):  # rule A2
             return True, contribution
-        partition.check_unsealed()  # rule C9
+        if partition.sealed:
+            partition.check_unsealed()  # rule C9
         if partition.stale is not None:
             partition.stale.check(contribution.base, partition.versions.newest)
         recorded = []
@@ -76,7 +81,8 @@ def _admit(
                 if not partition.ledger.counts_rows(name):
                     contribution = contribution.without_rows()
                 recorded = [rows for other in partition.steps.gate.recorded for rows in other.rows]
-    partition.rows.check_room(contribution.rows, recorded)
+    if contribution.rows:
+        partition.rows.check_room(contribution.rows, recorded)
     return False, contribution
 
 
@@ -96,7 +102,7 @@ def check_nothing() -> None:
 # ---- asynchronous
 
 
-def _apply_alone(partition: Partition, name: PushName, contribution: Contribution) -> Outcome:
+def _apply_alone(partition: Partition, name: PushName, contribution: Contribution) -> PartResult:
     """Applies a push of an asynchronous job as an update. An empty push makes no version."""
     makes = contribution.groups is not None and contribution.weight > 0
     stale = partition.stale if makes and not contribution.overflow else None
@@ -105,16 +111,19 @@ def _apply_alone(partition: Partition, name: PushName, contribution: Contributio
     if stale is not None:
         applied, staleness, compensated = _correct(partition, stale, contribution)
     new = compute_values(partition, Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-    update_rows(partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
-    with partition.changed:
+    has_rows = bool(applied.rows or applied.gone)
+    if has_rows:
+        update_rows(partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
+    with partition.lock:
         partition.ledger.advance(name)
-        end_rows(partition)
+        if has_rows:
+            end_rows(partition)
         if new is not None:
             publish(partition, new)
         if stale is not None:
             stale.count(contribution.base, staleness, compensated=compensated)
             stale.passed(contribution.base)
-    return Outcome.APPLIED
+        return PartResult(partition.id, Outcome.APPLIED, name.last + 1, partition.versions.newest)
 
 
 def _correct(partition: Partition, stale: Staleness, contribution: Contribution) -> tuple[Contribution, int, bool]:
@@ -122,7 +131,7 @@ def _correct(partition: Partition, stale: Staleness, contribution: Contribution)
     TooLarge."""
     base, groups, now = contribution.base, contribution.groups, partition.versions.values
     assert groups is not None
-    with partition.changed:
+    with partition.lock:
         newest = partition.versions.newest
         staleness = stale.staleness(base, newest)
         values = stale.find(base)
@@ -157,7 +166,7 @@ def _compensate(partition: Partition, stale: Staleness, contribution: Contributi
             stale.squares = aligned_empty(nbytes)
             stale.squares[:] = 0
         room = partition.blank()
-        with partition.changed:
+        with partition.lock:
             partition.versions.return_unused(room)
     partition.dense.compensate(contribution, stale.rule, base, now, stale.compensated, stale.squares)
     return stale.compensated
@@ -171,7 +180,7 @@ def begin_logged(partition: Partition, contribution: Contribution) -> Contributi
     thread at a time. `end_logged` must follow when the push has taken effect, or never will."""
     if not contribution.rows:
         return contribution
-    with partition.changed:
+    with partition.lock:
         step = partition.versions.newest.number + 1
     rows, gone = partition.rows.begin_logged(contribution.rows, step)
     return contribution._replace(rows=rows, gone=gone)

@@ -43,7 +43,7 @@ def hold_version(
     """Waits until `until` (time.monotonic) for that version, or, unless `exactly`, for that or a later one. Does not
     wait for a step that needs a verdict, because the caller may have to bring it. The caller may read the buffer until
     it calls `Partition.release`. Raises NotFound if an exact version has passed."""
-    with partition.changed:
+    with partition.lock:
         missing = _await_version(partition, number, until)
         if missing is not None:
             return missing
@@ -61,7 +61,7 @@ def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionS
     the partition has another version than `number`, TooLarge."""
     with partition.turn:
         partition.check_whole()
-        with partition.changed:
+        with partition.lock:
             version = partition.versions.newest
         if number not in (None, version.number):
             raise NotFound(
@@ -125,10 +125,10 @@ def look_up_rows(
         _read(partition, asked)
         return
     while True:
-        with partition.changed:
+        with partition.lock:
             wanted = _row_version(partition, number, until)
         _read(partition, asked)
-        with partition.changed:
+        with partition.lock:
             diff = partition.overlay.last
             if diff is not None and diff.number > wanted:  # a step was applied meanwhile
                 if number is not None:
@@ -180,7 +180,7 @@ def pin_version(partition: Partition, number: int | None, *, rows: bool = False)
     version has passed, TooLarge, and NotReady while an update changes rows without copying them."""
     versions = partition.versions
     while True:
-        with partition.changed:
+        with partition.lock:
             if rows:
                 _await_copies(partition)
             if not versions.is_short_of_buffers:
@@ -190,7 +190,7 @@ def pin_version(partition: Partition, number: int | None, *, rows: bool = False)
                     pin = None
                 break
         buffer = versions.allocate()
-        with partition.changed:
+        with partition.lock:
             versions.return_unused(buffer)
     if pin is None:
         raise InvalidRequest(
@@ -213,14 +213,14 @@ def _await_copies(partition: Partition) -> None:
 
 def unpin(partition: Partition, pin: VersionPin) -> None:
     """Releases a pin. A second call does nothing."""
-    with partition.changed:
+    with partition.lock:
         partition.versions.unpin(pin)
         partition.overlay.unpin(pin)
 
 
 def await_pinned(partition: Partition, pin: VersionPin, until: float) -> Version | NotReadyPart:
     """Waits until `until` (time.monotonic) for a pinned version. Raises NotFound if it will not come."""
-    with partition.changed:
+    with partition.lock:
         while pin.version is None:
             if pin.lost:
                 raise NotFound(
@@ -233,7 +233,7 @@ def await_pinned(partition: Partition, pin: VersionPin, until: float) -> Version
 
 def hold_pinned(partition: Partition, pin: VersionPin) -> tuple[Version, Bytes]:
     """Returns a pinned version. The caller may read the buffer until it calls `Partition.release`. Raises NotReady."""
-    with partition.changed:
+    with partition.lock:
         if pin.version is None or pin.buffer is None:
             raise NotReady(f"version {pin.number} of partition {partition.id}, which is not there yet")
         partition.versions.hold(pin.buffer)
@@ -246,12 +246,12 @@ def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: Versi
     partition.check_whole()
     pinned = _pinned_rows(partition, pin)
     _read(partition, asked)
-    with partition.changed:  # what changed before or during the read is in a diff by now
+    with partition.lock:  # what changed before or during the read is in a diff by now
         diffs = pinned.diffs()
     fewer = merged(diffs)
     for each in asked:
         put_back(fewer, each.table, each.ids, each.out)
-    with partition.changed:
+    with partition.lock:
         pinned.replace(diffs, fewer)
 
 
@@ -263,18 +263,18 @@ def read_pinned_table(partition: Partition, table: int, pin: VersionPin) -> Iter
     for chunk in read_table(partition, table):
         values = np.ascontiguousarray(chunk.values)
         ids = chunk.ids[: values.shape[0]]
-        with partition.changed:  # what has changed by now is in a diff
+        with partition.lock:  # what has changed by now is in a diff
             diffs = pinned.diffs()
         put_back(diffs, table, ids, values)
         yield ids, values
-    with partition.changed:
+    with partition.lock:
         diffs = pinned.diffs()
     if any(table in diff.rows for diff in diffs):  # rows that have expired since are nowhere else
         yield union(diffs, table)
 
 
 def _pinned_rows(partition: Partition, pin: VersionPin) -> PinnedRows:
-    with partition.changed:
+    with partition.lock:
         pinned = partition.overlay.find(pin)
         if pinned is None:
             raise InvalidRequest(

@@ -62,7 +62,7 @@ def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribut
     kept = _keep(partition, steps, contribution)
     if at_once is not None:
         update_rows(partition, at_once)
-    with partition.changed:
+    with partition.lock:
         gate.record(source.rank, kept)
         advance()
     return Outcome.RECORDED
@@ -102,7 +102,7 @@ def _complete(
     if partition.rules.clipping.norm and not taken.skips:  # a step that is skipped is skipped everywhere
         mean, own = gather(partition, steps, taken)
         square_norm = partition.dense.square_norm(mean) + row_sums.square_norm(rows)
-        with partition.changed:
+        with partition.lock:
             advance()
             steps.gate.gather(square_norm)
             steps.mean = mean._replace(rows=rows, table_groups=groups)
@@ -134,7 +134,7 @@ def _apply(
     """Makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
     new = compute_values(partition, taken, scale)
     update_rows(partition, rows)
-    with partition.changed:
+    with partition.lock:
         advance()
         steps.gate.next_step()
         steps.mean = None
@@ -148,7 +148,7 @@ def _apply(
 def awaits_verdict(partition: Partition, verdict: StepVerdict) -> bool:
     """Returns whether the partition waits for this verdict; False if its step was applied. Changes nothing. Raises
     InvalidRequest for an impossible verdict."""
-    with partition.changed:
+    with partition.lock:
         return _awaiting(partition, verdict) is not None
 
 
@@ -156,7 +156,7 @@ def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Call
     """Applies the step that waits for this verdict. Does nothing if it was applied before. Raises Refused errors,
     InvalidRequest and TooLarge, having changed nothing."""
     with partition.turn:
-        with partition.changed:
+        with partition.lock:
             check_current()
             steps = _awaiting(partition, verdict)
         if steps is None:
@@ -174,7 +174,7 @@ def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Call
 
 def gathered_part(partition: Partition, step: int) -> GatheredPart | None:
     """Returns this partition's part of the verdict on that step, if the step waits for it or was applied last."""
-    with partition.changed:
+    with partition.lock:
         return None if partition.steps is None else partition.steps.gate.gathered(step)
 
 
@@ -193,7 +193,7 @@ def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank
     if present is not None:
         _complete(partition, steps, present, lambda: _close(partition, steps.gate, members))
         return
-    with partition.changed:
+    with partition.lock:
         _close(partition, steps.gate, members)
         partition.changed.notify_all()
 

@@ -1,7 +1,8 @@
 """One worker's exchanges on one stream: a push and a pull, then the next.
 
-Owns: what the stream has established: the worker's job, its attached memory. Invariants: every header is admitted, also
-one that repeats the fields of the header before it; a length or location that a worker wrote is always checked; a
+Owns: what the stream has established: the worker's job, its attached memory, which plans were admitted. Invariants:
+every header is admitted, also one that repeats the fields of the header before it; if it names a plan, what both share
+is not checked again while the store's epoch is the same; a length or location that a worker wrote is always checked; a
 stream that breaks leaves nothing behind except the versions lent to its worker. They stay lent until the worker's next
 exchange that lends, or until it is known to have ended. Must not know: how anything is stored.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotShareable
 from shardyard.domain.ids import PartitionId
-from shardyard.domain.limits import FRAME_BYTES, ROWS_ALONG_BYTES_MAX
+from shardyard.domain.limits import FRAME_BYTES, PLANS_MAX, ROWS_ALONG_BYTES_MAX
 from shardyard.domain.pulls import PullHeader, ShmLocation
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
 from shardyard.transport.interfaces import Descriptors
@@ -21,6 +22,7 @@ from shardyard.wire import frames
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, reply_to_header
 from shardyard_ps_server.hosting import admission, lookups, pulls, pushes
+from shardyard_ps_server.hosting.admission import Admitted
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
@@ -45,9 +47,11 @@ class ExchangeStream:
         self._memory = StreamMemory(descriptors)
         self._payloads = PayloadReader(self._memory)
         self._hosted: HostedJob | None = None
+        self._admitted: dict[int, tuple[PushHeader, Admitted]] = {}
+        """Plans of this stream, by identity, and how the last exchange that named them was admitted."""
+        self._last: PushHeader | None = None
         self._lends = False
         self._encoder: tuple[str, PullEncoder] | None = None
-        self._is_immediate = False
         self._runs: tuple[tuple[PartitionId, ...], tuple[int, ...], tuple[PullRun, ...]] | None = None
 
     def run(self, stream: Iterator[Frame]) -> Iterator[Frame | None]:
@@ -74,10 +78,13 @@ class ExchangeStream:
     def answer_at_once(self, first: Frame) -> Frame | None:
         """Returns the reply to an exchange like the one before, if it never has to wait. A request that is refused here
         has changed nothing, and `run` will refuse it."""
-        if not (self._is_immediate and self._headers.is_step(first.header)):
+        hosted, last = self._hosted, self._last
+        if hosted is None or last is None or not is_immediate(last, hosted):
+            return None
+        if not self._headers.is_step(first.header):
             return None
         header, plan = self._headers.read(first.header)
-        if self._hosted is None or not is_immediate(header, self._hosted):
+        if not is_immediate(header, hosted):
             return None
         (reply,) = self._exchange(header, plan, first, iter(()))
         return reply
@@ -86,7 +93,8 @@ class ExchangeStream:
         self, header: PushHeader, plan: PushHeader | None, first: Frame, rest: Iterator[Frame]
     ) -> Iterator[Frame]:
         """Yields the reply's frames. `plan`: the plan that the header names, which was admitted on this stream."""
-        hosted = self._admit(header, plan)
+        admitted = self._admit(header, plan)
+        hosted = admitted.hosted
         pull, worker = header.pull, header.caller.incarnation
         runs = self._runs_of(pull, hosted) if pull is not None and pull.order else None
         # A new stream takes nothing back: if the last reply on the stream before it was lost, the worker still reads
@@ -101,15 +109,16 @@ class ExchangeStream:
                 self._store.attach_stream()
         if header.verdict is not None:
             pushes.take_verdict(self._store, hosted, header, header.verdict)
-        room = self._room_for_rows(header, hosted)
+        room = None if header.requested_at is None else self._room_for_rows(header, hosted, header.requested_at)
         payload, rows, ids = self._payloads.read(header, first, rest)
-        queries = lookups.decode_queries(hosted, header.requested, ids)
+        queries: Sequence[RowQuery] = ()
+        if header.requested:
+            queries = lookups.decode_queries(hosted, header.requested, ids)
         if header.kind is not PushKind.NOTHING:
-            reply.push = pushes.push(self._store, hosted, header, payload, rows)
+            reply.push = pushes.push(self._store, admitted, header, payload, rows)
         if header.ssp_report is not None:
             reply.clock = pulls.report_progress(self._store, hosted, worker, header.ssp_report)
-        self._hosted = hosted
-        self._is_immediate = is_immediate(header, hosted)
+        self._hosted, self._last = hosted, header
         if header.detach and pull is not None:
             raise InvalidRequest("a pull in the exchange that detaches")
         if header.detach:
@@ -136,14 +145,19 @@ class ExchangeStream:
         finally:
             held.release()
 
-    def _admit(self, header: PushHeader, plan: PushHeader | None) -> HostedJob:
-        if header.kind is not PushKind.NOTHING:
-            refuse_values(header)
-            hosted = admission.admit_push(self._store, header, plan)
-        elif header.pull is not None:
-            hosted = admission.admit_pull(self._store, header.pull)
+    def _admit(self, header: PushHeader, plan: PushHeader | None) -> Admitted:
+        known = self._admitted.get(id(plan)) if plan is not None else None
+        if known is not None and known[1].epoch == self._store.epoch:
+            admitted = known[1]
+            if header.kind is not PushKind.NOTHING:
+                admission.check_push_header(admitted.hosted, header, plan)
         else:
-            hosted = admission.admit(self._store, header.caller, header.server, header.generation)
+            admitted = self._admit_anew(header)
+            if plan is not None:
+                if len(self._admitted) >= PLANS_MAX:
+                    self._admitted.clear()
+                self._admitted[id(plan)] = plan, admitted
+        hosted = admitted.hosted
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if header.requested:
@@ -153,7 +167,16 @@ class ExchangeStream:
                     todo="ask for a version exactly, or for rows with LookUp",
                 )
             admission.check_requested_rows(hosted, header.requested, ROWS_ALONG_BYTES_MAX)
-        return hosted
+        return admitted
+
+    def _admit_anew(self, header: PushHeader) -> Admitted:
+        if header.kind is not PushKind.NOTHING:
+            refuse_values(header)
+            return admission.admit_push(self._store, header)
+        epoch = self._store.epoch
+        if header.pull is not None:
+            return Admitted(admission.admit_pull(self._store, header.pull), epoch)
+        return Admitted(admission.admit(self._store, header.caller, header.server, header.generation), epoch)
 
     def _encoder_for(self, coding: str, hosted: HostedJob) -> PullEncoder:
         """Returns the encoder, which is made once for a coding, since it may remember what the worker has."""
@@ -168,12 +191,10 @@ class ExchangeStream:
             self._runs = kept = pull.partitions, pull.order, runs_in_order(hosted.layout, pull.partitions, pull.order)
         return kept[2]
 
-    def _room_for_rows(self, header: PushHeader, hosted: HostedJob) -> Bytes | None:
-        """Returns the worker's memory for the rows that it asks for; None: the rows are sent."""
-        if header.requested_at is None:
-            return None
+    def _room_for_rows(self, header: PushHeader, hosted: HostedJob, at: int) -> Bytes:
+        """Returns the worker's memory for the rows that it asks for. Otherwise the rows are sent."""
         nbytes = requested_bytes_max(hosted.layout.tables, header.requested)
-        return self._memory.rows(header.requested_at, nbytes, align=ROWS_ALIGN)
+        return self._memory.rows(at, nbytes, align=ROWS_ALIGN)
 
     def _find_rows(
         self, header: PushHeader, hosted: HostedJob, queries: Sequence[RowQuery], room: Bytes | None
@@ -210,8 +231,11 @@ class ExchangeStream:
         rows = NO_BYTES
         if held.buffers:  # while something is missing, the worker keeps reading what it has
             try:
-                reply.places = tuple([_place_of(*each) for each in held.buffers])
-                rows = self._find_rows(header, hosted, queries, room)
+                places: list[ShmLocation] = []
+                for partition, buffer in held.buffers:
+                    places.append(_place_of(partition, buffer))
+                reply.places = tuple(places)
+                rows = self._find_rows(header, hosted, queries, room) if queries else NO_BYTES
             except BaseException:
                 held.release()
                 raise

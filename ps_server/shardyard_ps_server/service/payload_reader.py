@@ -37,16 +37,19 @@ class PayloadReader:
         """Returns the payload, and the bytes of rows and of ids that follow it. All are valid until the next
         exchange."""
         has_push = header.kind is not PushKind.NOTHING
-        more = (header.rows_bytes if has_push else 0) + header.requested_bytes
+        requested = header.requested_bytes if header.requested else 0
+        more = (header.rows_bytes if has_push and header.rows else 0) + requested
         if header.rest is not None and has_push:
             return self._complete_early(header, first, rest), NO_BYTES, NO_BYTES
         if header.rows_at is None:
             payload, behind = self._payload_and_more(header, more, first, rest)
+            if not more:
+                return payload, NO_BYTES, NO_BYTES
         else:
             # a copy: the same bytes are checked, logged and applied, whatever the worker writes meanwhile
             behind = self._memory.rows(header.rows_at, more, align=1).copy()
             payload, _ = self._payload_and_more(header, 0, first, rest)
-        ids_at = more - header.requested_bytes
+        ids_at = more - requested
         return payload, behind[:ids_at], behind[ids_at:]
 
     def _payload_and_more(

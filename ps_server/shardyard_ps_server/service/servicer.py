@@ -33,6 +33,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import admission, lookups, orders, pulls, pushes
+from shardyard_ps_server.hosting.admission import Admitted
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -204,16 +205,16 @@ class Servicer:
         return wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
-        hosted, header, payload, rows = self._take(stream)
+        admitted, header, payload, rows = self._take(stream)
         if header.kind is not PushKind.VALUES:
             raise InvalidRequest(f"a push of kind {header.kind.value} to Initialize; expected values")
-        pushes.initialize(self._store, hosted, header, payload, rows)
+        pushes.initialize(self._store, admitted, header, payload, rows)
         return wire.InitializeReply()
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
-        hosted, header, payload, rows = self._take(stream)
+        admitted, header, payload, rows = self._take(stream)
         refuse_values(header)
-        return push_messages.results_to_wire(pushes.push(self._store, hosted, header, payload, rows))
+        return push_messages.results_to_wire(pushes.push(self._store, admitted, header, payload, rows))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
         pull = pull_messages.pull_from_wire(request)
@@ -314,13 +315,13 @@ class Servicer:
             reads=reads,
         )
 
-    def _take(self, stream: Iterator[Frame]) -> tuple[HostedJob, PushHeader, Bytes, Bytes]:
+    def _take(self, stream: Iterator[Frame]) -> tuple[Admitted, PushHeader, Bytes, Bytes]:
         """Receives a whole push and the bytes of its rows. Checks the push before it allocates memory."""
         first = next(stream, None)
         if first is None:
             raise MalformedPayload("a push without a frame")
         header = push_messages.push_from_header(first.header)
-        hosted = admission.admit_push(self._store, header)
+        admitted = admission.admit_push(self._store, header)
         if header.rows and header.shared_at is not None:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
         if header.requested:
@@ -333,7 +334,7 @@ class Servicer:
         for frame in stream:
             assembler.add(frame)
         assembler.finish()
-        return hosted, header, payload[: header.payload_bytes], payload[header.payload_bytes :]
+        return admitted, header, payload[: header.payload_bytes], payload[header.payload_bytes :]
 
 
 def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]]:

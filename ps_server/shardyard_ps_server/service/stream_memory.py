@@ -56,6 +56,8 @@ class StreamMemory:
         """Adds handles of the server's memory that this stream has not named yet."""
         if self._payloads is not None and self._descriptors is not None:
             reply.regions = regions.tickets(known=self._regions_named)
+            if not reply.regions:
+                return
             self._descriptors.pass_descriptors([region.fd for region in reply.regions])
             self._regions_named += len(reply.regions)
 

@@ -62,6 +62,8 @@ class ShmRegions:
 
     def tickets(self, *, known: int = 0) -> tuple[ShmHandle, ...]:
         """Returns handles of all regions from number `known` on, whose descriptors the caller closes."""
+        if known == len(self._regions):
+            return ()
         with self._lock:
             return tuple(
                 ShmHandle(region.nbytes, known + number, region.descriptor())

@@ -131,7 +131,10 @@ class Versions:
 
     def find(self, number: int) -> Bytes | None:
         """Returns the buffer of that version, if it is one of the last KEPT."""
-        return next((buffer for kept, buffer in self._kept if kept == number), None)
+        for kept, buffer in self._kept:
+            if kept == number:
+                return buffer
+        return None
 
     def hold(self, buffer: Bytes) -> None:
         """A reader begins; `release` must follow."""

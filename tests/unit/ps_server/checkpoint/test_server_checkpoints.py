@@ -128,8 +128,8 @@ def push(
 ) -> set[Outcome]:
     """A gradient of its own for each sequence; `absent`: blocks of partition 0 without one."""
     order = pushed(sequence, source, absent=absent, generation=generation, owned=owned)
-    hosted = admission.admit_push(store, order)
-    return {result.outcome for result in pushes.push(store, hosted, order, gradient(order))}
+    admitted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, admitted, order, gradient(order))}
 
 
 def pushed(
@@ -341,7 +341,7 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
     with pytest.raises(StaleGeneration):  # what was admitted before
         pushes.push(store, admitted, order, gradient(order))
     with pytest.raises(StaleGeneration):  # and so reads are that were under way
-        admitted.check_generation(GENERATION)
+        admitted.hosted.check_generation(GENERATION)
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
     assert (hosted.mode, hosted.clocks and hosted.clocks.bound) == (UpdateMode.ASYNC, 3)

@@ -340,8 +340,8 @@ def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
         payload[:] = 0xFF
 
     with failpoints.armed("wal.before_apply", scribble):
-        hosted = admission.admit_push(first, order)
-        pushes.push(first, hosted, order, payload)
+        admitted = admission.admit_push(first, order)
+        pushes.push(first, admitted, order, payload)
     shared.close()
     before = state(first)
     assert np.isfinite(np.frombuffer(before[0][1])).all()

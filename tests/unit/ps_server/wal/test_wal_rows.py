@@ -165,8 +165,8 @@ def some(store: Store, sequence: int, seed: int = 0, tables: int = len(TABLES)) 
 
 
 def send(store: Store, order: PushHeader, rows: np.ndarray) -> set[Outcome]:
-    hosted = admission.admit_push(store, order)
-    return {result.outcome for result in pushes.push(store, hosted, order, payload_of(order), rows)}
+    admitted = admission.admit_push(store, order)
+    return {result.outcome for result in pushes.push(store, admitted, order, payload_of(order), rows)}
 
 
 def push_rows(

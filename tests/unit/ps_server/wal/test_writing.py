@@ -222,15 +222,16 @@ def test_the_fence_is_up_before_the_log_is_read(yard: Yard) -> None:
 def test_a_fenced_worker_and_an_old_generation_append_nothing(yard: Yard) -> None:
     first, saved = yard.begun()
     order = order_of(first, 0)
-    hosted = admission.admit_push(first, order)
+    admitted = admission.admit_push(first, order)
     orders.fence(first, [WORKER])
     with pytest.raises(StaleIncarnation):
-        pushes.push(first, hosted, order, payload_of(order))
+        pushes.push(first, admitted, order, payload_of(order))
     other = dataclasses.replace(order_of(first, 0), caller=Caller(JOB, Incarnation(11)))
-    hosted = admission.admit_push(first, other)
-    hosted.generation = NEXT
+    admitted = admission.admit_push(first, other)
+    admitted.hosted.generation = NEXT
+    first.epoch += 1
     with pytest.raises(StaleGeneration):
-        pushes.push(first, hosted, other, payload_of(other))
+        pushes.push(first, admitted, other, payload_of(other))
     assert state(yard.successor(saved, 2, FIRST))[0][0] == 0
 
 
