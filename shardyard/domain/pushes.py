@@ -121,7 +121,10 @@ class PushHeader:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the parts."""
-        return sum([part.payload_bytes for part in self.parts])
+        nbytes = 0
+        for part in self.parts:
+            nbytes += part.payload_bytes
+        return nbytes
 
     @property
     def rows_bytes(self) -> int:

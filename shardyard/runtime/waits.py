@@ -128,20 +128,12 @@ class WaitRegistry:
         if thread is not None:
             thread.join(_CHECK_MS / 1000)
 
-    def _begin(self, wait: _Waiting) -> None:
-        self._waits[wait] = None
-        self._begun += 1
-        if not self._runs:
-            with self._starting:
-                if not self._runs:
-                    self._runs = True
-                    self._thread = threading.Thread(target=self._run, name="wait_registry", daemon=True)
-                    self._thread.start()
-
-    def _end(self, wait: _Waiting, kind: type[BaseException] | None) -> None:
-        del self._waits[wait]
-        if wait.explained_ms is not None:
-            self._logger.info("%s after %s: %s", _ending(kind), _seconds(_CLOCK.now_ms() - wait.begin_ms), wait.said)
+    def _start(self) -> None:
+        with self._starting:
+            if not self._runs:
+                self._runs = True
+                self._thread = threading.Thread(target=self._run, name="wait_registry", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
         seen = -1
@@ -181,12 +173,19 @@ class _Waiting:
 
     def __enter__(self) -> None:
         self.begin_ms = _CLOCK.now_ms()
-        self._wait_registry._begin(self)
+        registry = self._wait_registry
+        registry._waits[self] = None
+        registry._begun += 1
+        if not registry._runs:
+            registry._start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._wait_registry._end(self, kind)
+        del self._wait_registry._waits[self]
+        if self.explained_ms is not None:
+            logger, waited = self._wait_registry._logger, _seconds(_CLOCK.now_ms() - self.begin_ms)
+            logger.info("%s after %s: %s", _ending(kind), waited, self.said)
 
 
 def _ending(kind: type[BaseException] | None) -> str:

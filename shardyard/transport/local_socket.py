@@ -56,6 +56,8 @@ _DESCRIPTOR_BYTES: Final = array.array("i").itemsize
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 _TIMEVAL: Final = struct.Struct("ll")
 _FOLDER_MODE: Final = 0o700
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_RIGHTS: Final = (socket.SOL_SOCKET, socket.SCM_RIGHTS) if hasattr(socket, "SCM_RIGHTS") else None
 
 
 def available() -> bool:
@@ -133,10 +135,10 @@ class Connection:
     def _packet(self) -> tuple[bytes, bytes]:
         length, ancillary, flags, _ = self._socket.recvmsg_into((self._buffer,), _ANCILLARY_BYTES)
         for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            if (level, kind) == _RIGHTS:
                 whole = len(data) - len(data) % _DESCRIPTOR_BYTES
                 self._descriptors.extend(array.array("i", data[:whole]))
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(self._descriptors) > DESCRIPTORS_MAX:
+        if flags & _CUT or len(self._descriptors) > DESCRIPTORS_MAX:
             raise errors.TooLarge(f"a packet of more than {PACKET_BYTES} bytes, or {DESCRIPTORS_MAX} descriptors")
         return bytes(self._view[:1][:length]), bytes(self._view[1:length])
 

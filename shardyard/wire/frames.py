@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from shardyard.domain.errors import MalformedPayload, TooLarge
@@ -38,9 +38,10 @@ class Frame(NamedTuple):
 
 def encode(frame: Frame) -> bytes:
     """The frame as protobuf writes it."""
+    header, length = frame.header, len(frame.header)
     parts: list[Buffer] = []
-    if frame.header:
-        parts += (bytes((_TAG_HEADER,)), _varint(len(frame.header)), frame.header)
+    if header:
+        parts += (bytes((_TAG_HEADER, length)) if length < 0x80 else bytes((_TAG_HEADER,)) + _varint(length), header)
     if frame.offset:
         parts.append(_OFFSET.pack(_TAG_OFFSET, frame.offset))
     if len(frame.data):
@@ -60,7 +61,11 @@ def decode(message: bytes) -> Frame:
     headers: list[memoryview] = []  # protobuf allows a message in several pieces
     offset, data, at = 0, view[:0], 0
     while at < end:
-        tag, at = _read_varint(view, at)
+        tag = view[at]
+        if tag < 0x80:
+            at += 1
+        else:
+            tag, at = _read_varint(view, at)
         kind = tag & 7
         if tag >> 3 == 0:
             raise MalformedPayload(f"a frame has the field number 0 at byte {at}")
@@ -95,11 +100,18 @@ def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES
     A payload of at most `frame_bytes` becomes one frame. A larger one is cut at the ends of its pieces and at each
     `frame_bytes`, so that large pieces are copied only once.
     """
-    pieces = [memoryview(piece).cast("B") for piece in payload if len(piece)]
-    total = sum(len(piece) for piece in pieces)
+    pieces: list[memoryview] = []
+    total = 0
+    for piece in payload:
+        if len(piece):
+            pieces.append(memoryview(piece).cast("B"))
+            total += len(pieces[-1])
     if total <= frame_bytes:
-        yield Frame(header, 0, pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        return
+        return iter((Frame(header, 0, pieces[0] if len(pieces) == 1 else b"".join(pieces)),))
+    return _cut(header, pieces, frame_bytes)
+
+
+def _cut(header: bytes, pieces: Sequence[memoryview], frame_bytes: int) -> Iterator[Frame]:
     offset = 0
     for piece in pieces:
         for start in range(0, len(piece), frame_bytes):

@@ -52,18 +52,15 @@ def _first(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], zer
 _ZEROS: Final[dict[str, Array]] = {"float32": np.zeros(1, np.float32), "float64": np.zeros(1, np.float64)}
 
 
-def first_not_finite(places: Sequence[tuple[int, int]], dtype: str) -> int | None:
-    """Returns the index of the first place with a NaN or an infinity; None: all numbers are finite. `places`: (address,
-    number of elements) of contiguous numbers of that dtype, float32 or float64. The caller keeps them alive."""
-    found = _first(
-        np.array([address for address, _ in places], np.int64),
-        np.array([length for _, length in places], np.int64),
-        _ZEROS[dtype],
-    )
+def first_not_finite(addresses: Sequence[int], lengths: Sequence[int], dtype: str) -> int | None:
+    """Returns the index of the first array with a NaN or an infinity; None: all numbers are finite. Each array has
+    `lengths[i]` contiguous numbers of that dtype, float32 or float64, from `addresses[i]` on. The caller keeps them
+    alive."""
+    found = _first(np.array(addresses, np.int64), np.array(lengths, np.int64), _ZEROS[dtype])
     return None if found < 0 else found
 
 
 def warm() -> None:
     """Compiles the loop, so that the first push does not wait for the compiler."""
     for dtype in _ZEROS:
-        first_not_finite([], dtype)
+        first_not_finite([], [], dtype)

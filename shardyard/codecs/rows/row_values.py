@@ -77,7 +77,7 @@ def decode_raw_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s,
     for begin, end in zip(places.tolist(), ends.tolist(), strict=True):
         into[at : at + end - begin] = codes[begin:end]
         at += end - begin
-    finite = first_not_finite([(rows.ctypes.data, rows.size)], "float32") is None
+    finite = first_not_finite([rows.ctypes.data], [rows.size], "float32") is None
     return rows if finite else None
 
 

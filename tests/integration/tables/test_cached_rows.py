@@ -130,7 +130,7 @@ def test_rows_that_may_lack_own_pushes_are_those_of_so_many_steps_before(connect
         for each in (job.look_ahead(given, lambda ids: {model: ids}) if ahead else given)
     ]
     assert seen == [[step - step % 3] * 2 for step in range(9)]
-    job._loop.report_rows()
+    job._loop.report_rows(job._loop.rows)
     metrics = job._metrics.latest
     cached = {name: value for name, value in metrics.items() if name.startswith("cached")}
     assert cached == {"cached_rows_hits": 12, "cached_rows_misses": 6, "cached_rows_age": 2}

@@ -47,6 +47,7 @@ class AsyncStrategy(Strategy):
         self._flight: Flight | None = None
         self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
+        self._own_key = SourceKey(WorkerSource(self._session.caller.incarnation))
         self._uncertain: PushName | None = None
         """An own push that may have reached only some of the servers."""
         self._delivery = PushDelivery(trainer)
@@ -193,15 +194,16 @@ class AsyncStrategy(Strategy):
                 why="another gradient under the same name would be applied by some servers and skipped by others",
                 todo="let the error of that push end the script, and start it again",
             )
-        if self.becomes_synchronous or not self._session.step_barrier.begin_own():
+        switched = self._session.consistency.number > 0
+        if (switched and self.becomes_synchronous) or not self._session.step_barrier.begin_own():
             self.finish_pushes()
             self._await_mode_change()
-        source = SourceKey(WorkerSource(self._session.caller.incarnation))
-        return PushName(source, Token(0), self._pushes, self._pushes)
+        return PushName(self._own_key, Token(0), self._pushes, self._pushes)
 
     def _send(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None) -> None:
         self._trainer.values.complete()
-        self._open_again(name)
+        if self._delivery.map_changed:
+            self._open_again(name)
         sending = self._checked(name, sending)
         if self._trainer.pushes.feedback is not None:
             self.finish_pushes()  # only one push can be undone, so there is one at a time
@@ -216,10 +218,11 @@ class AsyncStrategy(Strategy):
         answer = self._pool.submit(self._trainer.router.push_pull, request, pull)
         self._flight = Flight(name, sending, request, pull, answer)
         self._trainer.pushes.release_gradients()
-        if isinstance(name.key.source, WorkerSource):
+        if name.key is self._own_key:
             self._pushes += 1
 
     def _open_again(self, name: PushName) -> None:
+        """After a change of the map."""
         try:
             self._delivery.open_again(name)
         except errors.StaleToken as error:
@@ -243,7 +246,7 @@ class AsyncStrategy(Strategy):
 
     def _land(self, name: PushName, sending: StepInput | None, answered: Callable[[], ExchangeResult]) -> None:
         """Waits for the answer to a push, and puts its values into the targets."""
-        is_own = isinstance(name.key.source, WorkerSource)
+        is_own = name.key is self._own_key
         try:
             answer = answered()
         except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:

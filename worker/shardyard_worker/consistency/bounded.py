@@ -37,6 +37,8 @@ class SspClock:
         self._session = trainer.session
         self.consistency = self._session.consistency
         """The setting that this worker uses; the job may have been switched since."""
+        self.bound = self.consistency.bound
+        """None: values are never waited for."""
         self.steps = 0
         self.resting = True
         self._epoch = 0
@@ -46,11 +48,6 @@ class SspClock:
         """The servers that know that it takes no steps."""
         self._session.acknowledge_mode(self.consistency)
         self._limit_cache()
-
-    @property
-    def bound(self) -> int | None:
-        """None: values are never waited for."""
-        return self.consistency.bound
 
     @property
     def waits_at_once(self) -> bool:
@@ -108,7 +105,7 @@ class SspClock:
         """Changes to another bound, or none, from now on."""
         if self.bound is not None and not self.resting:
             self._say_rest()  # a report under the old bound may arrive late
-        self.consistency = latest
+        self.consistency, self.bound = latest, latest.bound
         log.info("changes to %s", latest)
         self._session.acknowledge_mode(latest)
         self._limit_cache()
@@ -128,7 +125,7 @@ class SspClock:
 
     def note_known(self) -> None:
         """The servers have answered a push, and so know its report."""
-        self._known_to = self._trainer.router
+        self._known_to = self._trainer.link.router
 
     def await_values(self, answer: ExchangeResult | None = None) -> ExchangeResult:
         """Pulls until no worker is too far behind, and puts the values into the targets. `answer`: that of the last

@@ -58,7 +58,7 @@ class PushDelivery:
                 # a rebase may succeed and its answer be lost; then the next one has nothing to report
                 in_vain, gap = not self._rebase(request.name, gap, in_vain=in_vain), None
             try:
-                return self._trainer.router.push_pull(request, pull)
+                return self._trainer.link.router.push_pull(request, pull)
             except MapChanged:
                 self._follow_map(request.name)
             except errors.SequenceGap as error:

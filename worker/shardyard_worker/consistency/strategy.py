@@ -12,6 +12,7 @@ used (ForwardPrefetch). Must not know: datasets, optimizers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
@@ -34,6 +35,9 @@ class ModeChanged(LostWork):
 
 class Strategy(ABC):
     """One worker's strategy in one job. For one thread."""
+
+    is_synchronous: ClassVar[bool] = False
+    """Whether its pushes are named by logical ranks and steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -95,7 +99,9 @@ class Strategy(ABC):
 
 def note_progress(session: Session, answer: ExchangeResult, sending: StepInput | None, step: int) -> None:
     """Reports a push's samples, and the step, in the next heartbeat."""
-    fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
-    if sending is not None and sending.coded and fresh:
-        session.progress.samples += round(sending.weight) if sending.samples is None else sending.samples
+    if sending is not None and sending.coded:
+        for result in answer.results:
+            if result.outcome is not Outcome.DUPLICATE:
+                session.progress.samples += round(sending.weight) if sending.samples is None else sending.samples
+                break
     session.reached(step)

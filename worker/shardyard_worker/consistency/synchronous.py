@@ -39,6 +39,8 @@ R = TypeVar("R")
 class SyncStrategy(Strategy):
     """Modes `sync` and `local`, whose steps are rounds; and the base of `hybrid`."""
 
+    is_synchronous = True
+
     def __init__(self, trainer: Trainer, versions: type[StepVersions] = StepVersions) -> None:
         super().__init__(trainer)
         self.ranks = LogicalRanks(trainer, self._keys)

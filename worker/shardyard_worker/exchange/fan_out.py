@@ -170,11 +170,13 @@ class FanOut:
         """The same in this thread: sends all requests, then reads all answers."""
         streams = self._streams
         begun: dict[Incarnation, PushHeader] = {}
-        waits: list[str] = []
+        waits: list[ServerStream] = []
         results: list[ExchangeReply] = []
         refusals: list[errors.ShardyardError] = []
         try:
-            with self._wait_registry.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
+            with self._wait_registry.over(
+                lambda: f"{waiting_for()} on {waits[-1].peer.name if waits else 'all servers'}"
+            ):
                 for stream in streams:
                     try:
                         header = self._begin(make, stream)
@@ -183,7 +185,7 @@ class FanOut:
                     except errors.Unavailable:
                         log.debug("%s: asked again (%s)", stream.peer.name, waiting_for())
                 for stream in streams:
-                    waits.append(stream.peer.name)
+                    waits.append(stream)
                     try:
                         result = self._finish(stream, make, begun.get(stream.server), waiting_for)
                     except errors.ShardyardError as error:
@@ -249,3 +251,8 @@ class FanOut:
                     self.check()
                     if not moved and not self._session.recovering:
                         return
+
+
+def _named(waits: Sequence[ServerStream]) -> str:
+    """The server whose answer is waited for, the last of these."""
+    return waits[-1].peer.name if waits else "all servers"

@@ -18,7 +18,7 @@ Bases = Mapping[PartitionId, Version]
 """The versions of the values that gradients were computed on."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PushRequest:
     """A push. `absent`: indices of the variables that it does not carry."""
 
@@ -53,7 +53,7 @@ class PullSpec:
     """How far this worker is, if staleness is bounded."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ExchangeResult:
     """The servers' answers, all partitions together. `missing` is empty when the pulled values are current."""
 

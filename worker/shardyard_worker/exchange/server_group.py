@@ -18,7 +18,7 @@ from shardyard.domain.ids import Generation, Incarnation, PartitionId, Token
 from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.pulls import NotReadyPart, PulledPart
 from shardyard.domain.push_names import PushName, SourceKey, Watermark
-from shardyard.domain.pushes import ExchangeReply, Outcome, PushHeader, PushKind, StepVerdict
+from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, StepVerdict
 from shardyard.wire import common_messages, frames, lease_messages, methods, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
@@ -175,14 +175,17 @@ class ServerGroup:
         """Applies a push on all servers. Raises the first refusal."""
         self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
         make = partial(self._requests.push, push, None, None)
-        replies = self._fan_out.exchange(make, partial(_applied, push))
-        return ExchangeResult(_joined([each.push for each in replies]), foreign=self._foreign(replies))
+        results: tuple[PartResult, ...] = ()
+        for reply in self._fan_out.exchange(make, partial(_applied, push)):
+            results += reply.push
+        return ExchangeResult(results, foreign=self._foreign(results))
 
     def push_pull(self, push: PushRequest, pull: PullSpec) -> ExchangeResult:
         """A push, and then a pull, in one round trip for each server."""
         self._landed.clear()
         self._ahead = push.ahead
-        self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
+        if self._overlap is not None:
+            self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
         make = partial(self._requests.push, push, pull, push.ahead)
         return self._result(self._fan_out.exchange(make, partial(_applied, push)))
 
@@ -261,35 +264,42 @@ class ServerGroup:
     # ---- answers
 
     def _result(self, replies: Sequence[ExchangeReply]) -> ExchangeResult:
-        missing: tuple[NotReadyPart, ...] = _joined([reply.missing for reply in replies])
-        if self._norms is not None:
-            for reply in replies:
+        results: tuple[PartResult, ...] = ()
+        missing: tuple[NotReadyPart, ...] = ()
+        clock = 0
+        servers = [server for server in self._streams if server not in self._landed] if self._landed else self._streams
+        foreign = _NONE
+        for server, reply in zip(servers, replies, strict=True):
+            results += reply.push
+            for result in reply.push:
+                if result.outcome is Outcome.DUPLICATE:
+                    foreign = self._foreign(reply.push) | foreign
+                    break
+            missing += reply.missing
+            clock = max(clock, reply.clock or 0)
+            if self._norms is not None:
                 self._norms.add(reply.gathered)
-            missing = self._norms.explain(missing, self._owned)
-        asked = [server for server in self._streams if server not in self._landed]
-        for server, reply in zip(asked, replies, strict=True):
             if not reply.missing:
                 self._landed.add(server)
                 self._incoming[server] = reply.parts
+        if missing and self._norms is not None:
+            missing = self._norms.explain(missing, self._owned)
         ahead = None
         if not missing:
             self._landed.clear()
             self._buffers.values.flip()
             self.current = tuple(self._incoming.values())
             ahead, self._ahead = self._ahead, None
-        return ExchangeResult(
-            results=_joined([reply.push for reply in replies]),
-            missing=missing,
-            version_max=max([part.version.number for parts in self._incoming.values() for part in parts], default=0),
-            clock=max([reply.clock or 0 for reply in replies], default=0),
-            foreign=self._foreign(replies),
-            ahead=ahead,
-        )
+        version_max = 0
+        for parts in self._incoming.values():
+            for part in parts:
+                version_max = max(version_max, part.version.number)
+        return ExchangeResult(results, missing, version_max, clock, foreign, ahead)
 
-    def _foreign(self, replies: Sequence[ExchangeReply]) -> frozenset[PartitionId]:
+    def _foreign(self, results: Sequence[PartResult]) -> frozenset[PartitionId]:
         """Partitions where another worker's push counted first. After a retry a duplicate may be this worker's own
         push."""
-        twice = [part.partition for reply in replies for part in reply.push if part.outcome is Outcome.DUPLICATE]
+        twice = [result.partition for result in results if result.outcome is Outcome.DUPLICATE]
         if not twice:
             return _NONE
         retried = {partition for s, stream in self._streams.items() if stream.retried for partition in self._owned[s]}
@@ -301,7 +311,3 @@ _NONE: frozenset[PartitionId] = frozenset()
 
 def _applied(push: PushRequest) -> str:
     return f"push {push.name} to be applied"
-
-
-def _joined(pieces: Sequence[tuple[R, ...]]) -> tuple[R, ...]:
-    return pieces[0] if len(pieces) == 1 else tuple(item for piece in pieces for item in piece)

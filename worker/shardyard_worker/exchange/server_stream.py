@@ -9,7 +9,7 @@ what is pushed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -257,7 +257,7 @@ class ServerStream:
         self._exchanges += 1
         pull = header.pull
         pulled: tuple[PartitionId, ...] = () if pull is None else pull.partitions
-        pushed = () if header.kind is PushKind.NOTHING else tuple(part.partition for part in header.parts)
+        pushed = () if header.kind is PushKind.NOTHING else self._buffers.partitions(self.server)  # rule A3
         result = reply_from_header(first.header, pulled, pushed, shared=pull is not None and pull.shared)
         for ticket in result.regions:
             if self.shared:
@@ -269,8 +269,9 @@ class ServerStream:
             self._shm_rows.take(self._rows)
             self._rows = ()
         if pull.shared:
-            places = list(self._places(result))
-            self._assemble(stream, first, deadline_ms)
+            places = self._places(result)
+            if self._rows or len(first.data):
+                self._assemble(stream, first, deadline_ms)
             self._buffers.values.note_shared(self.server, places)
             return result
         if pull.order:
@@ -340,12 +341,13 @@ class ServerStream:
             )
         return total
 
-    def _places(self, result: ExchangeReply) -> Iterator[tuple[Key, Bytes]]:
+    def _places(self, result: ExchangeReply) -> list[tuple[Key, Bytes]]:
         if len(result.places) != len(result.parts):
             raise errors.MalformedPayload(
                 f"server {self.server} answered a shared pull of {len(result.parts)} partitions with "
                 f"{len(result.places)} places"
             )
+        found: list[tuple[Key, Bytes]] = []
         for part, place in zip(result.parts, result.places, strict=True):
             nbytes = self._buffers.payload_bytes(part.partition)
             memory = self._regions.get(place.region)
@@ -355,11 +357,12 @@ class ServerStream:
                     f"{'which is not there' if memory is None else f'which has {memory.nbytes}'}"
                 )
             if memory is None:
-                yield (0, 0), _NOTHING
+                found.append(((0, 0), _NOTHING))
                 continue
             if self._views and memory.private:
                 memory.refresh(place.at, nbytes)
-            yield (place.region, place.at), memory.bytes[place.at : place.at + nbytes]
+            found.append(((place.region, place.at), memory.bytes[place.at : place.at + nbytes]))
+        return found
 
 
 _NOTHING: Bytes = np.empty(0, np.uint8)

@@ -7,6 +7,7 @@ its `step()` runs the script's own optimizer, and values are exchanged once a ro
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ from shardyard_worker.training.variables import StepInput, Variable
 log = logging.getLogger("shardyard.worker")
 
 JobOptimizer = ServerOptimizer | LocalOptimizer
+_GRAD = operator.attrgetter("grad")
 
 
 def prepare(
@@ -140,7 +142,7 @@ class _GradientStep:
         schedule: JobScheduler | None,
     ) -> None:
         self._loop = loop
-        self._parameters = parameters
+        self._targets = [parameter.target for parameter in parameters]
         self._buffers = buffers
         self._rows = rows
         self._scaler = scaler
@@ -157,18 +159,24 @@ class _GradientStep:
                 why="it looks at parameters of a size, and would leave the gradients of rows scaled",
                 todo="use job.scaler(), before job.prepare; or bfloat16, which needs no scale",
             )
-        self._look_for_changes()
+        if not self._warned_of_changes:
+            self._look_for_changes()
         taken = None if self._rows is None else self._rows.take()
-        gradients, overflow = self._unscaled([parameter.target.grad for parameter in self._parameters], scaled)
+        sent: list[torch.Tensor | None] = [*map(_GRAD, self._targets)]
+        overflow = False
+        if scaled is not None:
+            sent, overflow = self._unscaled(sent, scaled)
         if taken is not None and scaled is not None:
             taken = None if overflow else taken.unscaled(scaled.scale)
-        sent = [*gradients, *(buffer.found for buffer in self._buffers)]
+        for buffer in self._buffers:
+            sent.append(buffer.found)
         if self._scaler is not None:
             sent.append(self._scaler.proposal(None if scaled is None else overflow))
         self._loop.contribute(StepInput(sent, 1.0, optimizer.settings(), overflow=overflow, rows=taken))
 
     def _look_for_changes(self) -> None:
-        changed = "" if self._warned_of_changes else self._loop.need_trainer().values.changed_here()
+        trainer = self._loop.trainer
+        changed = "" if trainer is None else trainer.values.changed_here()
         if changed:
             self._warned_of_changes = True
             log.warning(
@@ -178,12 +186,8 @@ class _GradientStep:
                 changed,
             )
 
-    def _unscaled(
-        self, gradients: list[torch.Tensor | None], scaled: Scaled | None
-    ) -> tuple[list[torch.Tensor | None], bool]:
+    def _unscaled(self, gradients: list[torch.Tensor | None], scaled: Scaled) -> tuple[list[torch.Tensor | None], bool]:
         """Returns the gradients as they are sent, and whether one overflows its format; then none is sent."""
-        if scaled is None:
-            return gradients, False
         if self._scaler is None and not self._warned_of_scaler:
             self._warned_of_scaler = True
             log.warning("a GradScaler of this worker's own: each worker has another scale; job.scaler() is one for all")

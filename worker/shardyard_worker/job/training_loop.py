@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -190,7 +189,7 @@ class TrainingLoop:
     def follow_mode(self) -> Strategy:
         """Starts and returns the strategy of the job's current mode."""
         strategy = self.strategy
-        while strategy is None or isinstance(strategy, SyncStrategy) is not (self.session.mode is UpdateMode.SYNC):
+        while strategy is None or strategy.is_synchronous is not (self.session.mode is UpdateMode.SYNC):
             if strategy is not None:
                 strategy.close()
             if self.scaler is not None:
@@ -205,13 +204,15 @@ class TrainingLoop:
 
     def contribute(self, sending: StepInput) -> None:
         """`optimizer.step()` and `job.push`."""
-        self.session.check()
-        if not self._takes_step():
+        trainer = self.need_trainer()
+        if self.sampled is not None and not self._takes_step(self.sampled):
             self.between_steps()
             return
-        sending = replace(sending, bases=self.need_trainer().values.bases)
-        self.report_rows()
-        if self.feed is None and isinstance(self.strategy, SyncStrategy):
+        sending.bases = trainer.values.bases
+        if self.rows is not None:
+            self.report_rows(self.rows)
+        strategy = self.strategy
+        if self.feed is None and strategy is not None and strategy.is_synchronous:
             with INTERRUPTS:
                 self.follow_mode()
         with INTERRUPTS:
@@ -224,12 +225,10 @@ class TrainingLoop:
         self.between_steps()
         self._end_own_step()
 
-    def _takes_step(self) -> bool:
+    def _takes_step(self, sampled: Sampled) -> bool:
         """Whether the batch at hand counts. One of `job.sampler` may not."""
-        if self.sampled is None:
-            return True
         with INTERRUPTS:
-            takes_step = self.sampled.takes_step()
+            takes_step = sampled.takes_step()
             if not takes_step:
                 self.present_strategy().drop()
         if not takes_step and self.samples is not None:
@@ -281,7 +280,7 @@ class TrainingLoop:
         if self.samples is not None:
             self.own_data.look()
         if sending is not None and samples:
-            sending = replace(sending, samples=samples)
+            sending.samples = samples
         self.own_steps += 1
         try:
             self.present_strategy().contribute(None, sending, self.upcoming)
@@ -307,10 +306,10 @@ class TrainingLoop:
                 self.session.drain.check()
             self._may_end_loop = True
 
-    def report_rows(self) -> None:
+    def report_rows(self, rows: RemoteRows) -> None:
         """Reports metrics of look-ahead and of the row cache."""
-        if self.rows is not None and self.rows.looked_up:
-            self._metrics.log({LOOK_AHEAD_METRIC: self.rows.came_ahead / self.rows.looked_up})
+        if rows.looked_up:
+            self._metrics.log({LOOK_AHEAD_METRIC: rows.came_ahead / rows.looked_up})
         cache = None if self.trainer is None else self.trainer.cache
         if cache is not None:
             counts = cache.counts

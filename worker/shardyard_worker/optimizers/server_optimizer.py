@@ -89,22 +89,12 @@ def _check_options(name: str, kind: str, index: int, group: Group) -> None:
         )
 
 
-_STEADY = frozenset((float, int, bool, str, type(None)))
-
-
-def _plain(value: Any) -> Any:
-    """A value that changes when the setting does: tensors are changed in place."""
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
 
 
 # torch deletes its submodule's name from torch.optim
 _TORCH_OPTIMIZER = sys.modules[torch.optim.Optimizer.__module__]
-
-
-def _global_hooks() -> bool:
-    return bool(_TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks)
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._rows = rows
         self._fetch_state = fetch_state
         self._settings: tuple[tuple[float, ...], ...] | None = None
-        self._found: list[list[Any]] = []
+        self._found: list[Group] = []
         self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
 
     @overload
@@ -168,7 +158,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises JobFailed if the job has ended with an error, RateMismatch, ShapeMismatch, UnsupportedModel.
         """
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_hooks():
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if hooks or _TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks:
             return self._hooked_step(closure)
         return self._step(closure)
 
@@ -186,13 +177,16 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> tuple[tuple[float, ...], ...]:
         """The current settings of all groups; the same object as long as none has changed."""
-        found = [
-            [value if type(value) in _STEADY else _plain(value) for name, value in group.items() if name != "params"]
+        if self._settings is not None and self.param_groups == self._found:
+            return self._settings
+        settings = tuple([settings_of(self._kind, group) for group in self.param_groups])
+        if settings != self._settings:
+            self._settings = settings
+        self._found = [
+            # tensors are changed in place, so groups with one are read at each step
+            {name: value for name, value in group.items() if name == "params" or not _has_tensor(value)}
             for group in self.param_groups
         ]
-        if self._settings is None or found != self._found:
-            self._settings = tuple(settings_of(self._kind, group) for group in self.param_groups)
-            self._found = found
         return self._settings
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -148,6 +148,7 @@ class Session:
         )
         reply = self.ask(methods.JOIN_JOB, request)
         self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
+        self.mode = self.job_settings.consistency.mode.updates
         given = self.job_settings.consistency
         self.consistency = Consistency(0, given.mode, given.bound)
         if reply.HasField("consistency"):  # not all servers may use the settings' mode yet
@@ -226,10 +227,6 @@ class Session:
 
     # ---- the job's mode
 
-    @property
-    def mode(self) -> UpdateMode:
-        return self.job_settings.consistency.mode.updates
-
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
         """From now on follows the mode of the partitions in the reply's map."""
         if not reply.HasField("consistency"):
@@ -243,6 +240,7 @@ class Session:
         changed = {"mode": given.mode} | ({} if given.bound is None else {"staleness": given.bound})
         settings = self.job_settings
         self.job_settings = settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+        self.mode = given.mode.updates
         self.logical_ranks = self.job_settings.logical_rank_count if self.mode is UpdateMode.SYNC else 0
 
     def acknowledge_mode(self, consistency: Consistency) -> None:

@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ from shardyard_worker.training.variables import ServerLink, StepContext, Variabl
 
 log = logging.getLogger("shardyard.worker")
 
+_CHANGES = operator.attrgetter("_version")
 SAMPLED = 16
 """Parameters whose changes in place are counted at each step, spread over the model: 5 us. `load_state_dict` changes
 all."""
@@ -50,6 +52,7 @@ class ValueLoader:
             for index, each in enumerate(link.variables)
             if each.spec.kind is VariableKind.PARAMETER
         ]
+        self._buffers = [each for each in link.variables if each.place is not None]
         self._sample = [target for _, target in self._parameters[:: max(1, len(self._parameters) // SAMPLED)]]
         self._changes: int | None = None
         """How often some of the parameters had been changed in place when the version was loaded. None: unknown."""
@@ -86,7 +89,7 @@ class ValueLoader:
         if self._notes_bases and not self._reloading:  # when reloading, the forward has used some older values
             self.bases = {part.partition: part.version for parts in link.router.current for part in parts}
         if self._prefetch is None:
-            for variable in link.variables:
+            for variable in self._buffers:
                 variable.put_back()
             link.buffers.values.load(self.targets, view=self._view)
             self._changes = None if self._view or self._takes_steps_here else self._count_changes()
@@ -124,7 +127,7 @@ class ValueLoader:
         return ""
 
     def _count_changes(self) -> int:
-        return sum([target._version for target in self._sample])
+        return sum(map(_CHANGES, self._sample))
 
     def _bring(self, indices: Sequence[int]) -> None:
         """Waits for these values, and puts them into their targets."""

@@ -47,7 +47,7 @@ class NonFiniteCheck:
         self._in_a_row = 0
         if self._looks and on_host:  # compiles now, while the servers compile their loops, and not in the first push
             for dtype in sorted({variables[i].dtype.value for i in self._parameters} & set(_NAMES.values())):
-                first_not_finite([], dtype)
+                first_not_finite([], [], dtype)
 
     def counts(
         self,
@@ -63,7 +63,9 @@ class NonFiniteCheck:
         if not self._looks:
             return True
         found = self._first_not_finite(tensors)
-        parameter = self._first_table_not_finite(rows) if found is None else self._names[found]
+        parameter = None if found is None else self._names[found]
+        if parameter is None and rows:
+            parameter = self._first_table_not_finite(rows)
         if parameter is None:
             self._in_a_row = 0
             return True
@@ -72,7 +74,8 @@ class NonFiniteCheck:
 
     def _first_table_not_finite(self, rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> str | None:
         filled = [(table, values) for table, values in rows if values.size]
-        first = first_not_finite([(values.ctypes.data, values.size) for _, values in filled], "float32")
+        arrays = [values for _, values in filled]
+        first = first_not_finite([each.ctypes.data for each in arrays], [each.size for each in arrays], "float32")
         return None if first is None else self._tables[filled[first][0]]
 
     def _first_not_finite(self, tensors: Sequence[torch.Tensor | None]) -> int | None:
@@ -128,8 +131,14 @@ def _first_here(gradients: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtyp
     name = _NAMES.get(dtype)
     if name is None:
         return next((index for index, each in gradients if not each.isfinite().all()), None)
-    kept = [each if each.is_contiguous() else each.contiguous() for _, each in gradients]
-    first = first_not_finite([(each.data_ptr(), each.numel()) for each in kept], name)
+    addresses, lengths, kept = [], [], []
+    for _, gradient in gradients:
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+            kept.append(gradient)
+        addresses.append(gradient.data_ptr())
+        lengths.append(gradient.numel())
+    first = first_not_finite(addresses, lengths, name)
     return None if first is None else gradients[first][0]
 
 

@@ -142,7 +142,8 @@ class PushBuilder:
             cache.begin(step)
         # the rows come after this push has been applied
         ahead = tables.look_ahead(announced, step=step + self._session.settings.worker.window, as_of=step)
-        return push if ahead is None else replace(push, ahead=ahead)
+        push.ahead = ahead
+        return push
 
     def _announced(self, upcoming: Upcoming | None) -> Mapping[int, Int64s]:
         """The ids that the script will look up, by table."""

@@ -64,10 +64,10 @@ class ServerLink:
     router: ServerGroup = field(init=False)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepInput:
     """What one push carries: for each variable a gradient (of a buffer: its value) or None, the push's weight, and the
-    optimizer settings in force."""
+    optimizer settings in force. `bases` and `samples` are filled in on its way."""
 
     tensors: Sequence[torch.Tensor | None]
     weight: float

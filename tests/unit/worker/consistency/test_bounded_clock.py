@@ -11,7 +11,7 @@ import pytest
 
 from shardyard.domain.consistency import Consistency, ConsistencyMode
 from shardyard.domain.errors import StaleToken
-from shardyard.domain.ids import Token
+from shardyard.domain.ids import Caller, Incarnation, Token
 from shardyard.domain.push_names import DataShardSource, PushName, SourceKey
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.strategy import LostWork
@@ -51,6 +51,7 @@ class Session:
     """A session with a bound, or none, and the number of the newest map."""
 
     def __init__(self, bound: int | None) -> None:
+        self.caller = Caller(incarnation=Incarnation(7))
         self.generation = 1
         self.mode = ConsistencyMode.ASYNC if bound is None else ConsistencyMode.BOUNDED
         self.consistency = Consistency(0, self.mode, bound)
@@ -78,6 +79,10 @@ class Training:
         self.router = Servers(session)
         self.maps = [self.router]
         self.values = SimpleNamespace(load=lambda *_: None, complete=lambda: None)
+
+    @property
+    def link(self) -> Training:
+        return self
 
     def reach(self, ask: Callable[[Servers], Any]) -> Any:
         while True:

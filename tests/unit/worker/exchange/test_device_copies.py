@@ -162,7 +162,7 @@ def torch_dtype(spec: VariableSpec) -> torch.dtype:
 
 def sent_now(buffers: FlatBuffers, index: int) -> np.ndarray:
     """What a push would carry of a variable, read from its payload as it lies now."""
-    return torch.cat([piece.reshape(-1) for piece in buffers._gradients[buffers._slot][index]]).numpy().copy()
+    return torch.cat([piece.reshape(-1) for piece in buffers._gradients[buffers.slot][index]]).numpy().copy()
 
 
 class Model:

@@ -28,7 +28,7 @@ from shardyard_worker.exchange.buffers.buffer_layout import (
 from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, DeviceCopy
 from shardyard_worker.exchange.buffers.pulled_values import PulledValues
 from shardyard_worker.exchange.buffers.tensor_copy import TensorCopier
-from shardyard_worker.exchange.buffers.tensor_types import check_tensor, fits_dtype
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, check_tensor, fits_dtype
 
 Codes = Mapping[PartitionId, Sequence[memoryview]]
 Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
@@ -53,7 +53,9 @@ class FlatBuffers:
         self.layout = layout
         self._copies = copies
         self._slots = slots
-        self._slot = 0
+        self.slot = 0
+        """The slot that is filled now. Slots are used in turn."""
+        self._expected = [(spec.shape, TORCH_DTYPES[spec.dtype]) for spec in layout.variables]
         self._by_server: dict[Incarnation, ServerBuffers] = {}
         self._where: list[list[Where]] = [[] for _ in layout.variables]
         for server, owners in map_.by_server().items():
@@ -115,7 +117,7 @@ class FlatBuffers:
         Nothing refers to `old` afterwards."""
         assert old.layout is self.layout or old.layout == self.layout
         assert old._slots == self._slots
-        self._slot = old._slot
+        self.slot = old.slot
         for index, places in enumerate(self._where):
             before = {(w.buffers.partitions[w.part], w.number): at for at, w in enumerate(old._where[index])}
             for slot in range(self._slots):
@@ -143,6 +145,9 @@ class FlatBuffers:
         """The size of a server's whole payload."""
         return self._by_server[server].nbytes
 
+    def partitions(self, server: Incarnation) -> tuple[PartitionId, ...]:
+        return self._by_server[server].partitions
+
     def payload_bytes(self, partition: PartitionId) -> int:
         return self.layout.partitions[partition].payload_bytes
 
@@ -151,25 +156,33 @@ class FlatBuffers:
     def view(self, index: int) -> torch.Tensor | None:
         """Memory of the variable's shape that the next push sends: a gradient there need not be copied. None if the
         variable is cut into several pieces."""
-        return self._views[self._slot][index]
+        return self._views[self.slot][index]
 
     def fill(self, sent: Sequence[torch.Tensor | None]) -> None:
         """Copies what a push carries into the flat buffers: for each variable, in order, a gradient (parameter), a new
         value (buffer), or None. A gradient that is its own `view` is not copied. Raises ShapeMismatch, DTypeMismatch,
         UnsupportedModel."""
-        views, pairs = self._views[self._slot], []
+        views, pairs = self._views[self.slot], []
         wanted: list[DeviceCopy] = []
         for index, tensor in enumerate(sent):
-            if tensor is None or tensor is views[index]:
+            view = views[index]
+            if tensor is None or tensor is view:
                 continue
-            check_tensor(self.layout.variables[index], tensor)
+            shape, dtype = self._expected[index]
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            if not plain or tensor.dtype is not dtype or tensor.shape != shape:
+                check_tensor(self.layout.variables[index], tensor)
             if self._copies is not None:
                 if self._copies.carries(tensor):
                     wanted.append(self._wanted(index, tensor))
                     continue
                 self._copies.forget(index)
-            flat = tensor.detach().reshape(-1)
-            for where, into in zip(self._where[index], self._gradients[self._slot][index], strict=True):
+            tensor = tensor.detach()
+            if view is not None:
+                pairs.append((view, tensor))
+                continue
+            flat = tensor.reshape(-1)
+            for where, into in zip(self._where[index], self._gradients[self.slot][index], strict=True):
                 pairs.append((into, flat[where.piece.offset : where.piece.offset + where.piece.length]))
         self._copier.copy(pairs)
         if wanted and self._copies is not None:
@@ -191,16 +204,11 @@ class FlatBuffers:
 
     def _wanted(self, index: int, tensor: torch.Tensor) -> DeviceCopy:
         offsets = tuple(where.piece.offset for where in self._where[index])
-        return DeviceCopy(index, tensor, self._gradients[self._slot][index], offsets)
-
-    @property
-    def slot(self) -> int:
-        """The slot that is filled now. Slots are used in turn."""
-        return self._slot
+        return DeviceCopy(index, tensor, self._gradients[self.slot][index], offsets)
 
     def next_slot(self) -> None:
         """The push of this slot is in flight, so the next one uses another."""
-        self._slot = (self._slot + 1) % self._slots
+        self.slot = (self.slot + 1) % self._slots
         if self._copies is not None:
             self._copies.forget()
 

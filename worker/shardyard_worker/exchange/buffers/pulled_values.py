@@ -23,6 +23,7 @@ from shardyard_worker.exchange.buffers.buffer_layout import (
     Bytes,
     Key,
     Late,
+    PartValues,
     ServerBuffers,
     Version,
     Where,
@@ -97,7 +98,11 @@ class PulledValues:
         """The next version of a server's values lies in these payloads in shared memory, one for each partition."""
         buffers = self._by_server[server]
         buffers.arriving = None
-        buffers.incoming = [buffers.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
+        incoming: list[PartValues] = []
+        for key, payload in payloads:
+            index = len(incoming)
+            incoming.append(buffers.known.get((index, key)) or buffers.values(index, key, payload))
+        buffers.incoming = incoming
 
     def forget(self, server: Incarnation) -> None:
         """The server's memory has changed. The current values stay as they are."""
@@ -147,10 +152,12 @@ class PulledValues:
     def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False, version: Version | None = None) -> None:
         """Copies the current values, or those of `version`, into tensors, by index of the variable. `view`: parameters
         in one piece become views on the values instead, until the next call."""
-        version = self.version if version is None else version
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
-            pieces = [(w, version[w.buffers.server][w.part].tensors[w.number]) for w in self._where[index]]
+            pieces = []
+            for where in self._where[index]:
+                parts = where.buffers.current if version is None else version[where.buffers.server]
+                pieces.append((where, parts[where.part].tensors[where.number]))
             if view and len(pieces) == 1 and self._may_view(index, target):
                 target.data = pieces[0][1].view(target.shape)
                 continue

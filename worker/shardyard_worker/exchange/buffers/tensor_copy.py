@@ -30,7 +30,7 @@ class TensorCopier:
             self._pool = None
 
     def copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies (into, from) pairs of flat tensors, all detached. Copies into a GPU are only begun."""
+        """Copies (into, from) pairs of tensors of the same shape, all detached. Copies into a GPU are only begun."""
         if self._copies is not None:
             away = [pair for pair in pairs if self._copies.carries(pair[0])]
             if away:
@@ -38,9 +38,12 @@ class TensorCopier:
                 pairs = [pair for pair in pairs if not self._copies.carries(pair[0])]
         if not pairs:
             return
-        nbytes = sum([into.nbytes for into, _ in pairs])
+        nbytes = 0
+        for into, _ in pairs:
+            nbytes += into.nbytes
         if nbytes < 2 * COPY_BYTES_EACH:
-            copy_in_order(pairs)
+            for into, values in pairs:
+                into.copy_(values)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "copy")
@@ -55,7 +58,7 @@ class TensorCopier:
 
 
 def _cut(into: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    each = COPY_BYTES_EACH // into.element_size()
+    each, into, values = COPY_BYTES_EACH // into.element_size(), into.view(-1), values.reshape(-1)
     for at in range(0, into.numel(), each):
         yield into[at : at + each], values[at : at + each]
 
