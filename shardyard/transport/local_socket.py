@@ -203,7 +203,6 @@ class LocalStream:
                 raise errors.NotShareable(f"{peer} runs as user {user}; this process is user {os.geteuid()}")
             self._connection = Connection(connected)
             self._connection.limit_sends(timeout_ms)
-            self._connection.send(_WHOLE, next_request_id().encode())
         except OSError as error:
             connected.close()
             raise errors.NotShareable(
@@ -212,6 +211,8 @@ class LocalStream:
         except errors.NotShareable:
             connected.close()
             raise
+        with contextlib.suppress(OSError):  # `receive` tells why the other side has ended the stream
+            self._connection.send(_WHOLE, next_request_id().encode())
 
     @property
     def descriptors(self) -> Descriptors:

@@ -12,7 +12,7 @@ import pytest
 
 from shardyard.domain.pushes import PartResult, PushHeader
 from shardyard_ps_server.hosting import pushes
-from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.admission import Admitted
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.values.versions import Bytes
 from tests.simulation.exactly_once import AsyncRun, Violation
@@ -75,9 +75,9 @@ def test_without_the_minimum_of_rule_a6_some_data_shard_is_closed_too_early() ->
 def test_without_rule_a3_some_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     push = pushes.push
 
-    def advances_all(store: Store, hosted: HostedJob, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
-        results = push(store, hosted, order, payload)
-        for held in hosted.partitions.values():
+    def advances_all(store: Store, admitted: Admitted, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
+        results = push(store, admitted, order, payload)
+        for held in admitted.hosted.partitions.values():
             if held.ledger.next(order.name.key) == order.name.first:
                 held.ledger.advance(order.name)
         return results

@@ -143,7 +143,7 @@ def a_store_stays_in_its_epoch(patch: Patch) -> None:
     patch.setattr(Store, "epoch", property(lambda _: 1, lambda _, epoch: None), raising=False)
 
 
-@mutation("A2", "async-checkpoint", 9)
+@mutation("A2", "async-checkpoint", 17)
 def counted_in_one_is_counted_in_all(patch: Patch) -> None:
     """a push that was stopped between two partitions of a server is taken as counted in both"""
     real = pushes._apply
@@ -236,7 +236,7 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 9)
+@mutation("A11", "async-checkpoint", 3)
 def closed_is_closed(patch: Patch) -> None:
     """data shards stay closed after a restore has undone their work"""
     patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
@@ -248,7 +248,7 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 288)
+@mutation("A12", "async", 322)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     _instead_of(patch, StraddlingRange)
@@ -295,7 +295,7 @@ def work_counts_before_the_first_checkpoint(patch: Patch) -> None:
     patch.setattr(JobState, "may_acknowledge", property(lambda job: job.log_owners is None or real(job)))
 
 
-@mutation("A18", "async-drain", 1654)
+@mutation("A18", "async-drain", 1591)
 def a_lease_is_given_back_before_its_push_is_there(patch: Patch) -> None:
     """a worker that leaves in order gives its data shard back while a push is in flight"""
     real = AsyncFeed._close
@@ -313,7 +313,7 @@ def who_leaves_in_order_says_goodbye(patch: Patch) -> None:
     patch.setattr(MembershipClient, "leave", lambda self, *said, **more: real(self, *said, **more | {"drained": False}))
 
 
-@mutation("A18", "sync-drain", 20)
+@mutation("A18", "sync-drain", 47)
 def work_of_who_leaves_in_order_is_nobodys(patch: Patch) -> None:
     """the work of a worker that leaves in order goes to no other worker"""
     real = life.free
@@ -397,7 +397,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B6", "sync-clip", 18)
+@mutation("B6", "sync-clip", 6)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict combines the partitions' newest norms, also of different steps"""
 
@@ -409,7 +409,7 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     patch.setattr(NormSums, "add", add)
 
 
-@mutation("B6", "sync-clip", 6)
+@mutation("B6", "sync-clip", 46)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
@@ -433,7 +433,7 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
     def take_verdict(store: Any, hosted: Any, order: Any, verdict: Any) -> None:
         for number in sorted(hosted.partitions):
             if sync_step.awaits_verdict(hosted.partitions[number], verdict):
-                check_current = partial(admission.check_still_admitted, store, hosted, order)
+                check_current = partial(admission.check_still_admitted, store, admission.Admitted(hosted, 0), order)
                 sync_step.take_verdict(hosted.partitions[number], verdict, check_current)
 
     patch.setattr(pushes, "take_verdict", take_verdict)
@@ -456,7 +456,7 @@ def what_came_late_counts_nowhere(patch: Patch) -> None:
     patch.setattr(MakeupPlan, "drop", lambda self, step, batch, samples: None)
 
 
-@mutation("B6", "sync-backup", 9)
+@mutation("B6", "sync-backup", 6)
 def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
     """a partition takes a step with all recorded contributions, also those that the verdict leaves out"""
 
@@ -479,7 +479,7 @@ def a_sealed_partition_takes_pushes(patch: Patch) -> None:
     patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
-@mutation("C8", "async-full", 11)
+@mutation("C8", "async-full", 0)
 def what_was_not_written_down_is_told(patch: Patch) -> None:
     """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
     real = Mailbox._begin_stall
@@ -520,7 +520,7 @@ def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
     patch.setattr(sync_step, "verdict", verdict)
 
 
-@mutation("B6", "sync-wal-overflow", 3, 10)
+@mutation("B6", "sync-wal-overflow", 10)
 def an_overflow_is_not_in_the_log(patch: Patch) -> None:
     """the log does not record an overflow"""
     real = pushes.push_head
@@ -656,20 +656,20 @@ def filters_do_not_come_back(patch: Patch) -> None:
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
-@mutation("A1", "hybrid-checkpoint", 200)
+@mutation("A1", "hybrid-checkpoint", 48)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows of a contribution count again if they counted before the checkpoint and its variables did not"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 200)
+@mutation("A1", "hybrid-checkpoint", 48)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not record which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
-@mutation("A1", "hybrid-checkpoint", 200)
+@mutation("A1", "hybrid-checkpoint", 48)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint records that no rows of the next step have counted"""
 
@@ -729,7 +729,7 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     patch.setattr(lookups, "look_up_rows", look_up_rows)
 
 
-@mutation("B7", "sync-checkpoint-rows", 9)
+@mutation("B7", "sync-checkpoint-rows", 57)
 def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
     """rows are restored with a later step of their last push"""
     real = TableOfPartition.load
