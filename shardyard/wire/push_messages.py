@@ -223,11 +223,13 @@ def _check_rows(order: PushHeader) -> None:
 
 
 def _check_requested(order: PushHeader) -> None:
+    if order.pull is None and order.kind is PushKind.NOTHING and order.rest is None:
+        return  # a look-up
     if order.pull is None or order.pull.order or order.rest is not None:
         raise InvalidRequest(
-            "an exchange requests rows, but pulls nothing, or in an order, or sent data before its header",
+            "an exchange requests rows with a push but without a pull, or in an order, or sent data before its header",
             why="rows follow the values of a pull, and their ids follow the push",
-            todo="ask for them with LookUp",
+            todo="ask for them in an exchange of their own, or with LookUp",
         )
     pulled = set(order.pull.partitions)
     for each in order.requested:

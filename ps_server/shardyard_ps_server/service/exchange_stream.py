@@ -125,7 +125,8 @@ class ExchangeStream:
             pulls.reclaim_all(self._store, hosted, worker)
         if pull is None:
             self._memory.name_regions(hosted.regions, reply)
-            yield Frame(reply_to_header(reply, plan), 0, b"")
+            rows_found = self._find_rows(header, hosted, queries, room)
+            yield from frames.cut(reply_to_header(reply, plan), [rows_found.data])
             return
         if pull.shared:
             yield from self._lend(reply, hosted, header, plan, pull, queries, room)
@@ -161,6 +162,7 @@ class ExchangeStream:
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if header.requested:
+            hosted.check_open()
             if hosted.rules.rows_have_versions and (header.pull is None or not header.pull.exactly):
                 raise InvalidRequest(
                     f"rows of job {hosted.job}, which is synchronous, beside values of no version that is named",

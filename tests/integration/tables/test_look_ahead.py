@@ -25,8 +25,9 @@ from shardyard.runtime.failpoints import armed
 from shardyard_ps_server.service import stream_memory
 from shardyard_worker.exchange.buffers import shm_rows
 from shardyard_worker.exchange.buffers.shm_rows import ShmRows
-from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.rows import row_prefetch
+from shardyard_worker.rows.row_prefetch import RowQuery
+from shardyard_worker.training.remote_rows import RemoteRows
 from tests.support.alone import SYNC, Connect, local_yard
 from tests.support.yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
@@ -124,13 +125,13 @@ def assert_rows(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each call to the servers for rows alone, how many."""
     seen: list[int] = []
-    look_up = RowReads.look_up
+    look_up = RemoteRows._look_up
 
-    def counted(router: RowReads, asked: Any, into: Any) -> None:
-        seen.append(sum(rows.shape[0] for rows in into))
-        look_up(router, asked, into)
+    def counted(rows: RemoteRows, asked: Sequence[RowQuery]) -> Sequence[np.ndarray]:
+        seen.append(sum(each.found.ids.size for each in asked))
+        return look_up(rows, asked)
 
-    monkeypatch.setattr(RowReads, "look_up", counted)
+    monkeypatch.setattr(RemoteRows, "_look_up", counted)
     return seen
 
 
@@ -241,9 +242,9 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[ShmRows]:
     return made
 
 
-@pytest.mark.parametrize("room_bytes", [1 << 20, 256, 64])
+@pytest.mark.parametrize("room_bytes", [1 << 20, 256, 16])
 def test_rows_pass_through_shared_memory_as_far_as_they_fit(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[ShmRows], room_bytes: int
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[ShmRows], look_ups: list[int], room_bytes: int
 ) -> None:
     monkeypatch.setattr(shm_rows, "ROWS_ROOM_BYTES", room_bytes)
     monkeypatch.setattr(shm_rows, "_WANTED_AT", room_bytes)
@@ -260,8 +261,9 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
     assert len(rooms) == 1
     with pytest.raises(errors.NotShareable):
         rooms[0].descriptor()
-    assert len(taken) == (STEPS - 1 if room_bytes > 256 else sum(each <= room_bytes for each in taken))
-    assert bool(taken) is (room_bytes > 64)
+    came_ahead = STEPS - 1
+    assert len(taken) == (came_ahead + len(look_ups) if room_bytes > 256 else sum(each <= room_bytes for each in taken))
+    assert bool(taken) is (room_bytes > 16)
     assert_rows(model.state_dict(), trained_alone())
 
 

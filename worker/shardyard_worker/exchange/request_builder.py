@@ -20,6 +20,8 @@ from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.overlap import Overlap
 from shardyard_worker.exchange.requests import PullSpec, PushRequest
 from shardyard_worker.exchange.server_stream import ServerStream
+from shardyard_worker.rows.dedup import Float32s
+from shardyard_worker.rows.row_codec import RowLookup
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 
 
@@ -139,6 +141,13 @@ class RequestBuilder:
         rows_at, requested_at = stream.put_rows(ids, places)
         header = replace(header, requested=requested, rows_at=rows_at, requested_at=requested_at)
         return ServerRequest(header, ids if rows_at is None else (), places)
+
+    def look_up(self, lookup: RowLookup, into: Sequence[Float32s], stream: ServerStream) -> ServerRequest:
+        """A look-up of rows alone, whose answer goes into these arrays."""
+        header, places = self.header(stream.server), lookup.places(into)
+        header.requested = lookup.requested
+        header.rows_at, header.requested_at = stream.put_rows(lookup.codes, places)
+        return ServerRequest(header, lookup.codes if header.rows_at is None else (), places)
 
     def _requested(
         self, ahead: RowPrefetch, server: Incarnation

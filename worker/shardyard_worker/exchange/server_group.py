@@ -6,6 +6,7 @@ A3); a pull becomes current only when the parts of all servers are there. Must n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,8 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
 from shardyard.domain.ids import Generation, Incarnation, PartitionId, Token
 from shardyard.domain.layout.layouts import PartitionMap
-from shardyard.domain.pulls import NotReadyPart, PulledPart
+from shardyard.domain.limits import ROWS_ALONG_BYTES_MAX
+from shardyard.domain.pulls import NotReadyPart, PulledPart, RowCode
 from shardyard.domain.push_names import PushName, SourceKey, Watermark
 from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, StepVerdict
 from shardyard.wire import common_messages, frames, lease_messages, methods, push_messages
@@ -30,8 +32,9 @@ from shardyard_worker.exchange.request_builder import Order, RequestBuilder, Ser
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.exchange.row_reads import RowReads
 from shardyard_worker.exchange.server_stream import ServerStream
-from shardyard_worker.rows.row_codec import EncodedRows
-from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.rows.dedup import Float32s
+from shardyard_worker.rows.row_codec import EncodedRows, questions
+from shardyard_worker.rows.row_prefetch import RowPrefetch, RowQuery
 from shardyard_worker.session.session import Listener, Session
 
 R = TypeVar("R")
@@ -53,6 +56,7 @@ class ServerGroup:
     ) -> None:
         """`coding`, `order`: see RequestBuilder. `follows`: a request may have been sent under an earlier map already.
         `tables`: whether the job has any."""
+        self._thread = threading.get_ident()
         self.generation: Generation = map_.generation
         """The map's generation."""
         self._session = session
@@ -205,6 +209,24 @@ class ServerGroup:
         """Forgets the parts of an incomplete pull."""
         self._landed.clear()
         self._ahead = None
+
+    @property
+    def looks_up_in_exchanges(self) -> bool:
+        """Whether this thread may call `look_up`: rows have no versions and are not coded, and no push is in flight."""
+        session = self._session
+        plain = session.mode is UpdateMode.ASYNC and session.job_settings.compression.rows_pull is RowCode.FLOAT32
+        return plain and not session.settings.worker.window and threading.get_ident() == self._thread
+
+    def look_up(self, asked: Sequence[RowQuery], into: Sequence[Float32s]) -> None:
+        """Looks up the newest rows, in one exchange with each server at once, and puts them into the arrays."""
+        lookups = {server: questions(asked, owned, ROWS_ALONG_BYTES_MAX) for server, owned in self._owned.items()}
+        for number in range(max(map(len, lookups.values()))):
+
+            def make(stream: ServerStream, number: int = number) -> ServerRequest | None:
+                of_server = lookups[stream.server]
+                return self._requests.look_up(of_server[number], into, stream) if number < len(of_server) else None
+
+            self._exchange(make, "rows that are looked up")
 
     def report_rest(self, epoch: int) -> None:
         """Tells the servers that after that epoch this worker takes no steps for now."""

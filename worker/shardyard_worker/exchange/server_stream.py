@@ -262,12 +262,16 @@ class ServerStream:
         for ticket in result.regions:
             if self.shared:
                 self._attach_region(ticket)
-        if pull is None or result.missing:
+        if result.missing:
             return result
         if header.requested_at is not None:
             assert self._shm_rows is not None
             self._shm_rows.take(self._rows)
             self._rows = ()
+        if pull is None:
+            if self._rows or len(first.data):
+                self._assemble(stream, first, deadline_ms)
+            return result
         if pull.shared:
             places = self._places(result)
             if self._rows or len(first.data):

@@ -80,7 +80,7 @@ class EncodedRows:
         self.groups = groups
         self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
         for each in given:
-            parts, key = {}, rounding.key(each.table)
+            parts, key = {}, 0 if rounding.code is RowCode.FLOAT32 else rounding.key(each.table)
             spans = list(_spans(each.found, ROWS_PER_PART_MAX))
             ids_of_all = each.found.ids
             codes = encode_runs(ids_of_all, [(begin, end) for _, begin, end in spans])

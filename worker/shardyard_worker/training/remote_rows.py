@@ -18,6 +18,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard_worker.embedding.table import RowsNeeded, Table
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.row_reads import RowReads
+from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 from shardyard_worker.rows.row_codec import questions
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
@@ -103,9 +104,12 @@ class RemoteRows:
     def _look_up(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
         found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
 
-        def ask(reads: RowReads) -> None:
+        def ask(router: ServerGroup) -> None:
+            number, reads = self._context().rows_version(), router.rows
+            if number is None and router.looks_up_in_exchanges:
+                router.look_up(asked, found)
+                return
             by_server = {server: questions(asked, owned) for server, owned in reads.owned.items()}
-            number = self._context().rows_version()
             if number is not None:
                 try:
                     reads.look_up(by_server, found, number)
@@ -122,14 +126,15 @@ class RemoteRows:
 
     def count(self, table: Table) -> int:
         name = self._tables.settings[self._tables.number(table)].name
-        return self._reach(lambda reads: reads.count_rows(name))
+        return self._reach(lambda router: router.rows.count_rows(name))
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
         number = self._tables.number(table)
         for index in range(self._tables.partitions):
             partition = PartitionId(index)
             # under another map the current partition is read again
-            yield from self._reach(partial(RowReads.read_rows, table=number, dim=table.dim, partition=partition))
+            read = partial(RowReads.read_rows, table=number, dim=table.dim, partition=partition)
+            yield from self._reach(partial(_of_rows, read))
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _given(table)
@@ -137,14 +142,18 @@ class RemoteRows:
     def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _given(table)
 
-    def _reach(self, ask: Callable[[RowReads], R]) -> R:
+    def _reach(self, ask: Callable[[ServerGroup], R]) -> R:
         """Asks under the newest map."""
         with INTERRUPTS:
             while True:
                 try:
-                    return ask(self._trainer.router.rows)
+                    return ask(self._trainer.router)
                 except MapChanged:
                     self._context().follow_map()
+
+
+def _of_rows(read: Callable[[RowReads], R], router: ServerGroup) -> R:
+    return read(router.rows)
 
 
 def _count(asked: Sequence[RowQuery]) -> int:

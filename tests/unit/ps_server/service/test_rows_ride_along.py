@@ -12,7 +12,7 @@ import pytest
 from shardyard.codecs.dense.decoding import decode
 from shardyard.codecs.rows.row_ids import encode_ids
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
-from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotReady, ShardyardError, TooLarge
 from shardyard.domain.ids import Caller, Incarnation, Rank, Term, Token
 from shardyard.domain.limits import FRAME_BYTES
 from shardyard.domain.pulls import PullHeader, RequestedRows
@@ -103,8 +103,10 @@ class Wire:
 
     @staticmethod
     def _expected(order: PushHeader, result: ExchangeReply) -> int:
-        if order.pull is None or result.missing:
+        if result.missing:
             return 0
+        if order.pull is None:
+            return 0 if order.requested_at is not None else 4 * DIM * sum(sum(each.rows) for each in order.requested)
         values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
         return (
             values
@@ -171,6 +173,35 @@ def test_rows_come_without_a_push_too_and_with_one_that_has_none(store: Store) -
     _, found = wire.exchange(order(None))
     assert len(taken(found)[0]) == PAYLOAD_BYTES
     assert sum(len(frame.data) for frame in found) == PAYLOAD_BYTES
+
+
+def test_rows_come_alone_as_they_are_now(store: Store) -> None:
+    wire = Wire(store)
+    requested, ids = asked()
+    _, found = wire.exchange(order(None, requested=requested, pull=None), ids)
+    assert (taken(found, 0)[1] == INITIAL).all()
+    rows, data = pushed()
+    wire.exchange(order(0, rows), DENSE + data)
+    _, found = wire.exchange(order(None, requested=requested, pull=None), ids)
+    assert (taken(found, 0)[1] == INITIAL - 1).all()
+    result, found = wire.exchange(order(None))
+    assert [part.version.number for part in result.parts] == [1] * 2
+
+
+def test_rows_do_not_come_alone_before_a_job_is_open_or_where_they_have_versions(
+    stepping: tuple[Store, list[PushName]],
+) -> None:
+    requested, ids = asked()
+    with pytest.raises(InvalidRequest, match="beside values of no version that is named"):
+        Wire(stepping[0]).exchange(order(None, requested=requested, pull=None), ids)
+    closed = Store(shareable=False)
+    try:
+        closed.become(HERE, Term(1))
+        orders.create(closed, CreateRequest(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 0)))
+        with pytest.raises(NotReady, match="no first values yet"):
+            Wire(closed).exchange(order(None, requested=requested, pull=None), ids)
+    finally:
+        closed.close()
 
 
 def test_rows_follow_codes_and_places(store: Store) -> None:
@@ -406,7 +437,7 @@ def state(store: Store) -> object:
 
 GOOD, GOOD_IDS = asked()
 WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
-    "nothing is pulled": ({"pull": None}, GOOD_IDS, InvalidRequest, "pulls nothing"),
+    "nothing is pulled": ({"pull": None}, GOOD_IDS, InvalidRequest, "without a pull"),
     "an order": ({"pull": wish(order=(0,))}, GOOD_IDS, InvalidRequest, "in an order"),
     "a partition that is not pulled": (
         {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "which it does not pull"
