@@ -254,7 +254,7 @@ def a_straddling_range_counts(patch: Patch) -> None:
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 1)
+@mutation("A14", "async-rows", 44)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 
@@ -765,7 +765,7 @@ def rows_of_who_came_late_count(patch: Patch) -> None:
     patch.setattr(sync_step, "_complete", complete)
 
 
-@mutation("C1", "async-wal-rows", 1, 3)
+@mutation("C1", "async-wal-rows", 3)
 def rows_are_not_in_the_log(patch: Patch) -> None:
     """a replayed log restores no rows"""
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
