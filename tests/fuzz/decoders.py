@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -24,11 +24,10 @@ from shardyard.checkpoints.partition_file import BlockState, PartitionState, Sou
 from shardyard.codecs.dense.decoding import apply, decode
 from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
 from shardyard.codecs.rows.row_values import decode_rows, encode_rows
-from shardyard.config.configuration import load, parse_job_settings
 from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain.compression import parse_pull_rules, parse_push_rules
 from shardyard.domain.consistency import ConsistencyMode, Durability, UpdateMode
-from shardyard.domain.errors import InvalidRequest, ShardyardError
+from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import (
     Caller,
     Generation,
@@ -71,7 +70,6 @@ from shardyard_coordinator.records import Record
 from shardyard_coordinator.service.journal import FILE as JOURNAL_FILE
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.work.feeds import FeedSpec
-from shardyard_launcher.yard.state_file import STATE_FILE, read_state
 from shardyard_ps_server.hosting import admission, orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
@@ -81,25 +79,12 @@ from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import SEGMENT_HEADER_BYTES, Mark, decode_mark, encode_mark, record_header
 from shardyard_ps_server.wal.replay import replay
 from shardyard_ps_server.wal.segments import SYNCED, LogRoot
-from shardyard_worker.agent.launch import read_error_file
 from shardyard_worker.embedding import table_io
-from tests.fuzz.mutations import mutate, mutate_json
+from tests.fuzz.decoder import GOLDEN, Decoder, change_json
+from tests.fuzz.settings_decoders import settings
 from tests.support.checkpoints import state_pieces
 
-GOLDEN: Final = Path(__file__).parents[1] / "golden"
 TWO: Final = (PartitionId(0), PartitionId(2))
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """`read` raises ShardyardErrors alone. `change` makes an input of a valid one. `share`: of the inputs, where one
-    takes longer than those of others."""
-
-    name: str
-    seeds: tuple[bytes, ...]
-    read: Callable[[bytes], object]
-    change: Callable[[Random, bytes, tuple[bytes, ...]], bytes] = mutate
-    share: float = 1.0
 
 
 def decoders(folder: Path) -> Iterator[Decoder]:
@@ -111,7 +96,7 @@ def decoders(folder: Path) -> Iterator[Decoder]:
     yield from _checkpoints(folder)
     yield from _journals(folder)
     yield from _logs(folder)
-    yield from _settings(folder)
+    yield from settings(folder)
 
 
 def _of(golden: dict[str, bytes], *names: str) -> tuple[bytes, ...]:
@@ -307,7 +292,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         lambda inner: manifest.decode(
             whole[:begin] + inner + whole[end : end + 11] + hashlib.sha256(inner).hexdigest().encode() + b'"}', "m"
         ),
-        _change_json,
+        change_json,
     )
     storage = LocalStorage(folder)
     storage.write("partition", state_pieces(STATE))
@@ -324,7 +309,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         "header of a partition's file",
         (state[8:head],),
         lambda header: read(len(header).to_bytes(8, "little") + header + state[head:]),
-        _change_json,
+        change_json,
     )
     yield from _feedback_files(storage, folder)
     yield from _rows_files(storage, folder)
@@ -364,13 +349,13 @@ def _rows_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
         "header of a file with rows",
         (written[0][8:head],),
         lambda header: read(len(header).to_bytes(8, "little") + header + written[0][head:]),
-        _change_json,
+        change_json,
     )
     yield Decoder(
         "settings of tables",
         (canonical(layouts.to_document(layout)),),
         lambda text: layouts.from_document(JsonNode.parse(text, "it", at=0)),
-        _change_json,
+        change_json,
     )
 
 
@@ -396,7 +381,7 @@ def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
         "header of a worker's file",
         (state[8:head],),
         lambda header: read(len(header).to_bytes(8, "little") + header + state[head:]),
-        _change_json,
+        change_json,
     )
 
 
@@ -419,7 +404,7 @@ def _journals(folder: Path) -> Iterator[Decoder]:
         taken = [Record(at, 1, 0.0, kind, body) for at, (kind, body) in enumerate(pairs) if isinstance(body, dict)]
         return Machine(term=Term(2), lease_ms=1_000, now_ms=0).restored(taken)
 
-    yield Decoder("a journal's records", (json.dumps(records).encode(),), restore, _change_json)
+    yield Decoder("a journal's records", (json.dumps(records).encode(),), restore, change_json)
     home = folder / "journal"
     written = Journal(home)
     written.append([(str(kind), body) for kind, body in records])  # type: ignore[arg-type]
@@ -548,10 +533,6 @@ def _records() -> list[list[object]]:
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
-def _change_json(dice: Random, text: bytes, _: object) -> bytes:
-    return mutate_json(dice, text)
-
-
 def _change_page(dice: Random, data: bytes, _: object) -> bytes:
     """Bits of a file that is mostly zeros, where it is not; or it is cut."""
     if dice.random() < 0.2:
@@ -563,66 +544,6 @@ def _change_page(dice: Random, data: bytes, _: object) -> bytes:
             at = (at + 1) % len(found)
         found[at] ^= 1 << dice.randrange(8)
     return bytes(found)
-
-
-# ---- what people and other processes write
-
-
-def _settings(folder: Path) -> Iterator[Decoder]:
-    job = JobSettings().model_dump_json().encode()
-    yield Decoder(
-        "a job's settings", (job,), lambda text: parse_job_settings(text.decode("utf-8", "replace")), _change_json
-    )
-    config = folder / "config.yaml"
-
-    def read_config(text: bytes) -> object:
-        config.write_bytes(text)
-        return load(config, {}, {})
-
-    examples = tuple(path.read_bytes() for path in sorted((GOLDEN.parents[1] / "configs").glob("*.yaml")))
-    yield Decoder("configuration file", examples, read_config)
-    yard = {
-        "format": 1,
-        "processes": [
-            {
-                "name": "server-0",
-                "role": "server",
-                "pid": 1,
-                "created_s": 1.5,
-                "log": "/x",
-                "address": "h:1",
-                "ready": True,
-            }
-        ],
-        "restarts": [
-            {
-                "name": "server-0",
-                "pid": 1,
-                "ending": "has ended",
-                "died_s": 1.0,
-                "number": 1,
-                "restarts_max": 3,
-                "window_ms": 5,
-            }
-        ],
-        "given_up": {"server-0": "why"},
-    }
-
-    def read_yard(text: bytes) -> object:
-        (folder / STATE_FILE).write_bytes(text)
-        return read_state(folder)
-
-    yield Decoder("yard.json", (json.dumps(yard).encode(),), read_yard, _change_json)
-    error = {"time": 1.5, "type": "ValueError", "message": "no", "traceback": "Traceback", "new_process_helps": False}
-
-    def read_error(text: bytes) -> object:
-        (folder / "error.json").write_bytes(text)
-        found = read_error_file(folder / "error.json")
-        if found is None:
-            raise InvalidRequest("it is said in the log that nobody can read it")
-        return found
-
-    yield Decoder("a script's error file", (json.dumps(error).encode(),), read_error, _change_json)
 
 
 def feed(decoder: Decoder, data: bytes) -> bool:

@@ -1,6 +1,6 @@
 """Exactly once, under every fault that a seed can think of, with the servers' own stores and ledgers; and that rules A3
 and A6 are needed: with one switched off, some seed goes red. What else these seeds could show, the simulated yard shows
-(tests/simulator/mutations.py)."""
+(tests/simulator/mutations_of_names.py)."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import psutil
+
 DEADLINE_S: Final = 10.0
 
 
@@ -17,3 +19,11 @@ def wait_until(condition: Callable[[], bool], what: str = "a condition", *, dead
     while not condition():
         assert time.monotonic() < give_up, f"waited {deadline_s} s for {what}"
         pause.wait(0.002)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import YardState, read_state
-from tests.support.waiting import wait_until
+from tests.support.waiting import is_gone, wait_until
 
 DEADLINE_S = 60.0
 await_true = partial(wait_until, deadline_s=DEADLINE_S)
@@ -156,105 +155,6 @@ def yard() -> Iterator[Shell]:
             assert made.down().returncode == 0
         finally:
             made.close()
-
-
-# ---- run
-
-
-def test_run_starts_everything_around_a_script_and_stops_it_all(shell: Shell) -> None:
-    script = shell.script(
-        """
-        import os, sys
-        print("arguments", sys.argv[1:])
-        print("coordinator", os.environ["SHARDYARD_COORDINATOR"])
-        print("workers", os.environ["SHARDYARD_WORKERS"])
-        """
-    )
-    ended = shell.run("run", "--workers", "3", script, "--epochs", "2")
-    assert ended.returncode == 0, ended.stderr
-    for index in range(3):
-        assert f"[{index}] arguments ['--epochs', '2']" in ended.stdout
-        assert f"[{index}] workers 3" in ended.stdout
-    assert re.search(r"coordinator 127\.0\.0\.1:\d+", ended.stdout)
-    assert shell.processes() == []
-    assert list(shell.temporary.iterdir()) == []
-
-
-def test_run_of_a_script_that_raises_shows_its_traceback_and_fails(shell: Shell) -> None:
-    script = shell.script("def deep():\n    raise ValueError('boom')\n\ndeep()\n")
-    ended = shell.run("run", script)
-    assert ended.returncode == 1
-    output, report = ended.stderr.split("error: ")
-    assert re.search(r"^\[\d\] .*in deep$", output, re.MULTILINE)
-    assert "script.py failed" in report
-    assert re.search(r"\n  ValueError: boom\n  its traceback is above, in the lines that begin with \[\d\]$", report)
-    assert shell.processes() == []
-    assert list(shell.temporary.iterdir()) == []
-
-
-@pytest.mark.long
-def test_run_ends_with_the_exit_code_of_the_script(shell: Shell) -> None:
-    assert shell.run("run", "--workers", "1", shell.script("raise SystemExit(9)\n")).returncode == 9
-
-
-@pytest.mark.long
-def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> None:
-    script = shell.script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    ended = shell.run("run", "--set", "yard.restarts_max=1", "--workers", "1", script)
-    assert ended.returncode == 128 + signal.SIGKILL
-    assert "the agent starts it again" in ended.stderr
-    assert "was killed by SIGKILL" in ended.stderr
-    assert "is not started again: it was restarted once within 3600 s (yard.restarts_max)" in ended.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("role", ["server", "coordinator", "agent"])
-def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shell, role: str) -> None:
-    process = shell.start("run", "--set", "yard.restarts_max=0", shell.script(SLEEPS))
-    read_until(process, "ready")
-    victim = shell.pid_of(role)
-    os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
-    ended = finish(process)
-    assert time.monotonic() - begin < STOP_WITHIN_S
-    assert ended.returncode == 1
-    said = rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL and is not restarted: .*; the end of .*\.log:"
-    assert re.search(said, ended.stderr)
-    assert shell.processes() == []
-    if role != "agent":
-        assert list(shell.temporary.iterdir()) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_a_run_cleanly(shell: Shell, number: signal.Signals) -> None:
-    process = shell.start("run", shell.script(SLEEPS))
-    read_until(process, "ready")
-    process.send_signal(number)
-    ended = finish(process)
-    assert ended.returncode == 128 + number
-    assert "Traceback" not in ended.stderr
-    assert shell.processes() == []
-    assert list(shell.temporary.iterdir()) == []
-
-
-def test_signal_while_a_yard_starts_stops_it_cleanly(shell: Shell) -> None:
-    process = shell.start("run", shell.script(SLEEPS))
-    await_true(lambda: len(shell.processes()) > 1, "the first process of the yard")
-    process.send_signal(signal.SIGINT)
-    ended = finish(process)
-    assert ended.returncode == 130
-    assert "Traceback" not in ended.stderr
-    assert shell.processes() == []
-
-
-@pytest.mark.long
-def test_killed_run_leaves_no_process(shell: Shell) -> None:
-    process = shell.start("run", shell.script(SLEEPS))
-    read_until(process, "ready")
-    process.kill()
-    process.wait(DEADLINE_S)
-    await_true(lambda: shell.processes() == [], "the processes of a killed run")
 
 
 # ---- up, down
@@ -467,7 +367,7 @@ def test_supervisor_that_died_harms_nobody_and_is_replaced_by_the_next_up(shell:
     pids = {process.pid for process in shell.processes()}
     supervisor = shell.pid_of("supervisor")
     os.kill(supervisor, signal.SIGKILL)
-    await_true(lambda: not alive(supervisor), "the supervisor's end")
+    await_true(lambda: is_gone(supervisor), "the supervisor's end")
     shown = shell.run("status", "--state", str(shell.state)).stdout
     assert "this yard has no supervisor" in shown
     assert {process.pid for process in shell.processes()} == pids - {supervisor}
@@ -522,7 +422,7 @@ def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
     read_until(process, "ready")
     victim = shell.pid_of("server")
     os.kill(victim, signal.SIGKILL)
-    await_true(lambda: not alive(victim), "the server's end")
+    await_true(lambda: is_gone(victim), "the server's end")
     await_true(lambda: len(shell.pids_of("server")) == 2, "two servers")
     go.touch()
     ended = finish(process)
@@ -692,73 +592,3 @@ def test_server_that_cannot_start_is_named_with_the_end_of_its_log(shell: Shell)
     assert re.search(r"error: server-\d \(pid \d+\) ended with exit code 1 before it was ready", ended.stderr)
     assert "a broken installation" in ended.stderr
     assert shell.processes() == []
-
-
-# ---- on a yard that is up
-
-
-@pytest.mark.long
-def test_script_runs_on_a_running_yard_and_leaves_it_standing(yard: Shell) -> None:
-    coordinator = yard.status()["coordinator"]
-    before = {process.pid for process in yard.processes()}
-    ended = yard.run("run", "--coordinator", coordinator, "--workers", "1", yard.script("print('there')\n"))
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "there\n"
-    assert {process.pid for process in yard.processes()} == before
-
-
-def test_signal_stops_a_script_on_a_running_yard_and_leaves_the_yard(yard: Shell) -> None:
-    coordinator = yard.status()["coordinator"]
-    before = {process.pid for process in yard.processes()}
-    process = yard.start("run", "--coordinator", coordinator, yard.script(SLEEPS))
-    read_until(process, "ready")
-    process.send_signal(signal.SIGINT)
-    assert finish(process).returncode == 130
-    assert {process.pid for process in yard.processes()} == before
-
-
-def test_status_shows_the_members(yard: Shell) -> None:
-    ended = yard.run("status", "--state", str(yard.state))
-    assert ended.returncode == 0
-    for role in ("server", "agent"):
-        assert re.search(rf"^{role} +[\d.]+ +127\.0\.0\.1:\d+ ", ended.stdout, re.MULTILINE)
-
-
-def test_agent_started_by_hand_runs_a_script_and_ends_with_it(yard: Shell) -> None:
-    coordinator = yard.status()["coordinator"]
-    script = yard.script("import sys\nprint('by hand', sys.argv[1:])\nsys.exit(3)\n")
-    ended = yard.run("agent", "--coordinator", coordinator, "--workers", "1", "--", script, "--x", "1")
-    assert ended.returncode == 3, ended.stderr
-    lines = ended.stdout.splitlines()
-    assert re.fullmatch(r"ready 127\.0\.0\.1:\d+", lines[0])
-    assert lines[1:] == ["by hand ['--x', '1']"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("role", ["server", "agent"])
-def test_role_says_that_it_is_ready_and_stops_at_a_signal(yard: Shell, role: str) -> None:
-    process = yard.start(role, "--coordinator", yard.status()["coordinator"])
-    read_until(process, "ready 127.0.0.1:")
-    process.send_signal(signal.SIGTERM)
-    ended = finish(process)
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.long
-def test_two_yards_never_share_a_port(yard: Shell, shell: Shell) -> None:
-    port = yard.status()["coordinator"].split(":")[1]
-    ended = shell.run("up", "--state", str(shell.state), "--set", f"yard.coordinator_port={port}")
-    assert ended.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
-    direct = shell.run("coordinator", "--bind", f"127.0.0.1:{port}")
-    assert direct.returncode == 1
-    assert f"error: cannot listen on 127.0.0.1:{port}" in direct.stderr
-    assert "Traceback" not in direct.stderr
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
