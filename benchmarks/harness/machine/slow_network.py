@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardyard.domain import errors
-from shardyard.transport.interfaces import Network, Peer, Stream
+from shardyard.transport.interfaces import Descriptors, Network, Peer, Stream
 from shardyard.wire.method import Method
 
 SLOW = "server"
@@ -48,8 +48,8 @@ class _SlowPeer:
         time.sleep(self._delay_s)
         return self._inner.receive(method, request, timeout_ms=timeout_ms)
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> Stream:
-        return _SlowStream(self._inner.open(method, timeout_ms=timeout_ms), self._delay_s)
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+        return _SlowStream(self._inner.open(method, timeout_ms=timeout_ms, socket=socket), self._delay_s)
 
     def close(self) -> None:
         self._inner.close()
@@ -60,6 +60,10 @@ class _SlowStream:
 
     def __init__(self, inner: Stream, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s
+
+    @property
+    def descriptors(self) -> Descriptors | None:
+        return self._inner.descriptors
 
     def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
         self._inner.send(requests, answered=answered)
