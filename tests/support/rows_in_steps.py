@@ -16,7 +16,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.pulls import LookupRequest
 from shardyard.domain.push_names import PushName, RankSource, SourceKey
-from shardyard.domain.pushes import Outcome
+from shardyard.domain.pushes import Outcome, StepVerdict
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_values import initial_rows, row_key
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
@@ -29,6 +29,7 @@ from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push, check_push
 from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows
+from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.tables.memory.budget import Budget
@@ -92,6 +93,13 @@ def push(partition: Partition, rank: int, step: int, contribution: Contribution)
     name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
     check_push(partition, name, contribution)
     return apply_push(partition, name, contribution, current).outcome
+
+
+def judge(partition: Partition, step: int) -> None:
+    """Takes the step, if it waits for a verdict."""
+    told = gathered_part(partition, step)
+    if told is not None:
+        take_verdict(partition, StepVerdict(step, told.square_norm), current)
 
 
 def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:

@@ -47,6 +47,7 @@ from tests.support.rows_in_steps import (
     PARTITION,
     current,
     full,
+    judge,
     moved,
     only,
     partition_of,
@@ -200,13 +201,6 @@ def test_a_look_up_sees_one_version_however_far_an_update_is(
     assert seen == [(before, before)] * 2
     assert moved(partition).keys() == {0, 1}
     assert moved(partition, 1) == before
-
-
-def judge(partition: Partition, step: int) -> None:
-    """Takes the step, if it waits for a verdict."""
-    told = gathered_part(partition, step)
-    if told is not None:
-        take_verdict(partition, StepVerdict(step, told.square_norm), current)
 
 
 def test_a_look_up_waits_for_a_version_as_a_pull_does() -> None:

@@ -35,7 +35,7 @@ from shardyard_ps_server.rows import partition_tables, row_sums
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_ps_server.tables import checks, expiry
-from tests.support.rows_in_pushes import GENERATION, HERE, JOB, made
+from tests.support.rows_in_pushes import GENERATION, HERE, JOB, closed, made
 from tests.support.rows_in_steps import (
     EMPTY,
     EXPIRING,
@@ -47,6 +47,7 @@ from tests.support.rows_in_steps import (
     PARTITION,
     WIDE,
     asked,
+    judge,
     moved,
     only,
     partition_of,
@@ -54,7 +55,8 @@ from tests.support.rows_in_steps import (
     server,
     work,
 )
-from tests.unit.ps_server.rows.test_sync_rows import judge
+
+__all__ = ["closed"]
 
 # ---- what expires
 
