@@ -11,3 +11,6 @@ from .mutation import MUTATIONS, Mutation, first_red
 __all__ = ["MUTATIONS", "Mutation", "first_red"]
 
 PARTS = (mutations_of_names, mutations_of_steps, mutations_of_logs, mutations_of_rows)
+"""In the order of the ledger."""
+ORDER = [part.__name__ for part in PARTS]
+MUTATIONS.sort(key=lambda each: ORDER.index(each.apply.__module__))
