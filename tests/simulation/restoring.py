@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, Term
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.progress import Progress
@@ -23,10 +25,17 @@ from shardyard_coordinator.members.readers import Readers
 from shardyard_coordinator.members.roster import LATE_MS
 from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.records import Record
+from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_coordinator.work.step_times import StepTimes
 from tests.simulation.not_recorded import NOT_RECORDED
 
+VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, (), VariableKind.BUFFER))
+SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+FEEDS = tuple(
+    FeedSpec(samples=45, fingerprint="f", batch_size=5, epochs=epochs, shuffle=True, drop_last=False)
+    for epochs in (1, 2)
+)
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")
 UNORDERED = ("held", "last_closed")

@@ -12,17 +12,14 @@ from shardyard.config.settings import ConsistencySettings, DataSettings, JobSett
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, RunName, Term, Token
-from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataLease, LeasedSource, RankSource, WorkerSource
-from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.machine import job_views
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.placement import Server, plan
-from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.step_ledger import StepLedger
-from tests.simulation.restoring import Lockstep
+from tests.simulation.restoring import FEEDS, SGD, VARIABLES, Lockstep
 
 RED_ONCE = (36, 51)
 """36: a recovery waited for a server's restart, and the machine from records waited for as long again. 51: a snapshot
@@ -38,12 +35,6 @@ NAMED_OF_EIGHT = 2
 """In these of eight seeds processes join as runs of several launches."""
 EVENTS = 500
 EVENTS_A_CUT = 25
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, (), VariableKind.BUFFER))
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
-FEEDS = tuple(
-    FeedSpec(samples=45, fingerprint="f", batch_size=5, epochs=epochs, shuffle=True, drop_last=False)
-    for epochs in (1, 2)
-)
 SETTINGS = {
     name: JobSettings(
         name=name,

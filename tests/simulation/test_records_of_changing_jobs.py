@@ -18,8 +18,7 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.storage.restore_point import RestorePoint
-from tests.simulation.restoring import Lockstep
-from tests.simulation.test_coordinator_records import FEEDS, SGD, VARIABLES
+from tests.simulation.restoring import FEEDS, SGD, VARIABLES, Lockstep
 
 # ---- the beginning of a job with logs
 

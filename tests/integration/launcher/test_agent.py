@@ -24,14 +24,10 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.service import AgentPlan, AgentService
 from tests.support.waiting import is_gone, wait_until
 
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
+
 DEADLINE_S = 30.0
 await_true = partial(wait_until, deadline_s=DEADLINE_S)
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an agent makes its state folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The agent as a member of a yard."""
+"""The agent as a member of a yard: it registers, again after it was declared dead, reports ends, and leaves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard_worker.agent import process as agent_process
-from tests.integration.launcher.test_agent import DEADLINE_S, await_true, in_a_folder_of_its_own
+from tests.support.waiting import wait_until
 
-__all__ = ["in_a_folder_of_its_own"]  # fixtures
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
-# ---- the agent as a member of a yard
+DEADLINE_S = 30.0
+await_true = partial(wait_until, deadline_s=DEADLINE_S)
 
 
 class FakeCoordinator:

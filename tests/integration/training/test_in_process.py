@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from tests.support.alone import SYNC, SYNC_2, Connect
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "guides" / "training.md"
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 MakeModel = Callable[[], torch.nn.Module]

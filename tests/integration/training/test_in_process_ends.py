@@ -1,4 +1,4 @@
-"""Training in one process: metrics, leaving, and what the documentation shows."""
+"""A whole yard in this process: metrics, how a job is left, and the examples of the documentation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.job import connect as worker
-from tests.integration.training.test_in_process import DOCUMENT
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, local_yard, status
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "guides" / "training.md"
 
 # ---- metrics
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a job, taken and given back by the coordinator with several servers; and when one is due."""
+"""Checkpoints of a job, taken and given back by the coordinator with several servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import worker_name
 from shardyard.config.settings import ConsistencySettings, JobSettings
 from shardyard.domain.consistency import ConsistencyMode, UpdateMode
-from shardyard.domain.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
+from shardyard.domain.errors import CheckpointNotFound, NotFound, NotReady
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, PartitionMap, PartitionOwner
 from shardyard.domain.optimizers import OptimizerSpec, make_group
@@ -59,7 +59,6 @@ LAYOUT = JobLayout(
 WORKERS = (Incarnation(11), Incarnation(12), Incarnation(13))
 HEARTBEAT_MS = 2_000
 READY, COPIED = ResidualReport(Stage.READY), ResidualReport(Stage.COPIED)
-FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
@@ -299,6 +298,15 @@ def test_checkpoint_that_the_job_stands_on_is_kept_though_others_are_newer(yard:
     for number in (2, 3, 4):
         yard.take(tmp_path, number, base=1, keep=2)
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (1, 3, 4)
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_sync_checkpoint_of_a_step_that_the_job_went_back_from_is_of_where_it_stands(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 50)
+    yard.push(0)
+    assert yard.take(tmp_path, 1, step=50) == 1
 
 
 # ---- with what workers remember

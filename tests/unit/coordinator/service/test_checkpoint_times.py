@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from shardyard.config.settings import CheckpointSettings
-from shardyard.domain.consistency import UpdateMode
-from shardyard.domain.errors import NotReady
+from shardyard.domain.errors import NotReady, StorageUnavailable
 from shardyard.domain.ids import Token
 from shardyard_coordinator.records import Body
-from shardyard_coordinator.service import checkpoint_io as module
 from shardyard_coordinator.storage.checkpoint_book import RETRY_MS, CheckpointBook, url_of
-from tests.unit.coordinator.service.test_checkpoint_io import FULL, Yard, yard
 
-__all__ = ["yard"]  # fixtures
-
-# ---- when
+FULL = StorageUnavailable("no space left")
 
 
 def book(**settings: object) -> CheckpointBook:
@@ -144,12 +135,3 @@ def test_ticket_of_a_coordinator_that_died_is_good_for_the_next_one() -> None:
     draft, _ = again.begin(0, 5, {}, Token(0))
     again.commit(draft.number, 5, draft.number, 100)
     assert again.outcome(ticket) == again.committed
-
-
-@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
-def test_sync_checkpoint_of_a_step_that_the_job_went_back_from_is_of_where_it_stands(
-    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STEP_WAIT_MS", 50)
-    yard.push(0)
-    assert yard.take(tmp_path, 1, step=50) == 1

@@ -1,12 +1,9 @@
-"""How codecs are written in settings, and that they can be compiled beforehand."""
+"""Texts that name codecs in settings, and rules that say which variable has which."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardyard.codecs import warmup
-from shardyard.codecs.format.form import CodeId
-from shardyard.codecs.warmup import warm_codecs, warm_decoders
 from shardyard.domain.compression import (
     FORMS,
     NONE,
@@ -21,7 +18,6 @@ from shardyard.domain.compression import (
 )
 from shardyard.domain.errors import ConfigurationError
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
-from tests.unit.library.codecs.test_codecs import PUSHED
 
 # --- texts
 
@@ -155,12 +151,3 @@ def test_each_direction_takes_its_own_codecs() -> None:
             parse_pull_rules(kind)
     with pytest.raises(ConfigurationError, match="expected one of none"):
         parse_push_rules("delta")
-
-
-# --- warming
-
-
-def test_warming_takes_every_codec() -> None:
-    assert {code[0] for code in warmup._CODES} == set(CodeId) - {CodeId.RAW, CodeId.ZSTD}
-    warm_decoders()
-    warm_codecs([*PUSHED, parse_codec("delta")])

@@ -1,4 +1,4 @@
-"""Codes: their bytes, their sizes, what they refuse, and the texts that name them."""
+"""Codes: their bytes, their sizes, what they refuse, and that all can be compiled beforehand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import zstandard
 
+from shardyard.codecs import warmup
 from shardyard.codecs.dense.decoding import apply, decode
 from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
 from shardyard.codecs.dense.powersgd import grid_of
 from shardyard.codecs.format.form import CodeId, Reader, varint
 from shardyard.codecs.pulls import DeltaSender, encode_values
+from shardyard.codecs.warmup import warm_codecs, warm_decoders
 from shardyard.domain.compression import (
     FORMS,
     NONE,
@@ -447,3 +449,12 @@ def test_frames_within_frames_broken_and_joined_ones_are_refused() -> None:
 def test_block_beyond_the_limit_is_refused() -> None:
     with pytest.raises(TooLarge, match="at most 1073741824"):
         Reader(b"\0\0", BLOCK_ELEMENTS_MAX + 1)
+
+
+# ---- warming
+
+
+def test_warming_takes_every_codec() -> None:
+    assert {code[0] for code in warmup._CODES} == set(CodeId) - {CodeId.RAW, CodeId.ZSTD}
+    warm_decoders()
+    warm_codecs([*PUSHED, parse_codec("delta")])
