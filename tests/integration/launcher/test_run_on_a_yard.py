@@ -7,11 +7,9 @@ import signal
 
 import pytest
 
-from tests.integration.launcher.test_launcher import SLEEPS, Shell, finish, read_until, shell, yard
+from tests.support.shells import SLEEPS, Shell, finish, read_until, shell, yard
 
-__all__ = ["shell", "yard"]  # fixtures
-
-# ---- on a yard that is up
+__all__ = ["shell", "yard"]
 
 
 @pytest.mark.long

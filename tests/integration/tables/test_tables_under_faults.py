@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import armed
-from tests.integration.tables.test_job_tables import (
+from tests.support.alone import Connect, status
+from tests.support.job_tables import (
     DIM,
     NEVER,
     Model,
@@ -26,10 +27,9 @@ from tests.integration.tables.test_job_tables import (
     trained_alone,
     yard,
 )
-from tests.support.alone import Connect, status
 from tests.support.yards import Probes, RoleYard, finish
 
-__all__ = ["yard"]  # fixtures
+__all__ = ["yard"]
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -6,8 +6,6 @@ The oracle of most tests is the same training written with torch alone; elsewher
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,65 +13,21 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands import quarantine
-from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
-from shardyard_worker.job import connect as worker
+from shardyard_launcher.yard.in_process import COORDINATOR
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted, status
+from tests.support.mixed_precision import INF, STEPS, Noting, assert_close, data, mlp, twin, yard_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 BOTH = pytest.mark.parametrize("settings", [{}, SYNC], ids=["async", "sync"])
-INF = float("inf")
-
-
-@contextmanager
-def yard_of(**given: Any) -> Iterator[Callable[[], sy.Job]]:
-    """A yard that several workers join, each by a call of what this gives; its attribute `yard` is the yard."""
-    found = configuration.load(None, {}, {"yard.servers": 2, "log.level": "error"} | given).settings
-    yard = LocalYard(found)
-    jobs: list[sy.Job] = []
-
-    def join() -> sy.Job:
-        inside = found.model_copy(update={"coordinator": COORDINATOR})
-        jobs.append(worker.connect(inside, network=yard.network))
-        return jobs[-1]
-
-    join.yard = yard  # type: ignore[attr-defined]
-    try:
-        yield join
-    finally:
-        for job in jobs:
-            job.close()
-        yard.close()
-
-
-def mlp() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-def twin(model: torch.nn.Module, make: Callable[[], torch.nn.Module] = mlp) -> torch.nn.Module:
-    copy = make()
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def assert_close(mine: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    for name, value in theirs.state_dict().items():
-        assert torch.allclose(mine.state_dict()[name].float(), value.float(), rtol=1e-5, atol=1e-7), name
 
 
 # ---- loss scaling
 
-STEPS = 24
 OVERFLOWS = (3, 4, 11)
-
-
-def data(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)) for _ in range(steps)]
 
 
 def take(
@@ -138,19 +92,6 @@ def test_torchs_own_scaler_works_unchanged_and_is_told_of_the_better_one(
     assert_close(model, plain)
     (told,) = (record.message for record in caplog.records if "GradScaler" in record.message)
     assert "job.scaler() is one for all" in told
-
-
-class Noting(torch.nn.Module):
-    """A weight, and a buffer that counts calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2))
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return -(self.weight * x).sum()
 
 
 @pytest.mark.parametrize(

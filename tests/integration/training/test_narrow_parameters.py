@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.integration.training.test_mixed_precision import INF, Noting, assert_close, data, mlp, twin, yard_of
 from tests.support.alone import SYNC, SYNC_2, Connect
+from tests.support.mixed_precision import INF, Noting, assert_close, data, mlp, twin, yard_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -21,9 +21,9 @@ from shardyard_launcher.probes import machine
 from shardyard_launcher.probes.findings import Finding, Probe, Verdict, carry_out, failed, ok
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import YardState
-from tests.unit.launcher.test_doctor import _impatient, coordinator, free_address, member, serving
+from tests.support.doctors import coordinator, free_address, impatient, member, serving
 
-__all__ = ["_impatient"]  # fixtures
+__all__ = ["impatient"]
 
 # ---- this machine
 

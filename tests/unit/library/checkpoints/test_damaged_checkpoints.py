@@ -15,14 +15,10 @@ from shardyard.checkpoints.manifest import FileRef, PartitionEntry, PartitionFil
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound
 from shardyard.storage import tensors
 from shardyard.storage.storage import LocalStorage, Storage
-from tests.support.checkpoints import state_pieces, write_state
-from tests.unit.library.checkpoints.test_checkpoint_library import (
-    FLIPS,
+from tests.support.checkpoint_libraries import (
     JOB,
     LAYOUT,
     REMEMBERED,
-    SEED,
-    TRUNCATIONS,
     folder,
     library,
     manifest_of,
@@ -30,8 +26,13 @@ from tests.unit.library.checkpoints.test_checkpoint_library import (
     write_changes,
     write_whole,
 )
+from tests.support.checkpoints import state_pieces, write_state
 
-__all__ = ["folder", "library"]  # fixtures
+__all__ = ["folder", "library"]
+
+FLIPS = 1_000
+TRUNCATIONS = 1_000
+SEED = 20_260
 
 # ---- damage
 

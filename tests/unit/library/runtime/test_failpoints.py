@@ -27,9 +27,9 @@ from shardyard_coordinator.service.journal import Journal
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import STATE_FILE, YardState, read_state
 from tests.support import rows_in_pushes as rows
+from tests.support import server_checkpoints as servers
 from tests.support import servers_with_logs as logs
 from tests.unit.coordinator.service import test_checkpoint_io as archives
-from tests.unit.ps_server.checkpoint import test_server_checkpoints as servers
 
 ROOT: Final = Path(__file__).resolve().parents[4]
 PACKAGES: Final = ("shardyard", "coordinator", "ps_server", "worker", "launcher")

@@ -31,7 +31,7 @@ from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.hosting import pushes
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.service.servicer import Servicer
-from tests.unit.ps_server.checkpoint.test_server_checkpoints import (
+from tests.support.server_checkpoints import (
     COORDINATOR,
     DONE,
     GENERATION,
@@ -42,7 +42,6 @@ from tests.unit.ps_server.checkpoint.test_server_checkpoints import (
     OWNED,
     SHARD,
     WORKER,
-    _stores_end,
     create,
     entries,
     leased,
@@ -50,13 +49,12 @@ from tests.unit.ps_server.checkpoint.test_server_checkpoints import (
     push_step,
     save,
     server,
+    stores_end,
     trained,
     values,
 )
 
-__all__ = ["_stores_end"]  # fixtures
-
-# ---- over the wire
+__all__ = ["stores_end"]
 
 
 def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from shardyard_ps_server.tables import cold_file, disk_tier
 from shardyard_ps_server.tables.memory import budget as budgets
 from shardyard_ps_server.tables.memory.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from tests.support import rows_in_steps as steps_of
-from tests.unit.ps_server.tables.test_disk_tier import (
+from tests.support.disk_tiers import (
     ROWS,
-    _few_rows,
+    few_rows,
     gradients,
     in_memory,
     make,
@@ -33,7 +33,7 @@ from tests.unit.ps_server.tables.test_disk_tier import (
     slots_in_use,
 )
 
-__all__ = ["_few_rows"]  # fixtures
+__all__ = ["few_rows"]
 
 # ---- nothing is left
 

@@ -26,39 +26,16 @@ from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.tables import cold_file, disk_tier, new_memory, stripes
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.loops import moves, walks
-from shardyard_ps_server.tables.memory import heap, layout
+from shardyard_ps_server.tables.memory import heap
 from shardyard_ps_server.tables.memory.budget import UNLIMITED, Budget, budget_in
 from shardyard_ps_server.tables.table import Table
 from tests.support import rows_in_steps as steps_of
+from tests.support.disk_tiers import DIM, ROWS, few_rows, gradients, in_memory, make, many, settled, slots_in_use
 
-DIM = 4
+__all__ = ["few_rows"]
+
 ROW_BYTES = 2 * 4 * DIM
-ROWS = 20_000
-LEAST = 64
 _SEAL_FUTURE_WRITE = 0x10
-
-
-@pytest.fixture(autouse=True)
-def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "ROWS_LEAST", LEAST)
-
-
-def in_memory() -> int:
-    return os.memfd_create("rows")
-
-
-def make(budget: Budget | None, **more: object) -> Table:
-    group = make_group("adagrad", {"lr": 0.1})
-    settings = TableSettings("t", DIM, "adagrad", group, 1, rows_max=1 << 20, **more)  # type: ignore[arg-type]
-    return Table(settings, budget)
-
-
-def many(n: int, seed: int = 0) -> np.ndarray:
-    return np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, n))
-
-
-def gradients(n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((n, DIM)).astype(np.float32)
 
 
 def look(table: Table, ids: np.ndarray) -> np.ndarray:
@@ -125,17 +102,6 @@ def train(table: Table, ids: np.ndarray, steps: int = 30, seed: int = 0) -> None
     for step in range(1, steps + 1):
         batch = np.unique(rng.choice(ids, 2_000))
         table.push(batch, gradients(batch.size, step), table.state.updates + 1)
-
-
-def slots_in_use(table: Table) -> int:
-    shared = table.state.memory.shared
-    return int(shared[layout.NEXT_SLOT] - shared[layout.SLOTS_FREE])
-
-
-def settled(*tables: Table) -> None:
-    """A little of what is too much leaves with each push."""
-    for table in tables * 200:
-        table.count(np.empty(0, np.int64), None, table.state.updates + 1)
 
 
 # ---- where rows are

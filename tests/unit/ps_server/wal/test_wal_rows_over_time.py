@@ -34,19 +34,7 @@ from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.replay import begin_head, push_head
 from shardyard_ps_server.wal.wal import Wal
-from tests.support.servers_with_logs import (
-    FIRST,
-    GENERATION,
-    JOB,
-    OWNED,
-    THIRD,
-    Generation,
-    Yard,
-    order_of,
-    payload_of,
-    yard_of,
-)
-from tests.unit.ps_server.wal.test_wal_rows import (
+from tests.support.rows_in_logs import (
     AGING,
     ROWS,
     TABLES,
@@ -65,8 +53,20 @@ from tests.unit.ps_server.wal.test_wal_rows import (
     timed,
     yard,
 )
+from tests.support.servers_with_logs import (
+    FIRST,
+    GENERATION,
+    JOB,
+    OWNED,
+    THIRD,
+    Generation,
+    Yard,
+    order_of,
+    payload_of,
+    yard_of,
+)
 
-__all__ = ["clock", "yard"]  # fixtures
+__all__ = ["clock", "yard"]
 
 # ---- ages in time
 
