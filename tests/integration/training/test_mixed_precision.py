@@ -1,4 +1,4 @@
-"""Loss scaling, autocast, narrow parameters, and gradients that are not finite, in a yard inside this process.
+"""Loss scaling, autocast, and gradients that are not finite, in a yard inside this process.
 
 The oracle of most tests is the same training written with torch alone; elsewhere each sample adds 1 to its coordinate.
 """

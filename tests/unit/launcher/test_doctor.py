@@ -1,4 +1,4 @@
-"""`shardyard doctor`: each verdict, from real sockets, files and limits of this machine."""
+"""`shardyard doctor`: each verdict on the way to a yard, from real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: statistics, the JSON object, processes, and that wrong numbers are found. No timing."""
+"""What the benchmarks share: statistics, the JSON object, and that wrong numbers are found. No timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a server, asked for over the wire."""
+"""Checkpoints of a server, asked for over the wire, also again, too late, or while one is written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rows that memory has no room for: they lie in a file, come back when they are pushed, and nobody can tell, not when
-the disk is full either; a disk that is waited for keeps nobody else waiting; nothing is left behind."""
+the disk is full either; a disk that is waited for keeps nobody else waiting."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows of tables in a server's log: what is acknowledged comes back to the bit, what expired stays expired, what is
-damaged is named."""
+"""Rows of tables in a server's log: what is acknowledged comes back to the bit, and what expired stays
+expired."""
 
 from __future__ import annotations
 
