@@ -115,8 +115,8 @@ def test_servers_alone_are_slow_and_answer_what_they_would(monkeypatch: pytest.M
 
         send = receive = exchange = call
 
-        def open(self, method: Any, *, timeout_ms: int) -> Any:
-            return type("Stream", (), {"receive": lambda self, *, timeout_ms: 7})()
+        def open(self, method: Any, *, timeout_ms: int, socket: str = "") -> Any:
+            return type("Stream", (), {"receive": lambda self, *, timeout_ms: 7, "descriptors": socket})()
 
         def close(self) -> None:
             pass
@@ -126,5 +126,7 @@ def test_servers_alone_are_slow_and_answer_what_they_would(monkeypatch: pytest.M
     assert [peer.call(None, 4, timeout_ms=1) for peer in (slow, quick)] == [5, 5]
     assert slept == [0.005]
     slow.send(None, 4, timeout_ms=1)
-    assert slow.open(None, timeout_ms=1).receive(timeout_ms=1) == 7
+    stream = slow.open(None, timeout_ms=1, socket="@there")
+    assert stream.receive(timeout_ms=1) == 7
+    assert stream.descriptors == "@there"
     assert len(slept) == 3
