@@ -16,9 +16,10 @@ def main() -> None:
         job.on_stop(lambda job, stop: told["stops"].append(stop.reason))
         if job.chief:
             job.on_log(sy.EarlyStopping("value", patience=30))
+        data = TensorDataset(torch.randn(64, 2))  # before job.prepare, where all workers have the job's seed
         model = torch.nn.Linear(2, 1)
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for (x,) in job.batches(TensorDataset(torch.randn(64, 2)), batch_size=4, epochs=1_000):
+        for (x,) in job.batches(data, batch_size=4, epochs=1_000):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
