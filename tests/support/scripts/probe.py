@@ -128,15 +128,16 @@ def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
 
 def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(5)
+    ids = torch.randint(-40, 40, (options.samples, 5)) * 0x1_0000_0001
+    data = TensorDataset(
+        ids, torch.randn(options.samples, 1)
+    )  # before job.prepare: afterwards each worker has its own seed
     words = sy.tables.Table(4, name="words", seed=3, optimizer=sy.tables.Adagrad(lr=0.3))
     model = torch.nn.ModuleDict({"words": sy.EmbeddingBag(4, "mean", table=words), "top": torch.nn.Linear(4, 1)})
     model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
-    ids = torch.randint(-40, 40, (options.samples, 5)) * 0x1_0000_0001
     computed = 0
     ahead = {"look_ahead": lambda batch: {model["words"]: batch[0]}} if options.look_ahead else {}
-    for chosen, wanted in job.batches(
-        TensorDataset(ids, torch.randn(options.samples, 1)), batch_size=4, epochs=options.epochs, **ahead
-    ):
+    for chosen, wanted in job.batches(data, batch_size=4, epochs=options.epochs, **ahead):
         time.sleep(options.pause_ms / 1000)
         optimizer.zero_grad()
         (model["top"](model["words"](chosen)) - wanted).square().mean().backward()
