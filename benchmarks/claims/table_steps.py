@@ -4,7 +4,8 @@ One worker, one server, one thread a process. The peer is torch's embedding and 
 torch.distributed.rpc, in its fastest form, in which a push can also return the next rows. Before the measurement, the
 rows of all sides after some steps equal those of a plain model. In a second measurement both sides compute a batch
 during the push before it, on rows that lack that push. In a third, each call to a server takes 5 ms more, and
-look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1.
+look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1. In a fifth two workers take
+steps on the same table at the same time.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ CALL_MS = 5
 DELAYED = Task(ids=512)
 """The time of a step is then that of its calls, and little else."""
 PARTITIONS = 8
+WORKERS = 2
 OURS, AHEAD, WINDOW = "shardyard, rows looked up", "shardyard, look_ahead", "shardyard, look_ahead, window 1"
 
 
 @contextmanager
 def verified(side: Side, task: Task, *, window: bool = False) -> Iterator[Side]:
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
-        side.ask("verify", steps=VERIFIED_STEPS, folder=folder)
+        side.ask("verify", workers=1, steps=VERIFIED_STEPS, folder=folder)
         check(task, VERIFIED_STEPS, Path(folder), window=window)
     side.ask("train", seconds=WARM_S)
     yield side
@@ -46,26 +48,28 @@ def verified(side: Side, task: Task, *, window: bool = False) -> Iterator[Side]:
 
 def one_measurement(side: Side, seconds: float) -> Figures:
     done = side.measure("train", seconds=seconds)
-    (answer,) = done.answers
+    steps = done.total("steps")
     return {
-        "steps_per_s": answer["steps"] / answer["seconds"],
-        "worker_cpu_ms": 1e3 * answer["cpu_s"] / answer["steps"],
-        "service_cpu_ms": 1e3 * done.service_cpu_s / answer["steps"],
+        "steps_per_s": sum(answer["steps"] / answer["seconds"] for answer in done.answers),
+        "worker_cpu_ms": 1e3 * done.total("cpu_s") / steps,
+        "service_cpu_ms": 1e3 * done.service_cpu_s / steps,
     }
 
 
 @contextmanager
-def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0) -> Iterator[Side]:
+def our_side(
+    task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0, workers: int = 1
+) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
     settings = {"job.partitions": partitions, "worker.exchange": ("blocking", "delayed")[window]}
-    with shardyard_side("shardyard.rows", *arguments, workers=1, settings=settings) as side:
+    with shardyard_side("shardyard.rows", *arguments, workers=workers, settings=settings) as side:
         yield side
 
 
 @contextmanager
-def their_side(task: Task, form: str, transport: str = "default") -> Iterator[Side]:
+def their_side(task: Task, form: str, transport: str = "default", workers: int = 1) -> Iterator[Side]:
     arguments = [*task.arguments(), "--form", form, "--transport", transport]
-    with peer_side("torch_peers.rows_rpc", *arguments, workers=1) as side:
+    with peer_side("torch_peers.rows_rpc", *arguments, workers=workers) as side:
         yield side
 
 
@@ -86,6 +90,15 @@ def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figu
         f"torch.rpc, {PEER_FORM}": their_side(task, PEER_FORM),
         OURS: our_side(task, ahead=False),
         AHEAD: our_side(task, ahead=True),
+    }
+    return measure_all(sides, task, pairs, seconds)
+
+
+def measure_workers(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """Measures the peer, then Shardyard, with two workers each."""
+    sides = {
+        f"torch.rpc, {PEER_FORM}": their_side(task, PEER_FORM, workers=WORKERS),
+        AHEAD: our_side(task, ahead=True, workers=WORKERS),
     }
     return measure_all(sides, task, pairs, seconds)
 
@@ -132,6 +145,8 @@ def show_peers(seconds: float, repeats: int = 3) -> None:
 def measure(pairs: int, seconds: float) -> Found:
     steps = measure_steps(Task(), pairs, seconds)
     theirs, plain, ahead = steps.values()
+    pair = measure_workers(Task(), pairs, seconds)
+    theirs_pair, pair_ahead = pair.values()
     windows = measure_window(Task(), pairs, seconds)
     theirs_window, window = windows.values()
     delayed = measure_delayed(DELAYED, pairs, seconds)
@@ -141,6 +156,7 @@ def measure(pairs: int, seconds: float) -> Found:
     found = {
         "tables_steps": ratios(ahead, theirs, "steps_per_s"),
         "tables_steps_without": ratios(plain, theirs, "steps_per_s"),
+        "tables_steps_2_workers": ratios(pair_ahead, theirs_pair, "steps_per_s"),
         "tables_steps_window": ratios(window, theirs_window, "steps_per_s"),
         "prefetch": ratios(after, before, "steps_per_s"),
         "partitions": ratios(several, one, "steps_per_s"),
@@ -152,4 +168,8 @@ def measure(pairs: int, seconds: float) -> Found:
         ),
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
     ]
-    return Found({"steps": steps, "window": windows, "delayed": delayed, "partitions": parted}, found, {FIGURE: panels})
+    return Found(
+        {"steps": steps, "workers": pair, "window": windows, "delayed": delayed, "partitions": parted},
+        found,
+        {FIGURE: panels},
+    )

@@ -4,8 +4,9 @@
     make bench BENCH=latency ARGS="--peers"            what the peer was tried with
 
 One parameter of 1,024 float32, SGD on the server; callers are processes. Against a torch.distributed.rpc server that
-does the same, with its default transport. The numbers are checked: with one caller after each step, with eight after
-each measurement.
+does the same, with its default transport, and then both over TCP. The numbers are checked: with one caller after each
+step, with eight after each measurement. `worker_calls` is the number of Python functions that a worker calls in a step,
+as sys.setprofile counts them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from harness.measuring.report import Panel, options_of, report
 from harness.processes.sides import Side, peer_side, shardyard_side
 
 SHAPE = ("--tensors", "1", "--elements", "1024")
-CALLERS = (1, 8)
+RUNS = {"latency_4k": (1, "default"), "latency_4k_8_callers": (8, "default"), "latency_4k_tcp": (1, "tcp")}
+"""How many callers, and over which transport of the peer."""
 WARM_S = 1.0
 TRIED = {
     f"{transport}, {threads} rpc threads": ["--transport", transport, "--rpc-threads", threads]
@@ -48,15 +50,20 @@ def check(side: Side) -> None:
     side.ask("check", workers=1, counts=counts.tolist())
 
 
-def run(callers: int, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run(callers: int, transport: str, pairs: int, seconds: float) -> tuple[dict[str, list[Figures]], int]:
+    """Measures the peer and Shardyard. Returns the worker's calls in a step, too."""
+    settings = {"worker.same_host": "never" if transport == "tcp" else "auto"}
     with ExitStack() as stack:
-        ours = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=callers))
-        peer = stack.enter_context(peer_side("torch_peers.rounds_rpc", *SHAPE, workers=callers))
+        ours = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=callers, settings=settings))
+        peer = stack.enter_context(
+            peer_side("torch_peers.rounds_rpc", *SHAPE, "--transport", transport, workers=callers)
+        )
         sides: dict[str, Callable[[], Figures]] = {}
         for name, side in (("torch.rpc", peer), ("shardyard", ours)):
             measure(side, WARM_S)
-            sides[f"{name}, {callers} callers" if callers > 1 else name] = partial(measure, side, seconds)
-        return measure_pairs(sides, pairs)
+            sides[name] = partial(measure, side, seconds)
+        measured = measure_pairs(sides, pairs)
+        return measured, ours.ask("calls", workers=1)[0]["calls"]
 
 
 def show_peers(seconds: float, repeats: int = 3) -> None:
@@ -75,24 +82,22 @@ def main() -> None:
         show_peers(options.seconds)
         return
     raw: dict[str, list[Figures]] = {}
-    for callers in CALLERS:
-        raw |= run(callers, options.pairs, options.seconds)
-    one, eight = "shardyard", f"shardyard, {CALLERS[1]} callers"
-    peer, peers = "torch.rpc", f"torch.rpc, {CALLERS[1]} callers"
-    found = {
-        "latency_4k": ratios(raw[peer], raw[one], "p50_us"),
-        "latency_4k_p99": ratios(raw[peer], raw[one], "p99_us"),
-        "latency_4k_8_callers": ratios(raw[peers], raw[eight], "p50_us"),
-        "latency_4k_8_callers_p99": ratios(raw[peers], raw[eight], "p99_us"),
-    }
-    for name, results in raw.items():
-        p50, p99 = spread(column(results, "p50_us")), spread(column(results, "p99_us"))
-        print(f"{name}: p50 {p50} us, p99 {p99} us")
-    panels = [
-        Panel(f"4 KiB pushed and pulled: {figure[:3]}", "us", bars={name: column(raw[name], figure) for name in names})
-        for names in ((peer, one), (peers, eight))
-        for figure in ("p50_us", "p99_us")
-    ]
+    found: dict[str, list[float]] = {}
+    panels: list[Panel] = []
+    for name, (callers, transport) in RUNS.items():
+        measured, calls = run(callers, transport, options.pairs, options.seconds)
+        theirs, ours = measured.values()
+        found |= {name: ratios(theirs, ours, "p50_us"), f"{name}_p99": ratios(theirs, ours, "p99_us")}
+        if transport == "default" and callers == 1:
+            found["worker_calls"] = [calls]
+        for side, results in measured.items():
+            p50, p99 = spread(column(results, "p50_us")), spread(column(results, "p99_us"))
+            print(f"{name}, {side}: p50 {p50} us, p99 {p99} us", flush=True)
+            raw[f"{name}, {side}"] = results
+        panels += [
+            Panel(f"{name}: {figure[:3]}", "us", bars={side: column(r, figure) for side, r in measured.items()})
+            for figure in ("p50_us", "p99_us")
+        ]
     report("latency", raw, found, panels=panels, folder=options.figures)
 
 

@@ -6,17 +6,23 @@ Two kinds of asynchronous steps: 16 MiB of gradients pushed and as many paramete
 the workers; and the multilayer perceptron 784-128-10 with batches of 64. Steps a second of all workers together, what
 they moved, what of it went over the loopback interface, and the CPU seconds of all processes per GB moved. The numbers
 of the first kind are checked after each measurement; the loss of the second must fall.
+
+Then, pair by pair, the perceptron's steps with two servers over those with one: `servers` with one worker,
+`servers_2_workers` with two.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from harness.measuring.pairs import Figures, significant
-from harness.measuring.report import Panel, options_of, report
+from harness.measuring.pairs import Figures, measure_pairs, ratios, significant
+from harness.measuring.report import Panel, conclude, draw, options_of
 from harness.processes.sides import Measured, Side, shardyard_side
 from harness.workloads.training import TASKS, check_falls
 
@@ -26,6 +32,7 @@ TENSORS = 16
 ELEMENTS = 1 << 18
 PAYLOAD_BYTES = TENSORS * ELEMENTS * 4
 WARM_S = 1.0
+PARTS = ("servers", "grid")
 Table = dict[str, Figures]
 """By 'S servers, W workers'."""
 
@@ -72,6 +79,23 @@ def measure_training(servers: int, seconds: float) -> Table:
     return found
 
 
+def measure_servers(workers: int, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """Compares one server with two."""
+
+    def measure(side: Side) -> Figures:
+        answers = side.ask("train", seconds=seconds)
+        return {"steps_per_s": sum(answer["steps"] / answer["seconds"] for answer in answers)}
+
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], Figures]] = {}
+        for servers in (1, 2):
+            opened = shardyard_side("shardyard.training", "--task", "mlp", workers=workers, servers=servers)
+            side = stack.enter_context(opened)
+            side.ask("train", seconds=WARM_S)
+            sides[key(servers, workers)] = partial(measure, side)
+        return measure_pairs(sides, pairs)
+
+
 def key(servers: int, workers: int) -> str:
     return f"{servers} servers, {workers} workers"
 
@@ -92,23 +116,38 @@ def lines(table: Table, figure: str) -> Mapping[str, Mapping[float, float]]:
 
 
 def main() -> None:
-    parser = options_of(__doc__, pairs=1)
+    parser = options_of(__doc__, pairs=7)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured (all)")
     parser.add_argument("--seconds", type=float, default=2.5, help="length of a measurement (2.5)")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    raw: dict[str, Table] = {"16 MiB": {}, "mlp": {}}
+    raw: dict[str, Any] = {}
+    found: dict[str, list[float]] = {}
+    if "servers" in options.parts:
+        for name, workers in (("servers", 1), ("servers_2_workers", 2)):
+            raw[name] = measure_servers(workers, options.pairs, options.seconds)
+            one, two = raw[name].values()
+            found[name] = ratios(two, one, "steps_per_s")
+    if "grid" in options.parts:
+        panels = measure_grid(raw, options.seconds)
+        print(f"figure: {draw(panels, options.figures / 'scaling.png')}")
+    conclude("scaling", raw, found)
+
+
+def measure_grid(raw: dict[str, Any], seconds: float) -> list[Panel]:
+    tables: dict[str, Table] = {"16 MiB": {}, "mlp": {}}
     for servers in SERVERS:
-        raw["16 MiB"] |= measure_rounds(servers, options.seconds)
-        raw["mlp"] |= measure_training(servers, options.seconds)
-    panels = [
+        tables["16 MiB"] |= measure_rounds(servers, seconds)
+        tables["mlp"] |= measure_training(servers, seconds)
+    raw |= tables
+    return [
         Panel(f"{kind}: {title}", unit, lines=lines(table, figure), x="workers")
-        for kind, table in raw.items()
+        for kind, table in tables.items()
         for title, unit, figure in (
             ("steps of all workers", "steps/s", "steps_per_s"),
             ("CPU of all processes", "s per GB moved", "cpu_s_per_gb"),
         )
     ]
-    report("scaling", raw, {}, panels=panels, folder=options.figures)
 
 
 if __name__ == "__main__":

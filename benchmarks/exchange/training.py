@@ -6,6 +6,7 @@
 A multilayer perceptron 784-128-10 and one of 25 million parameters; batches of 64 from memory, SGD, nn.Module on all
 sides, every process with one thread. Asynchronous against a parameter server of torch.distributed.rpc, synchronous
 against DistributedDataParallel over gloo, each in its fastest form. A step is one batch of one worker, on all sides.
+The perceptron trains also with TCP alone: ours over streams, torch.rpc over TCP, gloo as before, which uses TCP anyway.
 Each gradient is computed on parameters that were pulled after that worker's previous push. Checked on all sides: before
 the measurements, that the parameters are what the gradients make of them; after them, that the loss has fallen.
 """
@@ -32,9 +33,11 @@ PEERS: dict[tuple[str, str], tuple[str, str, int, list[str]]] = {
     ("mlp", "async"): ("torch.rpc", "torch_peers.training_rpc", 1, ["--update", "flat"]),
     ("25m", "async"): ("torch.rpc", "torch_peers.training_rpc", 1, ["--update", "live", "--transport", "tcp"]),
     ("mlp", "sync"): ("DDP gloo", "torch_peers.training_ddp", 0, ["--wrap", "static"]),
+    ("mlp", "async_tcp"): ("torch.rpc", "torch_peers.training_rpc", 1, ["--update", "flat", "--transport", "tcp"]),
+    ("mlp", "sync_tcp"): ("DDP gloo", "torch_peers.training_ddp", 0, ["--wrap", "static"]),
     ("25m", "sync"): ("DDP gloo", "torch_peers.training_ddp", 0, ["--wrap", "static"]),
 }
-"""Name, program, servers, arguments: the fastest of TRIED."""
+"""Name, program, servers, arguments: the fastest of TRIED. Gloo uses TCP on one machine, too."""
 TRIED: dict[str, list[tuple[str, int, list[str]]]] = {
     "async": [
         ("torch_peers.training_rpc", 1, ["--transport", transport, "--update", update])
@@ -55,7 +58,7 @@ class Trainers:
     def __init__(self, side: Side, task: str, mode: str, name: str) -> None:
         self._side = side
         self._name = name
-        self._sync = mode == "sync"
+        self._sync = mode.startswith("sync")
         self.losses: list[float] = []
         self._verify(task)
         warm = side.ask("train", steps=WARM_STEPS[task])
@@ -94,7 +97,8 @@ class Trainers:
 
 @contextmanager
 def our_side(task: str, mode: str) -> Iterator[Side]:
-    settings = {"job.consistency.mode": mode}
+    consistency, _, transport = mode.partition("_")
+    settings = {"job.consistency.mode": consistency, "worker.same_host": "never" if transport else "auto"}
     with shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings) as side:
         yield side
 
@@ -147,7 +151,7 @@ def main() -> None:
     for task in options.tasks:
         # a step of the large model takes a third of a second: fewer pairs
         pairs = options.pairs if task == "mlp" else max(1, options.pairs // 2)
-        for mode in ("async", "sync"):
+        for mode in [mode for each, mode in PEERS if each == task]:
             results = run(task, mode, pairs, options.seconds)
             raw |= results
             peer, ours = results.values()

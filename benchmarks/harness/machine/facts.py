@@ -43,6 +43,12 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return total
 
 
+def resident_kib(pids: Iterable[int]) -> float:
+    """Memory of the processes and their descendants that is in RAM now."""
+    every = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    return sum(each.memory_info().rss for each in every) / 1024
+
+
 def loopback_bytes() -> int:
     """Bytes over the loopback interface since boot, headers included, of all processes on this machine."""
     for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():

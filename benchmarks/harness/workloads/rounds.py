@@ -5,6 +5,8 @@ Owns: what is timed and what is checked. Must not know: how a side exchanges.
 
 from __future__ import annotations
 
+import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from harness.workloads import numbers
 
 SAMPLES = 64
 """Elements of each tensor that are looked at after every round; all of them after every measurement."""
+COUNTED_ROUNDS = 100
 
 
 def make_model(tensors: int, elements: int) -> torch.nn.ParameterList:
@@ -26,6 +29,22 @@ def make_model(tensors: int, elements: int) -> torch.nn.ParameterList:
 def run_backward(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Runs a backward pass, so that `.grad` has the memory that it has in training."""
     torch.autograd.backward([parameter.sum() for parameter in parameters])
+
+
+def count_calls(run: Callable[[], None]) -> int:
+    """How many Python functions this thread calls while it runs that."""
+    count = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 class Rounds:
@@ -50,7 +69,7 @@ class Rounds:
         self._counts = [0] * numbers.SOURCES
 
     def handlers(self) -> dict[str, Callable[..., Mapping[str, Any]]]:
-        return {"measure": self.measure, "check": self.check, "counted": self.counted}
+        return {"measure": self.measure, "check": self.check, "counted": self.counted, "calls": self.calls}
 
     def measure(self, rounds: int = 0, seconds: float = 0.0) -> dict[str, Any]:
         """So many rounds, or for so long. `seconds` are those of the rounds, without the checks in between;
@@ -98,6 +117,16 @@ class Rounds:
     def counted(self) -> dict[str, Any]:
         """How many times this side has pushed each of its gradients."""
         return {"counts": self._counts}
+
+    def calls(self) -> dict[str, Any]:
+        """How many Python functions this thread calls in an exchange; the median of some."""
+        counts: list[int] = []
+        for each in range(COUNTED_ROUNDS):
+            number = each % numbers.SOURCES
+            self._write(number)
+            counts.append(count_calls(self._exchange))
+            self._counts[number] += 1
+        return {"calls": statistics.median(counts)}
 
     def _write(self, number: int) -> None:
         with torch.no_grad():
