@@ -21,6 +21,7 @@ from shardyard.domain.limits import BLOCKS_MAX, FRAME_BYTES, FRAME_BYTES_MAX, ME
 _TAG_HEADER = 1 << 3 | 2
 _TAG_OFFSET = 2 << 3 | 1
 _TAG_DATA = 15 << 3 | 2
+_SMALL = tuple(bytes((value,)) for value in range(0x80))
 _OFFSET = struct.Struct("<BQ")
 _FIXED64 = struct.Struct("<Q")
 
@@ -38,10 +39,9 @@ class Frame(NamedTuple):
 
 def encode(frame: Frame) -> bytes:
     """The frame as protobuf writes it."""
-    header, length = frame.header, len(frame.header)
     parts: list[Buffer] = []
-    if header:
-        parts += (bytes((_TAG_HEADER, length)) if length < 0x80 else bytes((_TAG_HEADER,)) + _varint(length), header)
+    if frame.header:
+        parts += (bytes((_TAG_HEADER,)), _varint(len(frame.header)), frame.header)
     if frame.offset:
         parts.append(_OFFSET.pack(_TAG_OFFSET, frame.offset))
     if len(frame.data):
@@ -61,11 +61,7 @@ def decode(message: bytes) -> Frame:
     headers: list[memoryview] = []  # protobuf allows a message in several pieces
     offset, data, at = 0, view[:0], 0
     while at < end:
-        tag = view[at]
-        if tag < 0x80:
-            at += 1
-        else:
-            tag, at = _read_varint(view, at)
+        tag, at = _read_varint(view, at)
         kind = tag & 7
         if tag >> 3 == 0:
             raise MalformedPayload(f"a frame has the field number 0 at byte {at}")
@@ -235,6 +231,8 @@ class Assembler:
 
 
 def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _SMALL[value]
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

@@ -62,7 +62,8 @@ def admit(
 
 
 class Admitted(NamedTuple):
-    """A request that was admitted to a job, and the store's epoch before it was."""
+    """A request that was admitted to a job, and the store's epoch before it was. With the epoch 0, which no store has,
+    it is always checked again."""
 
     hosted: HostedJob
     epoch: int

@@ -36,7 +36,7 @@ def fence(store: Store, incarnations: Iterable[int]) -> None:
     with store.lock:
         fresh = fenced - store.identity.fenced
         store.identity.fenced.update(fresh)
-        store.epoch += 1
+        store.epoch += bool(fresh)
     for hosted in store.hosted() if fresh else ():
         for incarnation in sorted(fresh):
             reclaim_all(store, hosted, incarnation)

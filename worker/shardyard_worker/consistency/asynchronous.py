@@ -194,7 +194,7 @@ class AsyncStrategy(Strategy):
                 why="another gradient under the same name would be applied by some servers and skipped by others",
                 todo="let the error of that push end the script, and start it again",
             )
-        switched = self._session.consistency.number > 0
+        switched = self._session.consistency.number > 0  # a job that never was stays asynchronous
         if (switched and self.becomes_synchronous) or not self._session.step_barrier.begin_own():
             self.finish_pushes()
             self._await_mode_change()
@@ -210,7 +210,8 @@ class AsyncStrategy(Strategy):
         request = self._trainer.pushes.build(name, sending, upcoming)
         if self._pool is not None:
             self.finish_pushes()
-            self._open_again(name)  # the last push may have met another map
+            if self._delivery.map_changed:  # the last push has met another map
+                self._open_again(name)
         pull = NEWEST if self._leaves else self.clock.next_pull()
         if self._pool is None:
             self._land(name, sending, partial(self._delivery.push, request, pull))
@@ -222,7 +223,6 @@ class AsyncStrategy(Strategy):
             self._pushes += 1
 
     def _open_again(self, name: PushName) -> None:
-        """After a change of the map."""
         try:
             self._delivery.open_again(name)
         except errors.StaleToken as error:

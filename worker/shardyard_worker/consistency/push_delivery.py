@@ -45,10 +45,9 @@ class PushDelivery:
         """Whether the map has changed since the last push."""
 
     def open_again(self, name: PushName) -> None:
-        """Opens the source if the map has changed since the last push. Raises StaleToken."""
-        changed, self.map_changed = self.map_changed, False
-        if changed:
-            self._open(name)
+        """Opens the source on the servers of a map that has changed since the last push. Raises StaleToken."""
+        self.map_changed = False
+        self._open(name)
 
     def push(self, request: PushRequest, pull: PullSpec, gap: errors.SequenceGap | None = None) -> ExchangeResult:
         """`gap`: the gap that an earlier attempt met."""

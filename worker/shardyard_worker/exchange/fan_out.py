@@ -251,8 +251,3 @@ class FanOut:
                     self.check()
                     if not moved and not self._session.recovering:
                         return
-
-
-def _named(waits: Sequence[ServerStream]) -> str:
-    """The server whose answer is waited for, the last of these."""
-    return waits[-1].peer.name if waits else "all servers"

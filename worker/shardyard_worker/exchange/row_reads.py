@@ -1,4 +1,6 @@
-"""Reads of table rows from the servers, beside the exchanges.
+"""Reads of table rows from the servers, by calls of their own. They do not wait for the worker's exchanges.
+
+A look-up of the thread that trains is an exchange if the job allows it (`ServerGroup.looks_up_in_exchanges`).
 
 Owns: the three reads: rows by id, the number of rows, all rows of a partition. Invariant: a read changes nothing, so it
 is repeated if no answer came. Must not know: what the rows are for, caches.

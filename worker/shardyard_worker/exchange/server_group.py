@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from shardyard.domain import errors
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
@@ -37,11 +36,11 @@ from shardyard_worker.rows.row_codec import EncodedRows, questions
 from shardyard_worker.rows.row_prefetch import RowPrefetch, RowQuery
 from shardyard_worker.session.session import Listener, Session
 
-R = TypeVar("R")
-
 
 class ServerGroup:
-    """For one thread at a time, except `close`, and `rows`, which any thread may read."""
+    """For one thread at a time, except `close`, and `rows`, which any thread may read. Rows can be looked up in two
+    ways: by the thread that made the group, in an exchange (`look_up`), and by any thread, beside exchanges (`rows`).
+    """
 
     def __init__(
         self,
@@ -57,6 +56,7 @@ class ServerGroup:
         """`coding`, `order`: see RequestBuilder. `follows`: a request may have been sent under an earlier map already.
         `tables`: whether the job has any."""
         self._thread = threading.get_ident()
+        """The thread that exchanges. The others look rows up with `rows`."""
         self.generation: Generation = map_.generation
         """The map's generation."""
         self._session = session
@@ -188,8 +188,7 @@ class ServerGroup:
         """A push, and then a pull, in one round trip for each server."""
         self._landed.clear()
         self._ahead = push.ahead
-        if self._overlap is not None:
-            self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
+        self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
         make = partial(self._requests.push, push, pull, push.ahead)
         return self._result(self._fan_out.exchange(make, partial(_applied, push)))
 
@@ -290,13 +289,8 @@ class ServerGroup:
         missing: tuple[NotReadyPart, ...] = ()
         clock = 0
         servers = [server for server in self._streams if server not in self._landed] if self._landed else self._streams
-        foreign = _NONE
         for server, reply in zip(servers, replies, strict=True):
             results += reply.push
-            for result in reply.push:
-                if result.outcome is Outcome.DUPLICATE:
-                    foreign = self._foreign(reply.push) | foreign
-                    break
             missing += reply.missing
             clock = max(clock, reply.clock or 0)
             if self._norms is not None:
@@ -316,7 +310,7 @@ class ServerGroup:
         for parts in self._incoming.values():
             for part in parts:
                 version_max = max(version_max, part.version.number)
-        return ExchangeResult(results, missing, version_max, clock, foreign, ahead)
+        return ExchangeResult(results, missing, version_max, clock, self._foreign(results), ahead)
 
     def _foreign(self, results: Sequence[PartResult]) -> frozenset[PartitionId]:
         """Partitions where another worker's push counted first. After a retry a duplicate may be this worker's own

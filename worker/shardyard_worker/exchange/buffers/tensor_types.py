@@ -49,10 +49,6 @@ def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0)
 
 def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
     """Raises ShapeMismatch, DTypeMismatch or UnsupportedModel unless the tensor fits its variable."""
-    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.shape == spec.shape:
-        if fits_dtype(spec, tensor):
-            return
-        raise DTypeMismatch(f"{spec.name!r} of dtype {tensor.dtype}; expected {TORCH_DTYPES[spec.dtype]}")
     if not isinstance(tensor, torch.Tensor):
         raise DTypeMismatch(f"{spec.name!r} given as {_kind_of(tensor)}; expected a torch.Tensor")
     if tensor.layout is not torch.strided:
@@ -60,7 +56,10 @@ def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
             f"the gradient of {spec.name!r} has the layout {tensor.layout}",
             todo="use dense gradients, for example nn.Embedding(..., sparse=False)",
         )
-    raise ShapeMismatch(f"{spec.name!r} of shape {tuple(tensor.shape)}; expected {spec.shape}")
+    if tuple(tensor.shape) != spec.shape:
+        raise ShapeMismatch(f"{spec.name!r} of shape {tuple(tensor.shape)}; expected {spec.shape}")
+    if not fits_dtype(spec, tensor):
+        raise DTypeMismatch(f"{spec.name!r} of dtype {tensor.dtype}; expected {TORCH_DTYPES[spec.dtype]}")
 
 
 def fits_dtype(spec: VariableSpec, tensor: torch.Tensor) -> bool:
