@@ -15,7 +15,7 @@ from typing import Any
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import failpoint
 from shardyard.runtime.log import bind
-from shardyard.transport.interfaces import AtOnce, Context, Handler, request_id
+from shardyard.transport.interfaces import AtOnce, Context, Handler, Pause, request_id
 from shardyard.wire.method import Method
 
 log = logging.getLogger("shardyard.serving")
@@ -28,8 +28,19 @@ REPLY = "reply"
 def serve(
     method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
 ) -> Iterator[bytes | None]:
-    """Runs one call. Yields its answers as bytes, and None where the handler waits for a request. Raises only
-    ShardyardError."""
+    """Runs one call. Yields its answers as bytes, and None where the handler waits for a request. Pauses in this
+    thread. Raises only ShardyardError."""
+    for item in serve_with_pauses(method, handler, sent, context, id_):
+        if isinstance(item, Pause):
+            item.wait()
+        else:
+            yield item
+
+
+def serve_with_pauses(
+    method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
+) -> Generator[bytes | Pause | None, None, None]:
+    """As `serve`, and yields the handler's pauses."""
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
     scope.run(bind, request=id_)
@@ -47,8 +58,8 @@ def serve(
             answers = iter(answer)
             try:
                 while (item := scope.run(next, answers, _END)) is not _END:
-                    if item is None:
-                        yield None
+                    if item is None or isinstance(item, Pause):
+                        yield item
                         continue
                     failpoint(place)
                     yield method.response.encode(item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -117,6 +118,26 @@ class Network(Protocol):
         ...
 
 
+class Pause(ABC):
+    """What a handler with streams in both directions may yield while it waits for something that another call does. It
+    goes on when that has happened, or at `until` (time.monotonic), in any thread."""
+
+    until: float
+
+    @abstractmethod
+    def begin(self, go_on: Callable[[], None]) -> bool:
+        """Returns False if nothing has to be waited for. Otherwise the thread that does it calls `go_on` afterwards;
+        it may call it sooner, and more than once."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """`go_on` is not called from now on, unless another thread is about to."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits in this thread."""
+
+
 Handler = Callable[[Any, Context], Any]
 
 
@@ -126,7 +147,8 @@ class Service:
     answer (or an iterator of answers). It raises a ShardyardError to refuse a request.
 
     A handler with streams in both directions yields None before it asks for the first message of a request. The call
-    may have no thread until that message is there, and the handler may go on in another thread."""
+    may have no thread until that message is there, and the handler may go on in another thread. It may also yield a
+    Pause."""
 
     name: str
     handlers: dict[Method[Any, Any], Handler] = field(default_factory=dict)

@@ -4,8 +4,9 @@ A message there and back takes a tenth of the time that it takes over gRPC. A so
 bounds of packets. A packet begins with one byte, its kind; a message is one packet or several. The first packet of a
 connection carries the id of the request. File descriptors of shared memory travel beside a message (SCM_RIGHTS).
 
-`LocalListener` serves one method with streams in both directions, each connection in a thread of its own, which blocks
-until the next message is there. `LocalStream` is the caller's side. Invariants: both sides ask the kernel which user
+`LocalListener` serves one method with streams in both directions. Each connection has a thread, which blocks until the
+next message is there; a handler that pauses is carried on by the thread that ends its pause. `LocalStream` is the
+caller's side. Invariants: both sides ask the kernel which user
 the other side is (SO_PEERCRED), and talk only to their own; a message beyond the limits ends the connection; whatever
 way a process ends, the kernel tells the other side, and descriptors that nobody took are closed. Must not know: what
 messages mean.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import logging
+import math
 import os
 import secrets
 import select
@@ -25,7 +27,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +37,9 @@ from google.protobuf.message import DecodeError
 from shardyard.domain import errors
 from shardyard.domain.limits import KIB, MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
-from shardyard.transport.dispatch import serve
+from shardyard.transport.dispatch import serve_with_pauses
 from shardyard.transport.error_codes import from_detail, to_detail
-from shardyard.transport.interfaces import Context, Descriptors, Handler, next_request_id
+from shardyard.transport.interfaces import Context, Descriptors, Handler, Pause, next_request_id
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -66,11 +69,11 @@ def available() -> bool:
 
 
 class Connection:
-    """Packets on a connected socket. One thread at a time sends and receives; any thread may call `cancel`."""
+    """Packets on a connected socket. One thread may receive while another one sends; any thread may call `cancel`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._using = threading.Lock()
+        self._receiving, self._sending = threading.Lock(), threading.Lock()
         self._cancelled = False
         self._buffer = bytearray(1 + PACKET_BYTES)
         self._view = memoryview(self._buffer)
@@ -93,7 +96,7 @@ class Connection:
 
     def send(self, kind: bytes, message: bytes) -> None:
         """Raises OSError."""
-        with self._using:
+        with self._sending:
             if self._outgoing:
                 self._send_descriptors()
             if len(message) <= PACKET_BYTES:
@@ -116,7 +119,7 @@ class Connection:
     def receive(self, timeout_ms: int = 0) -> tuple[bytes, bytes]:
         """Returns the next message and its kind; an empty kind if the other side is gone. `timeout_ms`: for each
         packet; 0: without a limit. Raises OSError, BlockingIOError after the timeout, TooLarge."""
-        with self._using:
+        with self._receiving:
             if timeout_ms != self._timeout_ms:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_ms))
                 self._timeout_ms = timeout_ms
@@ -159,15 +162,19 @@ class Connection:
         with contextlib.suppress(OSError):  # the other side has ended it, or it was closed
             self._socket.shutdown(socket.SHUT_RDWR)
         # the number of a closed socket may be given to another file, so it stays open while a thread uses it
-        if self._using.acquire(blocking=False):
+        if self._receiving.acquire(blocking=False):
             try:
-                self._close()
+                if self._sending.acquire(blocking=False):
+                    try:
+                        self._close()
+                    finally:
+                        self._sending.release()
             finally:
-                self._using.release()
+                self._receiving.release()
 
     def close(self) -> None:
-        """Frees the socket, by the thread that used it."""
-        with self._using:
+        """Frees the socket, by the thread that received."""
+        with self._receiving, self._sending:
             self._close()
 
     def _close(self) -> None:
@@ -341,7 +348,7 @@ class LocalListener:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            self._answer(connection)
+            ServedConnection(connection, self._method, self._handler).run()
         except (OSError, errors.ShardyardError) as error:
             log.debug("%s: a connection has ended (%s)", self._method.path, error)
         finally:
@@ -349,34 +356,111 @@ class LocalListener:
             with self._lock:
                 del self._served[connection]
 
-    def _answer(self, connection: Connection) -> None:
+
+class ServedConnection:
+    """A connection, and the handler of its stream. The thread that calls `run` receives; it carries the handler on
+    when a message has come, and another thread does when it has ended the handler's pause."""
+
+    def __init__(self, connection: Connection, method: Method[Any, Any], handler: Handler) -> None:
+        self._connection = connection
+        self._method, self._handler = method, handler
+        self._handling = threading.Lock()
+        """Held by the thread that carries the handler on. Threads do not wait for each other here: a thread that ends
+        a pause has carried its own handler on since before, and so is no handler's that is waited for."""
+        self._answers: Generator[bytes | Pause | None, None, None]
+        self._arrived: tuple[bytes, bytes] | None = None
+        self._pause: Pause | None = None
+        self._has_ended = False
+
+    def run(self) -> None:
+        """Serves the stream until it ends. Raises OSError, ShardyardError."""
+        connection = self._connection
         kind, hello = connection.receive(_HELLO_MS)
         if kind != _WHOLE:
             return
         context = Context(peer="local", is_active=connection.is_alive, descriptors=connection)
+        self._answers = serve_with_pauses(
+            self._method, self._handler, self._requests(), context, hello.decode(errors="replace")
+        )
         try:
-            id_ = hello.decode(errors="replace")
-            for answer in serve(self._method, self._handler, _requests(connection), context, id_):
-                if answer is not None:
-                    connection.send(_WHOLE, answer)
-            connection.send(_END, b"")
-        except errors.ShardyardError as error:
-            connection.send(_ERROR, to_detail(error).SerializeToString())
+            with self._handling:
+                self._carry_on()
+            while not self._has_ended:
+                arrived = self._receive()
+                with self._handling:
+                    if self._has_ended or (arrived is not None and self._pause is not None):
+                        break  # during a pause, only the end can come
+                    self._arrived = arrived
+                    if arrived is not None or self._is_overdue():
+                        self._carry_on()
+        finally:
+            with self._handling:
+                self._end_pause()
+                self._answers.close()
         # if the socket is closed while it has unread packets, the kernel drops the answer
         while connection.receive(_HELLO_MS)[0]:
             pass
 
-
-def _requests(connection: Connection) -> Iterator[bytes]:
-    """Yields requests until the caller has ended the stream, in whatever way."""
-    while True:
+    def _receive(self) -> tuple[bytes, bytes] | None:
+        """Returns the next packet; None: the handler's pause is over. An empty kind: the caller is gone."""
+        pause = self._pause
+        left_ms = 0 if pause is None else max(1, math.ceil((pause.until - time.monotonic()) * 1000))
         try:
-            kind, message = connection.receive()
+            return self._connection.receive(left_ms)
+        except BlockingIOError:
+            return None
         except OSError:
-            return
-        if kind != _WHOLE:
-            return
-        yield message
+            return b"", b""
+
+    def _requests(self) -> Iterator[bytes]:
+        """Yields requests until the caller has ended the stream, in whatever way."""
+        while True:
+            arrived, self._arrived = self._arrived, None
+            if arrived is None:
+                try:
+                    arrived = self._connection.receive()
+                except OSError:
+                    return
+            kind, message = arrived
+            if kind != _WHOLE:
+                return
+            yield message
+
+    # ---- with `_handling` held
+
+    def _carry_on(self) -> None:
+        """Runs the handler until it waits for a request, pauses, or ends."""
+        self._end_pause()
+        try:
+            for answer in self._answers:
+                if answer is None:
+                    return
+                if not isinstance(answer, Pause):
+                    self._connection.send(_WHOLE, answer)
+                elif answer.begin(partial(self._go_on, answer)):
+                    self._pause = answer
+                    return
+            self._connection.send(_END, b"")
+        except errors.ShardyardError as error:
+            with contextlib.suppress(OSError):
+                self._connection.send(_ERROR, to_detail(error).SerializeToString())
+        except OSError as error:
+            log.debug("%s: a connection has ended (%s)", self._method.path, error)
+        self._has_ended = True
+
+    def _end_pause(self) -> None:
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause.end()
+
+    def _is_overdue(self) -> bool:
+        return self._pause is not None and time.monotonic() >= self._pause.until
+
+    def _go_on(self, pause: Pause) -> None:
+        """Called by the thread that has ended the pause."""
+        with self._handling:
+            if self._pause is pause:
+                self._carry_on()
 
 
 def _raw(address: str) -> str:

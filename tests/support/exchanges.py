@@ -22,6 +22,7 @@ from shardyard.domain.push_names import NO_NAME, PushName, RankSource, SourceKey
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind, PushPart
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.in_process import InProcessDescriptors
+from shardyard.transport.interfaces import Pause
 from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach_received
 from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import FRAME_BYTES, Frame
@@ -64,8 +65,12 @@ def server(
 
 
 def replies_of(exchanges: ExchangeStream, sent: Iterator[Frame]) -> Iterator[Frame]:
-    """The frames of the replies to what is sent on one stream."""
-    return (frame for frame in exchanges.run(sent) if frame is not None)
+    """The frames of the replies to what is sent on one stream. Pauses in this thread."""
+    for item in exchanges.run(sent):
+        if isinstance(item, Pause):
+            item.wait()
+        elif item is not None:
+            yield item
 
 
 class Wire:

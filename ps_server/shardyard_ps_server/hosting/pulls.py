@@ -36,17 +36,22 @@ def report_progress(store: Store, hosted: HostedJob, worker: Incarnation, report
 
 
 def hold(
-    hosted: HostedJob, pull: PullHeader, report: SspReport | None = None, reply: ExchangeReply | None = None
+    hosted: HostedJob,
+    pull: PullHeader,
+    report: SspReport | None = None,
+    reply: ExchangeReply | None = None,
+    *,
+    until: float | None = None,
 ) -> tuple[ExchangeReply, HeldValues]:
-    """Waits at most `pull.wait_ms` for what an admitted pull asks for. With a `report` it also waits for slower
-    workers. Returns `reply`, or a new one, with the parts or what is missing; and one buffer for each part, or none if
-    something is missing. The caller must release or lend them."""
+    """Waits for what an admitted pull asks for until `until` (time.monotonic; None: at most `pull.wait_ms`). With a
+    `report` it also waits for slower workers. Returns `reply`, or a new one, with the parts or what is missing; and one
+    buffer for each part, or none if something is missing. The caller must release or lend them."""
     reply = ExchangeReply() if reply is None else reply
     if pull.pin:
         pinned = hosted.pins.hold(pull.pin, pull.partitions, now_ms())
         reply.parts = tuple([PulledPart(partition.id, version) for partition, version, _ in pinned])
         return reply, HeldValues(tuple([(partition, buffer) for partition, _, buffer in pinned]))
-    until = time.monotonic() + pull.wait_ms / 1000
+    until = time.monotonic() + pull.wait_ms / 1000 if until is None else until
     if not hosted.open:
         first, waits_for = Version(1, 0), "first values from the initializer"
         reply.missing = tuple([NotReadyPart(number, first, pull.number, waits_for) for number in pull.partitions])

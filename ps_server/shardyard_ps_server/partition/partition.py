@@ -156,6 +156,8 @@ class Partition:
         self.turn = threading.Lock()
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        self.awaited: dict[object, Callable[[], None]] = {}
+        """What must be called after the next change, by whom asked for it (see reads.VersionPause)."""
 
     @property
     def tables(self) -> Tables:
@@ -183,6 +185,15 @@ class Partition:
         """Waits for a change, with `changed` held. Returns False at `until` (time.monotonic)."""
         left = until - time.monotonic()
         return left > 0 and self.changed.wait(left)
+
+    def wake(self) -> None:
+        """Called without locks, after a change of what `changed` tells: carries on pulls that have waited for it."""
+        if self.awaited:
+            with self.lock:
+                calls = list(self.awaited.values())
+                self.awaited.clear()
+            for call in calls:
+                call()
 
     def blank(self) -> Bytes:
         """Returns a buffer for the next version. Raises TooLarge."""
@@ -334,6 +345,7 @@ class Partition:
                     self.steps.free_buffers()
                 self.is_open = True
                 self.changed.notify_all()
+        self.wake()
 
     def leave(self) -> None:
         """Frees the rows, and the versions kept for workers, because the partition has left this server."""

@@ -52,7 +52,10 @@ def apply_push(
         failpoint("push.after_partition")
         with partition.lock:
             next_sequence = partition.ledger.next(name.key)
-            return PartResult(partition.id, outcome, next_sequence, partition.versions.newest)
+            result = PartResult(partition.id, outcome, next_sequence, partition.versions.newest)
+    if outcome is Outcome.APPLIED or partition.rules.clipping.norm:
+        partition.wake()
+    return result
 
 
 def _admit(

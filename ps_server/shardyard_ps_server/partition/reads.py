@@ -44,7 +44,7 @@ def hold_version(
     wait for a step that needs a verdict, because the caller may have to bring it. The caller may read the buffer until
     it calls `Partition.release`. Raises NotFound if an exact version has passed."""
     with partition.lock:
-        missing = _await_version(partition, number, until)
+        missing = await_version(partition, number, until)
         if missing is not None:
             return missing
         newest = partition.versions.newest
@@ -54,6 +54,14 @@ def hold_version(
             raise _passed(partition, wanted)
         partition.versions.hold(buffer)
         return Version(newest.life, wanted), buffer
+
+
+def is_to_come(partition: Partition, number: int) -> bool:
+    """Whether the version is not there yet, and comes without a verdict that the caller may have to bring."""
+    if partition.versions.newest.number >= number:
+        return False
+    gate = None if partition.steps is None else partition.steps.gate
+    return gate is None or not (gate.awaits_verdict and gate.step == number - 1)
 
 
 def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionSlots, dict[str, Bytes]]:
@@ -75,12 +83,10 @@ def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionS
         return PartitionSlots(partition.id, counts, tuple(slots), version), slots
 
 
-def _await_version(partition: Partition, number: int, until: float) -> NotReadyPart | None:
+def await_version(partition: Partition, number: int, until: float) -> NotReadyPart | None:
     """Waits for that version or a later one. Returns what is missing if it does not come in time."""
     while partition.versions.newest.number < number:
-        gate = None if partition.steps is None else partition.steps.gate
-        needs_verdict = gate is not None and gate.awaits_verdict and gate.step == number - 1
-        if needs_verdict or not partition.wait(until):
+        if not is_to_come(partition, number) or not partition.wait(until):
             return _not_ready(partition, number)
     return None
 
@@ -143,7 +149,7 @@ def look_up_rows(
 def _row_version(partition: Partition, number: int | None, until: float) -> int:
     if number is None:
         return partition.versions.newest.number
-    missing = _await_version(partition, number, until)
+    missing = await_version(partition, number, until)
     if missing is not None:
         raise NotReady(
             f"rows of version {number} of partition {partition.id}, which is at version {missing.have.number} and"

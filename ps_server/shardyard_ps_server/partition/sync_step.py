@@ -170,6 +170,7 @@ def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Call
             taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
             rows = step_rows(partition, row_sums.scaled(mean.rows, scale), mean.table_groups)
             _apply(partition, steps, taken, rows, lambda: None, scale)
+    partition.wake()
 
 
 def gathered_part(partition: Partition, step: int) -> GatheredPart | None:

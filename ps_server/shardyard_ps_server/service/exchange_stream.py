@@ -9,6 +9,7 @@ exchange that lends, or until it is known to have ended. Must not know: how anyt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from shardyard.domain.consistency import UpdateMode
@@ -17,7 +18,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import FRAME_BYTES, PLANS_MAX, ROWS_ALONG_BYTES_MAX
 from shardyard.domain.pulls import PullHeader, ShmLocation
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
-from shardyard.transport.interfaces import Descriptors
+from shardyard.transport.interfaces import Descriptors, Pause
 from shardyard.wire import frames
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, reply_to_header
@@ -31,6 +32,7 @@ from shardyard_ps_server.service.payload_reader import PayloadReader
 from shardyard_ps_server.service.pull_encoder import PullEncoder
 from shardyard_ps_server.service.pull_order import PullRun, runs_in_order
 from shardyard_ps_server.service.stream_memory import ROWS_ALIGN, StreamMemory
+from shardyard_ps_server.service.version_pause import VersionPause
 from shardyard_ps_server.values.versions import NO_BYTES, Bytes
 
 IMMEDIATE_BYTES_MAX = FRAME_BYTES
@@ -54,9 +56,9 @@ class ExchangeStream:
         self._encoder: tuple[str, PullEncoder] | None = None
         self._runs: tuple[tuple[PartitionId, ...], tuple[int, ...], tuple[PullRun, ...]] | None = None
 
-    def run(self, stream: Iterator[Frame]) -> Iterator[Frame | None]:
-        """Yields the replies' frames, and None where it waits for a request. Ends when the worker ends the stream, or
-        after one exchange if too many are open."""
+    def run(self, stream: Iterator[Frame]) -> Iterator[Frame | Pause | None]:
+        """Yields the replies' frames, None where it waits for a request, and its pauses. Ends when the worker ends the
+        stream, or after one exchange if too many are open."""
         stays_open = self._store.begin_stream()
         try:
             while True:
@@ -87,11 +89,12 @@ class ExchangeStream:
         if not is_immediate(header, hosted):
             return None
         (reply,) = self._exchange(header, plan, first, iter(()))
+        assert isinstance(reply, Frame)
         return reply
 
     def _exchange(
         self, header: PushHeader, plan: PushHeader | None, first: Frame, rest: Iterator[Frame]
-    ) -> Iterator[Frame]:
+    ) -> Iterator[Frame | Pause]:
         """Yields the reply's frames. `plan`: the plan that the header names, which was admitted on this stream."""
         admitted = self._admit(header, plan)
         hosted = admitted.hosted
@@ -222,14 +225,19 @@ class ExchangeStream:
         pull: PullHeader,
         queries: Sequence[RowQuery],
         room: Bytes | None,
-    ) -> Iterator[Frame]:
+    ) -> Iterator[Frame | Pause]:
         """Yields a reply that says where the values are in shared memory."""
         worker = header.caller.incarnation
         if not self._memory.has_payloads:
             raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
         if pull.coding:
             raise InvalidRequest("a shared pull with a coding", todo="ask for the one or the other")
-        _, held = pulls.hold(hosted, pull, header.ssp_report, reply)
+        until = time.monotonic() + pull.wait_ms / 1000
+        if pull.exactly and pull.number and hosted.wal is None and not queries:
+            pause = VersionPause([hosted.find(number) for number in pull.partitions], pull.number, until)
+            while not pause.is_over:
+                yield pause
+        _, held = pulls.hold(hosted, pull, header.ssp_report, reply, until=until)
         rows = NO_BYTES
         if held.buffers:  # while something is missing, the worker keeps reading what it has
             try:

@@ -17,7 +17,7 @@ from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotReady, 
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Token
 from shardyard.domain.pushes import PushHeader, PushKind
 from shardyard.domain.tables.row_ids import Ids
-from shardyard.transport.interfaces import Context, Service
+from shardyard.transport.interfaces import Context, Pause, Service
 from shardyard.wire import (
     common_messages,
     layout_messages,
@@ -236,7 +236,7 @@ class Servicer:
         pulls.unpin(self._store, JobId(request.caller.job), common_messages.random_name(request.pin))
         return wire.UnpinReply()
 
-    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame | None]:
+    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame | Pause | None]:
         exchanges = ExchangeStream(self._store, context.descriptors)
         context.offer(exchanges.answer_at_once)
         return exchanges.run(stream)

@@ -226,9 +226,9 @@ def test_a_step_that_needs_no_verdict_takes_one_exchange(connect: Connect, monke
     asked: list[HostedJob] = []
     real = pulls.hold
 
-    def hold(hosted: HostedJob, *given: Any) -> Any:
+    def hold(hosted: HostedJob, *given: Any, **more: Any) -> Any:
         asked.append(hosted)
-        return real(hosted, *given)
+        return real(hosted, *given, **more)
 
     monkeypatch.setattr(pulls, "hold", hold)
     for given, exchanges in ((SYNC, 1), (SYNC | BY_VALUE, 1), (SYNC | CLIP, 2)):
