@@ -69,6 +69,7 @@ LOOK_UP_IDS_MAX: Final = 1 << 26
 """Ids of one look-up, including repeated ones."""
 ROWS_PER_PART_MAX: Final = 1 << 24
 """Rows of one table for one partition in one push."""
+ID_BYTES: Final = 8
 ROW_COUNT_BYTES: Final = 2
 """The bytes of the count of an id, if a push has counts."""
 ROW_BYTES_MAX: Final = 4 * GIB

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Version
+from shardyard.domain.limits import ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedRows:
-    """Requested rows of one table. `table`: index into JobLayout.tables. For each of `partitions`: `rows` is the number
-    of rows, and `id_bytes` the length of the code of their ids."""
+    """Requested rows of one table. `table`: index into JobLayout.tables. `rows`: the number of rows in each of
+    `partitions`. Their ids are packed: int64, one partition after the other."""
 
     table: int
     partitions: tuple[PartitionId, ...]
     rows: tuple[int, ...]
-    id_bytes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids."""
+        return ID_BYTES * sum(self.rows)
 
 
 class RowCode(enum.StrEnum):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardyard.domain.consistency import SspReport
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Rank, Version
-from shardyard.domain.limits import ROW_COUNT_BYTES
+from shardyard.domain.limits import ID_BYTES, ROW_COUNT_BYTES
 from shardyard.domain.pulls import NotReadyPart, PulledPart, PullHeader, RequestedRows, ShmHandle, ShmLocation
 from shardyard.domain.push_names import PushName
 
@@ -42,9 +42,12 @@ class PushPart:
 
 @dataclass(frozen=True, slots=True)
 class PushedRows:
-    """The rows of one table in a push, as in RequestedRows. `row_bytes`: for each partition, the length of the code of
-    the gradients. `counted`: the push also says how often each id occurred. `now_ms`: only in a log, the table's clock
-    in each partition, if it has one."""
+    """The rows of one table in a push. `rows`: their number in each of `partitions`. `counted`: the push also says how
+    often each id occurred. `now_ms`: only in a log, the table's clock in each partition, if it has one.
+
+    Packed, without `id_bytes`: all ids (int64), then all counts, then all gradients (float32), whose bytes are the only
+    entry of `row_bytes`. Coded: for each partition the code of its ids, its counts, and the code of its gradients;
+    `id_bytes` and `row_bytes` are the lengths of the codes."""
 
     table: int
     partitions: tuple[PartitionId, ...]
@@ -56,8 +59,9 @@ class PushedRows:
 
     @property
     def payload_bytes(self) -> int:
-        counts = ROW_COUNT_BYTES * sum(self.rows) if self.counted else 0
-        return sum(self.id_bytes) + sum(self.row_bytes) + counts
+        rows = sum(self.rows)
+        ids = sum(self.id_bytes) if self.id_bytes else ID_BYTES * rows
+        return ids + (ROW_COUNT_BYTES * rows if self.counted else 0) + sum(self.row_bytes)
 
 
 class GatheredPart(NamedTuple):
@@ -107,10 +111,9 @@ class PushHeader:
     table_groups: tuple[tuple[float, ...], ...] = ()
     """The settings of the optimizer of each table, if there are rows."""
     requested: tuple[RequestedRows, ...] = ()
-    """Requested rows: the answer has them after the pulled values. The codes of their ids follow the rows of the
-    push."""
+    """Requested rows: the answer has them after the pulled values. Their ids follow the rows of the push."""
     expired: tuple[RequestedRows, ...] = ()
-    """Only in a log: the rows that the server removes with this push. The codes of their ids follow the rows."""
+    """Only in a log: the rows that the server removes with this push. Their ids follow the rows."""
     attach_rows: ShmHandle | None = None
     rows_at: int | None = None
     """Where the rows of the push lie in the memory attached for rows; the ids of requested rows follow them. None: both
@@ -134,12 +137,12 @@ class PushHeader:
     @property
     def requested_bytes(self) -> int:
         """Bytes of the ids of requested rows, which follow the rows."""
-        return sum([sum(each.id_bytes) for each in self.requested])
+        return sum([each.nbytes for each in self.requested])
 
     @property
     def expired_bytes(self) -> int:
         """Bytes of the ids of expired rows, which follow the rows in a log."""
-        return sum([sum(each.id_bytes) for each in self.expired])
+        return sum([each.nbytes for each in self.expired])
 
 
 class PartResult(NamedTuple):

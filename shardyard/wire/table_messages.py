@@ -135,36 +135,33 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
     """Raises MalformedPayload, TooLarge."""
     found = []
     for each in messages:
-        requested = _rows(each.table, each.partitions, each.rows, each.id_bytes, limits.ROWS_PER_PART_MAX)
-        lengths = tuple(each.row_bytes)
-        if len(lengths) != len(requested.partitions):
-            raise MalformedPayload(f"rows of {len(requested.partitions)} partitions have {len(lengths)} codes")
+        partitions, rows = _rows(each.table, each.partitions, each.rows, limits.ROWS_PER_PART_MAX)
+        ids, lengths = tuple(each.id_bytes), tuple(each.row_bytes)
+        if (len(ids), len(lengths)) not in ((0, 1), (len(partitions), len(partitions))):
+            raise MalformedPayload(
+                f"rows of {len(partitions)} partitions have {len(ids)} codes of ids and {len(lengths)} of gradients"
+            )
         times = tuple(each.now_ms)
-        if times and len(times) != len(requested.partitions):
-            raise MalformedPayload(f"rows of {len(requested.partitions)} partitions have {len(times)} times")
+        if times and len(times) != len(partitions):
+            raise MalformedPayload(f"rows of {len(partitions)} partitions have {len(times)} times")
         if times and max(times) > limits.TABLE_TIME_MS_MAX:
             raise MalformedPayload(f"rows came at {max(times)} ms; the largest time is {limits.TABLE_TIME_MS_MAX} ms")
-        found.append(
-            PushedRows(
-                each.table, requested.partitions, requested.rows, requested.id_bytes, lengths, each.counted, times
-            )
-        )
+        found.append(PushedRows(each.table, partitions, rows, ids, lengths, each.counted, times))
     check_unique([each.table for each in found], "a list of rows", "table")
     return tuple(found)
 
 
 def requested_to_wire(requested: Iterable[RequestedRows]) -> list[server.RequestedRows]:
-    return [
-        server.RequestedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
-        for each in requested
-    ]
+    return [server.RequestedRows(table=each.table, partitions=each.partitions, rows=each.rows) for each in requested]
 
 
 def requested_from_wire(
     messages: Sequence[server.RequestedRows], rows_max: int = limits.LOOK_UP_IDS_MAX
 ) -> tuple[RequestedRows, ...]:
     """`rows_max`: of a table in one partition. Raises MalformedPayload, TooLarge."""
-    found = tuple([_rows(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    found = tuple(
+        [RequestedRows(each.table, *_rows(each.table, each.partitions, each.rows, rows_max)) for each in messages]
+    )
     check_unique([each.table for each in found], "a list of rows", "table")
     return found
 
@@ -207,22 +204,22 @@ def look_up_from_header(header: bytes) -> LookupRequest:
 
 
 def _rows(
-    table: int, partitions: Sequence[int], rows: Sequence[int], id_bytes: Sequence[int], rows_max: int
-) -> RequestedRows:
+    table: int, partitions: Sequence[int], rows: Sequence[int], rows_max: int
+) -> tuple[tuple[PartitionId, ...], tuple[int, ...]]:
+    """The partitions and their numbers of rows, checked."""
     if table >= limits.TABLES_MAX or len(partitions) > limits.PARTITIONS_MAX:
         raise TooLarge(f"rows of table {table} in {len(partitions)} partitions are more than a job can have")
     if not partitions or len(set(partitions)) != len(partitions):
         raise MalformedPayload(f"rows of table {table} name no partition, or one of them twice")
-    if not len(partitions) == len(rows) == len(id_bytes):
+    if len(partitions) != len(rows):
         raise MalformedPayload(
-            f"rows of table {table} in {len(partitions)} partitions have {len(rows)} numbers of rows and "
-            f"{len(id_bytes)} codes of ids"
+            f"rows of table {table} in {len(partitions)} partitions have {len(rows)} numbers of rows"
         )
     if min(rows) < 1:
         raise MalformedPayload(f"table {table} has no rows in one of the partitions that are named")
     if max(rows) > rows_max:
         raise TooLarge(f"table {table} has {max(rows)} rows for one partition; at most {rows_max} are allowed")
-    return RequestedRows(table, tuple(map(PartitionId, partitions)), tuple(rows), tuple(id_bytes))
+    return tuple(map(PartitionId, partitions)), tuple(rows)
 
 
 def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, npt.NDArray[np.float32]]]:

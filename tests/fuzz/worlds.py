@@ -134,7 +134,8 @@ class ServerWorld:
         shop.stock(lambda name, *sent: call(self.service, name, encoded(*sent)), mode, tables=tables)
         self.calls = self._calls()
         for sequence in range(2):
-            self._must("Push", *encoded(self._push_rows(sequence) if tables else self._push(sequence)))
+            push = (self._push_rows, self._push_packed)[sequence % 2] if tables else self._push
+            self._must("Push", *encoded(push(sequence)))
         self._must("SaveCheckpoint", *encoded(self._save(1)))
         self._must("Pin", *encoded(self._pin(PIN, rows=tables)))
 
@@ -191,16 +192,20 @@ class ServerWorld:
         frame.data += b"".join(ids + rows for ids, rows in codes.values())
         return frame
 
+    def _push_packed(self, sequence: int) -> server.PushFrame:
+        frame = self._push(sequence)
+        ids = _ids()
+        gradients = np.ones((len(ids), shop.DIM), np.float32)
+        frame.header.rows.add(table=0, partitions=list(ids), rows=[1] * len(ids), row_bytes=[gradients.nbytes])
+        frame.header.table_groups.add(values=shop.GROUPS[0])
+        frame.data += b"".join(number.tobytes() for number in ids.values()) + gradients.tobytes()
+        return frame
+
     def _look_up(self, **more: Any) -> server.LookUpFrame:
         codes = _codes()
         header = server.LookUpHeader(caller=shop.CALLER, server=shop.SERVER, generation=1, **more)
-        header.requested.add(
-            table=0,
-            partitions=list(codes),
-            rows=[1] * len(codes),
-            id_bytes=[len(ids) for ids, _ in codes.values()],
-        )
-        return server.LookUpFrame(header=header, data=b"".join(ids for ids, _ in codes.values()))
+        header.requested.add(table=0, partitions=list(codes), rows=[1] * len(codes))
+        return server.LookUpFrame(header=header, data=b"".join(number.tobytes() for number in _ids().values()))
 
     def _save(self, number: int) -> server.SaveCheckpointRequest:
         step = {"step": 2} if self.mode is UpdateMode.SYNC else {}
@@ -223,7 +228,7 @@ class ServerWorld:
         read = {**who, "partition": 1}
         versions = [{"number": 1}, {"number": 2, "wait_ms": 1}] if self.mode is UpdateMode.SYNC else []
         versions += [{"pin": PIN}] if self.tables else []
-        rows = [encoded(self._push_rows(1)), encoded(self._push_rows(2))] if self.tables else []
+        rows = [encoded(self._push_rows(1)), encoded(self._push_packed(2))] if self.tables else []
         given = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES))
         if self.tables:
             made = self._push_rows(0)
@@ -338,7 +343,7 @@ class ServerWorld:
                 encoded(frame(header=coded), self._push(2), frame(header=coded)),
                 encoded(frame(header=attach), frame(header=pulls)),
                 encoded(frame(header=pulls), frame(header=judges)),
-                *([encoded(self._push_rows(2), self._push_rows(3), frame(header=pulls))] if self.tables else []),
+                *([encoded(self._push_rows(2), self._push_packed(3), frame(header=pulls))] if self.tables else []),
             ],
             "Attach": [encoded(server.AttachRequest())],
             "LookUp": [encoded(self._look_up()), *(encoded(self._look_up(**each)) for each in versions)],
@@ -353,10 +358,15 @@ class ServerWorld:
 
 def _codes() -> dict[int, tuple[bytes, bytes]]:
     """For each partition here the codes of an id of its own, and of a gradient for its row."""
+    gradient = bytes(encode_rows(np.ones((1, shop.DIM), np.float32), RowCode.FLOAT32))
+    return {number: (bytes(encode_ids(mine)), gradient) for number, mine in _ids().items()}
+
+
+def _ids() -> dict[int, np.ndarray]:
+    """For each partition here an id of its own."""
     ids = np.arange(100, dtype=np.int64)
     owners = partition_of(ids, 3)
-    gradient = bytes(encode_rows(np.ones((1, shop.DIM), np.float32), RowCode.FLOAT32))
-    return {number: (bytes(encode_ids(ids[owners == number][:1])), gradient) for number in range(2)}
+    return {number: ids[owners == number][:1] for number in range(2)}
 
 
 def _rows(partition: Partition) -> list[object]:

@@ -147,7 +147,7 @@ def messages() -> dict[str, Message]:
         "PushHeader.attach_rows": without_work(attach_rows=server.SharedMemory(bytes=1 << 27)),
         "PushHeader.rows_at": without_work(
             pull=server.PullRequest(partitions=[0, 2], number=42),
-            requested=[server.RequestedRows(table=1, partitions=[0, 2], rows=[3, 1], id_bytes=[13, 10])],
+            requested=[server.RequestedRows(table=1, partitions=[0, 2], rows=[3, 1])],
             rows_at=0,
             requested_at=1 << 26,
         ),

@@ -112,6 +112,23 @@ def coded(
     return tuple(said), data
 
 
+def packed(
+    entries: Sequence[Entry], counts: Sequence[Sequence[int]] | None = None
+) -> tuple[tuple[PushedRows, ...], bytes]:
+    said, data = [], b""
+    for table in dict.fromkeys(entry[0] for entry in entries):
+        mine = [entry for entry in entries if entry[0] == table]
+        blocks = [
+            b"".join(e[2].astype("<i8").tobytes() for e in mine),
+            b"" if counts is None else b"".join(np.array(each, "<u2").tobytes() for each in counts),
+            b"".join(e[3].astype("<f4").tobytes() for e in mine),
+        ]
+        data += b"".join(blocks)
+        partitions, rows = tuple(PartitionId(e[1]) for e in mine), tuple(e[2].size for e in mine)
+        said.append(PushedRows(table, partitions, rows, (), (len(blocks[2]),), counts is not None))
+    return tuple(said), data
+
+
 def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushHeader:
     name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
     parts = tuple(PushPart(p, 64) for p in PARTS)
@@ -135,13 +152,10 @@ def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) ->
     """The rows, in the order of `ids`, which must ascend."""
     owners = partition_of(ids, 2)
     present = [p for p in PARTS if (owners == p).any()]
-    codes = [bytes(encode_ids(ids[owners == p])) for p in present]
-    requested = RequestedRows(
-        table, tuple(present), tuple(int((owners == p).sum()) for p in present), tuple(len(code) for code in codes)
-    )
+    requested = RequestedRows(table, tuple(present), tuple(int((owners == p).sum()) for p in present))
     asked = LookupRequest(Caller(JOB), HERE, GENERATION, (requested,))
     asked = dataclasses.replace(asked, **more)
-    frame = Frame(table_messages.look_up_to_header(asked), 0, b"".join(codes))
+    frame = Frame(table_messages.look_up_to_header(asked), 0, b"".join([ids[owners == p].tobytes() for p in present]))
     method = methods.LOOK_UP
     answer = method.response.decode(
         method.response.encode(Servicer(store).look_up(method.request.decode(method.request.encode(frame)), CONTEXT))
@@ -171,3 +185,4 @@ def state(store: Store) -> object:
 
 INITIAL = initial_rows(IDS, 3, WIDE.initial, row_key(5, "wide"))
 GOOD, GOOD_DATA = coded([*ones(), *ones(1)])
+PACKED, PACKED_DATA = packed([*ones(), *ones(1)])

@@ -1,12 +1,11 @@
 """Looks up rows of tables on this server, or reads whole tables.
 
-In: requests, with the ids of rows as encoded bytes. Out: the rows, concatenated, float32 or encoded. A look-up has one
+In: requests, with the ids of rows as bytes. Out: the rows, concatenated, float32 or encoded. A look-up has one
 side effect: the rows that a worker looked up do not expire before its push (`rows_in_flight`).
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -30,20 +29,20 @@ from shardyard_ps_server.partition.reads import (
     read_table,
 )
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
-from shardyard_ps_server.rows.pushed_rows import Floats, RowQuery, read_all_ids, table_at
+from shardyard_ps_server.rows.pushed_rows import Floats, RowQuery, read_packed_ids, table_at
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 NO_WORKER: Final = Incarnation(0)
 
 
-def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
+def look_up(store: Store, request: LookupRequest, packed_ids: Bytes) -> Bytes:
     """Returns the rows of a request outside of an exchange, like `find_rows`. Raises InvalidRequest, MalformedPayload,
     TooLarge, NotReady if there are no first values or a version does not come in time, NotFound if it has passed."""
     hosted = admit(store, request.caller, request.server, request.generation, reads=True)
     hosted.check_open()
     check_requested_rows(hosted, request.requested, code=request.code)
     until = time.monotonic() + request.wait_ms / 1000
-    queries = decode_queries(hosted, request.requested, encoded_ids)
+    queries = read_queries(hosted, request.requested, packed_ids)
     worker = request.caller.incarnation
     found = find_rows(store, hosted, queries, request.number, until, request.code, request.pin, worker=worker)
     store.count_sent(len(found))
@@ -51,18 +50,19 @@ def look_up(store: Store, request: LookupRequest, encoded_ids: Bytes) -> Bytes:
     return found
 
 
-def decode_queries(hosted: HostedJob, requested: Sequence[RequestedRows], encoded_ids: Bytes) -> list[RowQuery]:
-    """Decodes the ids of a look-up. Raises MalformedPayload, InvalidRequest."""
-    announced = sum([sum(each.id_bytes) for each in requested])
-    if announced != len(encoded_ids):
-        raise MalformedPayload(f"{len(encoded_ids)} bytes of ids; announced {announced}")
+def read_queries(hosted: HostedJob, requested: Sequence[RequestedRows], packed_ids: Bytes) -> list[RowQuery]:
+    """Reads the ids of a look-up, which it keeps as views. Raises MalformedPayload, InvalidRequest."""
+    announced = sum([each.nbytes for each in requested])
+    if announced != len(packed_ids):
+        raise MalformedPayload(f"{len(packed_ids)} bytes of ids; announced {announced}")
     found, at = [], 0
     for each in requested:
-        ends = [*itertools.accumulate(each.id_bytes, initial=at)]
-        parts = [*zip(each.partitions, each.rows, ends, ends[1:], strict=False)]
-        all_ids = read_all_ids(hosted.layout, each.table, parts, encoded_ids)
-        found += [RowQuery(each.table, number, ids) for number, ids in zip(each.partitions, all_ids, strict=True)]
-        at = ends[-1]
+        block = packed_ids[at : at + each.nbytes]
+        ids, begin = read_packed_ids(hosted.layout, each.table, each.partitions, each.rows, block), 0
+        for partition, rows in zip(each.partitions, each.rows, strict=True):
+            found.append(RowQuery(each.table, partition, ids[begin : begin + rows]))
+            begin += rows
+        at += len(block)
     return found
 
 

@@ -30,7 +30,7 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import ROWS_PER_PART_MAX
 from shardyard.domain.pulls import RowCode
 from shardyard.domain.tables.row_ids import Ids
-from shardyard.domain.tables.row_routing import first_stray, partition_of
+from shardyard.domain.tables.row_routing import first_misplaced, partition_of
 from shardyard.domain.tables.table_settings import ExpirySettings
 from shardyard.runtime.clock import Clock
 from shardyard_ps_server.rows import row_sums
@@ -287,7 +287,7 @@ def warm() -> None:
     partition_of(ids, 2)
     one = np.array([ids.size])
     decode_runs(code, one - one, one - one + code.size, one)
-    first_stray(ids, one, one - one, 1)
+    first_misplaced(ids, one, one - one, 1)
     for kind in RowCode:
         encode_rows(np.ones((2, 2), np.float32), kind)
     code = np.frombuffer(encode_rows(np.ones((2, 2), np.float32), RowCode.FLOAT32), np.uint8)

@@ -7,23 +7,25 @@ header claims is possible for its number of rows. Must not know: tables, what is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from shardyard.codecs.format.finiteness import first_not_finite
 from shardyard.codecs.rows.row_ids import decode_ids, decode_runs
 from shardyard.codecs.rows.row_values import decode_raw_runs, decode_rows
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShapeMismatch
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import JobLayout
-from shardyard.domain.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
+from shardyard.domain.limits import CODE_HEAD_BYTES_MAX, ID_BYTES, ROW_COUNT_BYTES
 from shardyard.domain.pulls import RequestedRows, RowCode
 from shardyard.domain.pushes import PushedRows
 from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.row_ids import Ids
-from shardyard.domain.tables.row_routing import first_stray, partition_of
+from shardyard.domain.tables.row_routing import first_misplaced, partition_of
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.values.versions import Bytes
 
@@ -32,9 +34,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class PushedTableRows(NamedTuple):
-    """Checked rows of one table for one partition, in memory of their own: `ids`, shape (n,), ascending; `values`,
-    shape (n, dim): gradients, or first values; `counts`: how often each id occurred, None: once. `now_ms`: the table's
-    clock when they arrived, if that is recorded; None: now."""
+    """Checked rows of one table for one partition, in memory that nothing else changes: `ids`, shape (n,), ascending;
+    `values`, shape (n, dim): gradients, or first values; `counts`: how often each id occurred, None: once. `now_ms`:
+    the table's clock when they arrived, if that is recorded; None: now."""
 
     table: int
     ids: Ids
@@ -65,7 +67,13 @@ def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], 
         raise InvalidRequest(f"a push with settings for {len(groups)} tables; the job has {len(tables)}")
     for each in pushed:
         settings = table_at(tables, each.table)
-        for n, code, ids in zip(each.rows, each.row_bytes, each.id_bytes, strict=True):
+        n, nbytes = sum(each.rows), each.row_bytes[0]
+        if not each.id_bytes and nbytes != 4 * settings.dim * n:
+            raise ShapeMismatch(
+                f"{n} rows of table {settings.name!r}, of dim {settings.dim}, in {nbytes} bytes",
+                why="a row has the dim of its table",
+            )
+        for n, code, ids in zip(each.rows, each.row_bytes, each.id_bytes, strict=True) if each.id_bytes else ():
             least, most = n * settings.dim, 4 * n * (settings.dim + 1) + CODE_HEAD_BYTES_MAX
             if not least < code <= most or not _fits(n, ids):
                 raise ShapeMismatch(
@@ -85,9 +93,6 @@ def requested_bytes_max(
     total = 0
     for each in requested:
         settings = table_at(tables, each.table)
-        for n, ids in zip(each.rows, each.id_bytes, strict=True):
-            if not _fits(n, ids):
-                raise MalformedPayload(f"{n} ids of table {settings.name!r} in {ids} bytes")
         row = 4 * settings.dim
         if code is not RowCode.FLOAT32:  # rows that it cannot express come as float32, and each row has its scale
             row = max(row, settings.dim + 4)
@@ -115,6 +120,11 @@ def unpack_pushed(
     InvalidRequest."""
     at = 0
     for each in pushed:
+        if not each.id_bytes:
+            block = payload[at : at + each.payload_bytes]
+            at += len(block)
+            yield from _unpack_packed(layout, each, block, among)
+            continue
         settings = layout.tables[each.table]
         parts = _parts_of(each, at)
         at = parts[-1].values[1] if parts else at
@@ -124,6 +134,66 @@ def unpack_pushed(
         values = _read_values(settings, parts, ids, payload)
         for part, mine, rows in zip(parts, ids, values, strict=True):
             yield part.partition, PushedTableRows(each.table, mine, rows, _read_counts(settings, part, payload))
+
+
+def _unpack_packed(
+    layout: JobLayout, pushed: PushedRows, block: Bytes, among: Container[PartitionId] | None
+) -> Iterator[tuple[PartitionId, PushedTableRows]]:
+    """As `unpack_pushed`, for the packed rows of one table. The ids and values are views of `block`."""
+    settings, n = layout.tables[pushed.table], sum(pushed.rows)
+    counts_at = ID_BYTES * n
+    values_at = counts_at + (ROW_COUNT_BYTES * n if pushed.counted else 0)
+    ends = [*itertools.accumulate(pushed.rows)]
+    spans = [*zip(pushed.partitions, [0, *ends], ends, strict=False)]
+    # all at once, or those alone that are wanted: of the others nothing is read
+    for run in [spans] if among is None else [[span] for span in spans if span[0] in among]:
+        first, last = run[0][1], run[-1][2]
+        partitions, rows = [span[0] for span in run], [end - begin for _, begin, end in run]
+        ids = read_packed_ids(layout, pushed.table, partitions, rows, block[ID_BYTES * first : ID_BYTES * last])
+        width = 4 * settings.dim
+        values = _aligned(block[values_at + width * first : values_at + width * last], np.float32)
+        values = values.reshape(last - first, settings.dim)
+        _check_finite(settings, ids, values)
+        counts = None
+        if pushed.counted:
+            at = [counts_at + ROW_COUNT_BYTES * each for each in (first, last)]
+            counts = _counts_in(settings, block[at[0] : at[1]])
+        for partition, begin, end in run:
+            mine = slice(begin - first, end - first)
+            of_mine = None if counts is None else counts[mine]
+            yield partition, PushedTableRows(pushed.table, ids[mine], values[mine], of_mine)
+
+
+def read_packed_ids(
+    layout: JobLayout, table: int, partitions: Sequence[PartitionId], rows: Sequence[int], block: Bytes
+) -> Ids:
+    """The ids of a table in several partitions, shape (sum(rows),), a view of `block` if that is aligned. Raises
+    MalformedPayload, and InvalidRequest for an id of another partition."""
+    ids: Ids = _aligned(block, np.int64)
+    wrong = first_misplaced(ids, np.array(rows, np.int64), np.array(partitions, np.int64), len(layout.partitions))
+    if wrong is None:
+        return ids
+    name, owner = layout.tables[table].name, partition_of(ids[wrong : wrong + 1], len(layout.partitions))[0]
+    ends = itertools.accumulate(rows)
+    partition = next(each for each, end in zip(partitions, ends, strict=True) if wrong < end)
+    if owner == partition:
+        raise MalformedPayload(f"ids of table {name!r} in partition {partition} that do not ascend")
+    raise _stray(int(ids[wrong]), name, partition)
+
+
+def _stray(number: int, table: str, partition: PartitionId) -> InvalidRequest:
+    return InvalidRequest(
+        f"id {number} of table {table!r} in partition {partition}",
+        why="a row lies in the partition that its id is mixed to, for everybody the same",
+        todo="cut ids by shardyard.domain.tables.row_ids.partition_of",
+    )
+
+
+def _aligned(block: Bytes, dtype: type) -> npt.NDArray[Any]:
+    """A view of the bytes; a copy if they are not aligned."""
+    if block.ctypes.data % np.dtype(dtype).itemsize:
+        block = block.copy()
+    return block.view(dtype)
 
 
 class _Part(NamedTuple):
@@ -153,7 +223,11 @@ def _read_counts(table: TableSettings, part: _Part, payload: Bytes) -> npt.NDArr
     begin, end = part.counts
     if begin == end:
         return None
-    counts = np.frombuffer(payload[begin:end].tobytes(), "<u2").astype(np.int64)
+    return _counts_in(table, payload[begin:end])
+
+
+def _counts_in(table: TableSettings, block: Bytes) -> npt.NDArray[np.int64]:
+    counts = np.frombuffer(block.tobytes(), "<u2").astype(np.int64)
     if not counts.all():
         raise InvalidRequest(f"ids of table {table.name!r} that occurred no time at all")
     return counts
@@ -174,14 +248,19 @@ def _read_values(table: TableSettings, parts: Sequence[_Part], ids: Sequence[Ids
 
 def _read_finite(table: TableSettings, n: int, ids: Ids, code: Bytes) -> Floats:
     values = decode_rows(code.data, n, table.dim)
-    if not np.isfinite(values).all():
-        wrong = ids[~np.isfinite(values).all(axis=1)]
-        raise InvalidRequest(
-            f"{wrong.size} rows for table {table.name!r} that are not finite, the first of id {wrong[0]}",
-            why="a row would stay NaN for good; nothing was changed",
-            todo="push such work as an empty one (job.nonfinite: skip)",
-        )
+    _check_finite(table, ids, values)
     return values
+
+
+def _check_finite(table: TableSettings, ids: Ids, values: Floats) -> None:
+    if first_not_finite([values.ctypes.data], [values.size], "float32") is None:
+        return
+    wrong = ids[~np.isfinite(values).all(axis=1)]
+    raise InvalidRequest(
+        f"{wrong.size} rows for table {table.name!r} that are not finite, the first of id {wrong[0]}",
+        why="a row would stay NaN for good; nothing was changed",
+        todo="push such work as an empty one (job.nonfinite: skip)",
+    )
 
 
 def read_all_ids(
@@ -191,7 +270,7 @@ def read_all_ids(
     theirs begin and end in `codes`. Raises what `read_ids` raises."""
     owners, counts, begins, ends = np.array(parts, np.int64).reshape(-1, 4).T.copy()
     whole = decode_runs(codes, begins, ends, counts)
-    if whole is not None and first_stray(whole, counts, owners, len(layout.partitions)) is None:
+    if whole is not None and first_misplaced(whole, counts, owners, len(layout.partitions)) is None:
         return _cut(whole, counts)
     name = layout.tables[table].name
     return [read_ids(layout, name, partition, n, codes[begin:end]) for partition, n, begin, end in parts]
@@ -213,9 +292,5 @@ def read_ids(layout: JobLayout, table: str, partition: PartitionId, n: int, code
         raise MalformedPayload(f"a code of {ids.size} ids of table {table!r}; announced {n}")
     strange = partition_of(ids, len(layout.partitions)) != partition
     if strange.any():
-        raise InvalidRequest(
-            f"id {ids[strange][0]} of table {table!r} in partition {partition}",
-            why="a row lies in the partition that its id is mixed to, for everybody the same",
-            todo="cut ids by shardyard.domain.tables.row_ids.partition_of",
-        )
+        raise _stray(int(ids[strange][0]), table, partition)
     return ids

@@ -116,7 +116,7 @@ class ExchangeStream:
         payload, rows, ids = self._payloads.read(header, first, rest)
         queries: Sequence[RowQuery] = ()
         if header.requested:
-            queries = lookups.decode_queries(hosted, header.requested, ids)
+            queries = lookups.read_queries(hosted, header.requested, ids)
         if header.kind is not PushKind.NOTHING:
             reply.push = pushes.push(self._store, admitted, header, payload, rows)
         if header.ssp_report is not None:

@@ -34,8 +34,8 @@ class PayloadReader:
         self._early = None
 
     def read(self, header: PushHeader, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes, Bytes]:
-        """Returns the payload, and the bytes of rows and of ids that follow it. All are valid until the next
-        exchange."""
+        """Returns the payload, which is valid until the next exchange, and the bytes of rows and of ids that follow
+        it."""
         has_push = header.kind is not PushKind.NOTHING
         requested = header.requested_bytes if header.requested else 0
         more = (header.rows_bytes if has_push and header.rows else 0) + requested
@@ -66,7 +66,7 @@ class PayloadReader:
         else:
             sent = self._assemble(nbytes + more, first, rest)
         payload = sent[:nbytes] if shared_at is None else self._memory.payload(shared_at, header.payload_bytes)
-        return payload, sent[nbytes:]
+        return payload, sent[nbytes:].copy()
 
     def _assemble(self, nbytes: int, first: Frame, rest: Iterator[Frame]) -> Bytes:
         payload = self._room(nbytes)

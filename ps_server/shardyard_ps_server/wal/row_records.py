@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardyard.codecs.rows.row_ids import encode_ids
 from shardyard.domain.errors import InvalidRequest, MalformedPayload
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import JobLayout
@@ -21,7 +20,7 @@ from shardyard_ps_server.rows.pushed_rows import (
     ExpiredIds,
     PushedTableRows,
     check_pushed,
-    read_ids,
+    read_packed_ids,
     requested_bytes_max,
     unpack_pushed,
 )
@@ -31,22 +30,16 @@ from shardyard_ps_server.values.versions import Bytes
 def encode_expired(
     gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]],
 ) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
-    """Encodes what expires in each partition for a record: the header's part, and the codes of the ids."""
-    tables: dict[int, list[tuple[PartitionId, ExpiredIds, Bytes]]] = {}
+    """What expires in each partition, for a record: the header's part, and the ids."""
+    tables: dict[int, list[tuple[PartitionId, ExpiredIds]]] = {}
     for partition, each in gone:
         for one in each:
-            code = np.frombuffer(encode_ids(one.ids), np.uint8)
-            tables.setdefault(one.table, []).append((partition, one, code))
+            tables.setdefault(one.table, []).append((partition, one))
     expired = [
-        RequestedRows(
-            table,
-            tuple([partition for partition, _, _ in mine]),
-            tuple([one.ids.size for _, one, _ in mine]),
-            tuple([len(code) for _, _, code in mine]),
-        )
+        RequestedRows(table, tuple([partition for partition, _ in mine]), tuple([one.ids.size for _, one in mine]))
         for table, mine in tables.items()
     ]
-    return tuple(expired), [code for mine in tables.values() for _, _, code in mine]
+    return tuple(expired), [one.ids.view(np.uint8) for mine in tables.values() for _, one in mine]
 
 
 def with_times(
@@ -91,13 +84,16 @@ def read_rows(
         if each.now_ms
         for partition, now_ms in zip(each.partitions, each.now_ms, strict=True)
     }
-    for partition, rows in unpack_pushed(layout, header.rows, payload[begin:end], among):
+    # a copy, since steps keep rows until they are complete, and the payload is of this record only
+    for partition, rows in unpack_pushed(layout, header.rows, payload[begin:end].copy(), among):
         brought.setdefault(partition, []).append(rows._replace(now_ms=times.get((partition, rows.table))))
     gone: dict[PartitionId, list[ExpiredIds]] = {}
     for each in header.expired:
-        for partition, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
+        ids = read_packed_ids(layout, each.table, each.partitions, each.rows, payload[end : end + each.nbytes])
+        end += each.nbytes
+        begin = 0
+        for partition, n in zip(each.partitions, each.rows, strict=True):
             if partition in among:
-                ids = read_ids(layout, layout.tables[each.table].name, partition, n, payload[end : end + length])
-                gone.setdefault(partition, []).append(ExpiredIds(each.table, ids))
-            end += length
+                gone.setdefault(partition, []).append(ExpiredIds(each.table, ids[begin : begin + n]))
+            begin += n
     return brought, gone

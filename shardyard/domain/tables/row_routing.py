@@ -21,21 +21,24 @@ def _put_partitions(ids: Ids, partitions: int, out: Partitions) -> None:
 
 
 @compiled
-def _first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int:
+def _first_misplaced(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int:
     of, begin = np.uint64(partitions), 0
     for k in range(counts.size):
         for i in range(begin, begin + counts[k]):
             if np.int64((mixed(np.uint64(ids[i])) >> _S32) * of >> _S32) != owners[k]:
                 return i
+            if i > begin and ids[i] <= ids[i - 1]:
+                return i
         begin += counts[k]
     return -1
 
 
-def first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int | None:
-    """The place of the first id that is in the wrong partition; None: all are right. The first counts[0] ids should be
-    in partition owners[0], the next counts[1] in owners[1], and so on. All int64."""
+def first_misplaced(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int | None:
+    """The place of the first id that is in the wrong partition, or not larger than the one before it in its partition;
+    None: all are right. The first counts[0] ids should be in partition owners[0], the next counts[1] in owners[1], and
+    so on. All int64."""
     check(ids, partitions)
-    found = _first_stray(writable(ids), counts, owners, partitions)
+    found = _first_misplaced(writable(ids), counts, owners, partitions)
     return None if found < 0 else found
 
 

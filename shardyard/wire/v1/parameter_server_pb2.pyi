@@ -745,16 +745,14 @@ class PullFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class RequestedRows(_message.Message):
-    __slots__ = ("table", "partitions", "rows", "id_bytes")
+    __slots__ = ("table", "partitions", "rows")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     table: int
     partitions: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    id_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookUpHeader(_message.Message):
     __slots__ = ("caller", "server", "generation", "requested", "number", "wait_ms", "code", "pin")

@@ -432,7 +432,7 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
                     header=changed(
                         nothing,
                         pull={"partitions": [0, 1], "number": 0},
-                        requested=[{"table": 0, "partitions": [0], "rows": [1], "id_bytes": [10]}],
+                        requested=[{"table": 0, "partitions": [0], "rows": [1]}],
                         requested_at=0,
                     )
                 )

@@ -146,15 +146,15 @@ class RequestBuilder:
         """A look-up of rows alone, whose answer goes into these arrays."""
         header, places = self.header(stream.server), lookup.places(into)
         header.requested = lookup.requested
-        header.rows_at, header.requested_at = stream.put_rows(lookup.codes, places)
-        return ServerRequest(header, lookup.codes if header.rows_at is None else (), places)
+        header.rows_at, header.requested_at = stream.put_rows(lookup.ids, places)
+        return ServerRequest(header, lookup.ids if header.rows_at is None else (), places)
 
     def _requested(
         self, ahead: RowPrefetch, server: Incarnation
     ) -> tuple[tuple[RequestedRows, ...], Sequence[memoryview], Sequence[memoryview]]:
         """The rows to look up on a server, their encoded ids, and the memory for the rows."""
         lookup = ahead.question(self._owned[server])
-        return ((), (), ()) if lookup is None else (lookup.requested, lookup.codes, ahead.places(lookup))
+        return ((), (), ()) if lookup is None else (lookup.requested, lookup.ids, ahead.places(lookup))
 
     def _pull_header(self, stream: ServerStream, pull: PullSpec, *, whole: bool) -> PullHeader:
         """Returns the same object while nothing changes, so that a stream recognises the same header at once. `whole`:

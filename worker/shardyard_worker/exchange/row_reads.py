@@ -60,7 +60,7 @@ class RowReads:
                 request = LookupRequest(
                     self._session.caller, stream.server, self._generation, lookup.requested, number, wait_ms, code
                 )
-                frame = Frame(tables.look_up_to_header(request), 0, b"".join(lookup.codes))
+                frame = Frame(tables.look_up_to_header(request), 0, b"".join(lookup.ids))
                 answer = stream.peer.call(methods.LOOK_UP, frame, timeout_ms=self._deadline_ms)
                 lookup.put(memoryview(answer.data), into, code)
 

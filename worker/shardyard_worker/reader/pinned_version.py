@@ -170,7 +170,7 @@ class PinnedVersion:
                         pin=self.pin.name,
                     )
                 )
-                frame = Frame(header, 0, b"".join(question.codes))
+                frame = Frame(header, 0, b"".join(question.ids))
                 try:
                     answer = server.peer.call(methods.LOOK_UP, frame, timeout_ms=timeout_ms)
                 except (*GONE, errors.Unavailable) as error:

@@ -1,7 +1,8 @@
-"""Encodes gradients and initial values of rows for servers, and the ids of look-ups; decodes the answers.
+"""Gradients and initial values of rows for servers, and the ids of look-ups; decodes the answers.
 
-Owns: the cut by partition, and the codes. Invariants: a server gets all rows of its partitions and no others, under any
-map. Each row is encoded once, however often it is sent. Must not know: servers' addresses, what rows are for.
+Owns: the cut by partition, and the codes. Ids and float32 rows of a table are packed: what is sent are views of its
+arrays, and nothing is copied here. Invariants: a server gets all rows of its partitions and no others, under any map.
+Each row is encoded once, however often it is sent. Must not know: servers' addresses, what rows are for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from shardyard.codecs.rows.row_ids import encode_runs
 from shardyard.codecs.rows.row_values import decode_rows, encode_gradients, first_code
 from shardyard.domain.errors import MalformedPayload, TooLarge
@@ -19,7 +22,7 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX, MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
 from shardyard.domain.pulls import RequestedRows, RowCode
 from shardyard.domain.pushes import PushedRows
-from shardyard_worker.rows.dedup import Float32s, UniqueIds
+from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 
 PUSH_BYTES_EACH = 64 * MIB
 """Initial values of rows are pushed in pieces of about this size."""
@@ -47,6 +50,10 @@ class TableRows:
             )
 
 
+_Span = tuple[PartitionId, int, int]
+"""A partition, and where its rows begin and end among those of a table."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     rows: int
@@ -72,28 +79,43 @@ EXACT: Final = Rounding(RowCode.FLOAT32)
 
 
 class EncodedRows:
-    """The encoded rows of a push. `groups`: the settings of each table's optimizer."""
+    """The rows of a push: packed, or encoded if `rounding` says so. `groups`: the settings of each table's optimizer.
+    Raises TooLarge."""
 
     def __init__(
         self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = (), rounding: Rounding = EXACT
     ) -> None:
         self.groups = groups
-        self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
+        self._packed: list[tuple[TableRows, list[_Span]]] = []
+        self._coded: list[tuple[int, dict[PartitionId, _Part]]] = []
         for each in given:
-            parts, key = {}, 0 if rounding.code is RowCode.FLOAT32 else rounding.key(each.table)
             spans = list(_spans(each.found, ROWS_PER_PART_MAX))
+            if rounding.code is RowCode.FLOAT32:
+                self._packed.append((each, spans))
+                continue
+            parts, key = {}, rounding.key(each.table)
             ids_of_all = each.found.ids
             codes = encode_runs(ids_of_all, [(begin, end) for _, begin, end in spans])
             for (partition, begin, end), ids in zip(spans, codes, strict=True):
                 values = encode_gradients(each.values[begin:end], ids_of_all[begin:end], rounding.code, key)
                 parts[partition] = _Part(end - begin, ids, values)
-            self._tables.append((each.table, parts))
+            self._coded.append((each.table, parts))
 
     def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
         """The headers of the rows of these partitions, and their bytes."""
         headers: list[PushedRows] = []
         pieces: list[memoryview] = []
-        for table, parts in self._tables:
+        for each, spans in self._packed:
+            owns = [span for span in spans if span[0] in owned]
+            if owns:
+                partitions, rows = [span[0] for span in owns], [end - begin for _, begin, end in owns]
+                runs = _joined(owns)
+                values = [_bytes_of(each.values[begin:end]) for begin, end in runs]
+                nbytes = 4 * each.values.shape[1] * sum(rows)
+                headers.append(PushedRows(each.table, tuple(partitions), tuple(rows), (), (nbytes,)))
+                pieces += [_bytes_of(each.found.ids[begin:end]) for begin, end in runs]
+                pieces += values
+        for table, parts in self._coded:
             mine = [(partition, parts[partition]) for partition in owned if partition in parts]
             if not mine:
                 continue
@@ -111,7 +133,21 @@ class EncodedRows:
         return tuple(headers), pieces
 
 
-def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, int]]:
+def _joined(spans: Sequence[_Span]) -> list[tuple[int, int]]:
+    """Where the spans begin and end. Adjacent ones are merged."""
+    runs: list[tuple[int, int]] = []
+    for _, begin, end in spans:
+        if runs and runs[-1][1] == begin:
+            begin = runs.pop()[0]
+        runs.append((begin, end))
+    return runs
+
+
+def _bytes_of(array: Float32s | Int64s) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _spans(found: UniqueIds, rows_max: int) -> Iterator[_Span]:
     starts = found.starts.tolist()
     for partition, (begin, end) in enumerate(itertools.pairwise(starts)):
         if end - begin > rows_max:
@@ -125,11 +161,11 @@ def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, 
 
 @dataclass(frozen=True, slots=True)
 class RowLookup:
-    """A look-up on one server. `codes`: the encoded ids, in pieces. `answers`: for each run of rows in the answer its
+    """A look-up on one server. `ids`: their bytes, in pieces. `answers`: for each run of rows in the answer its
     look-up, and where the run begins and ends there."""
 
     requested: tuple[RequestedRows, ...]
-    codes: tuple[memoryview, ...]
+    ids: tuple[memoryview, ...]
     answers: tuple[tuple[int, int, int], ...]
 
     def places(self, into: Sequence[Float32s]) -> list[memoryview]:
@@ -204,12 +240,11 @@ def _question(
     wanted: Sequence[tuple[int, UniqueIds, int]], runs: dict[int, list[tuple[PartitionId, int, int]]]
 ) -> RowLookup:
     asked: list[RequestedRows] = []
-    codes: list[memoryview] = []
+    ids: list[memoryview] = []
     for look_up, mine in runs.items():
         table, found, _ = wanted[look_up]
-        ids = encode_runs(found.ids, [(begin, end) for _, begin, end in mine])
         partitions, rows = [partition for partition, _, _ in mine], [end - begin for _, begin, end in mine]
-        asked.append(RequestedRows(table, tuple(partitions), tuple(rows), tuple([len(code) for code in ids])))
-        codes += ids
+        asked.append(RequestedRows(table, tuple(partitions), tuple(rows)))
+        ids += [_bytes_of(found.ids[begin:end]) for begin, end in _joined(mine)]
     answers = [(look_up, begin, end) for look_up, mine in runs.items() for _, begin, end in mine]
-    return RowLookup(tuple(asked), tuple(codes), tuple(answers))
+    return RowLookup(tuple(asked), tuple(ids), tuple(answers))

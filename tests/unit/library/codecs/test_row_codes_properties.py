@@ -15,7 +15,7 @@ from shardyard.codecs.rows.row_values import decode_raw_runs, decode_rows, encod
 from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.domain.pulls import RowCode
 from shardyard.domain.tables.row_ids import partition_of
-from shardyard.domain.tables.row_routing import first_stray
+from shardyard.domain.tables.row_routing import first_misplaced
 
 IDS_MAX = 10_000
 ANY_IDS = st.one_of(
@@ -184,7 +184,7 @@ def test_rows_of_several_codes_are_what_each_is_by_itself(
 
 @settings(max_examples=300, deadline=None)
 @given(ANY_IDS, st.integers(1, 9), st.data())
-def test_a_stray_id_is_found_among_those_of_all_partitions(
+def test_an_id_out_of_place_is_found_among_those_of_all_partitions(
     given_ids: set[int], partitions: int, data: st.DataObject
 ) -> None:
     ids = np.array(sorted(given_ids), np.int64)
@@ -192,9 +192,15 @@ def test_a_stray_id_is_found_among_those_of_all_partitions(
     order = np.argsort(owners, kind="stable")
     named = np.arange(partitions, dtype=np.int64)
     counts = np.bincount(owners, minlength=partitions).astype(np.int64)
-    assert first_stray(ids[order], counts, named, partitions) is None
+    assert first_misplaced(ids[order], counts, named, partitions) is None
+    several = np.flatnonzero(counts > 1)
+    if several.size:
+        at = data.draw(st.integers(1, int(counts[several[0]]) - 1)) + int(counts[: several[0]].sum())
+        twice = ids[order].copy()
+        twice[at] = twice[at - 1]
+        assert first_misplaced(twice, counts, named, partitions) == at
     if ids.size and partitions > 1:
         wrong = data.draw(st.integers(0, partitions - 1))
         named[wrong] = (named[wrong] + 1) % partitions
         begin = int(counts[:wrong].sum())
-        assert first_stray(ids[order], counts, named, partitions) == (begin if counts[wrong] else None)
+        assert first_misplaced(ids[order], counts, named, partitions) == (begin if counts[wrong] else None)

@@ -153,8 +153,7 @@ verdicts = st.builds(
 def requested_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> RequestedRows:
     chosen = draw(st.lists(st.sampled_from(pulled), min_size=1, unique=True))
     rows = st.lists(st.integers(1, limits.LOOK_UP_IDS_MAX), min_size=len(chosen), max_size=len(chosen))
-    codes = st.lists(u64, min_size=len(chosen), max_size=len(chosen))
-    return RequestedRows(table, tuple(chosen), tuple(draw(rows)), tuple(draw(codes)))
+    return RequestedRows(table, tuple(chosen), tuple(draw(rows)))
 
 
 @st.composite

@@ -50,6 +50,8 @@ from tests.support.rows_in_pushes import (
     LAYOUT,
     NARROW,
     OWNER,
+    PACKED,
+    PACKED_DATA,
     PARTS,
     RATE,
     WIDE,
@@ -58,6 +60,7 @@ from tests.support.rows_in_pushes import (
     look_up,
     made,
     ones,
+    packed,
     push,
     push_order,
     server,
@@ -98,6 +101,20 @@ def not_finite(value: float) -> tuple[tuple[PushedRows, ...], bytes]:
 
 def changed(**more: Any) -> tuple[tuple[PushedRows, ...], bytes]:
     return (dataclasses.replace(GOOD[0], **more), *GOOD[1:]), GOOD_DATA
+
+
+def packed_of(ids: Sequence[int], partition: int = 0) -> tuple[tuple[PushedRows, ...], bytes]:
+    return packed([(0, partition, np.array(ids, np.int64), np.ones((len(ids), 3), np.float32))])
+
+
+def packed_with(value: float) -> tuple[tuple[PushedRows, ...], bytes]:
+    entries = ones()
+    entries[1][3][0, 1] = value
+    return packed(entries)
+
+
+def changed_packed(**more: Any) -> tuple[tuple[PushedRows, ...], bytes]:
+    return (dataclasses.replace(PACKED[0], **more), *PACKED[1:]), PACKED_DATA
 
 
 MINE = [int(i) for i in IDS[OWNER == 0]]
@@ -141,12 +158,32 @@ WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[
     ),
     "a partition that the push does not list": (lambda: changed(partitions=(0, 2)), MalformedPayload, "does not list"),
     "numbers of other lengths": (lambda: changed(rows=(1,)), MalformedPayload, "1 numbers of rows"),
-    "codes of other lengths": (lambda: changed(row_bytes=(1,)), MalformedPayload, "have 1 codes"),
+    "codes of other lengths": (lambda: changed(row_bytes=(1,)), MalformedPayload, "2 codes of ids and 1 of gradients"),
     "bytes that are cut short": (lambda: (GOOD, GOOD_DATA[:-1]), MalformedPayload, "the stream ended after"),
     "bytes too many": (lambda: (GOOD, GOOD_DATA + b"x"), MalformedPayload, "announced"),
     "ids of no code": (lambda: (GOOD, b"\xff" + GOOD_DATA[1:]), MalformedPayload, "begins with 255"),
     "ids that are counted, of which it is not said how often": (
         lambda: changed(counted=True), MalformedPayload, "the stream ended"
+    ),
+    "packed ids of another partition": (lambda: packed_of(MINE, 1), InvalidRequest, "in partition 1"),
+    "a packed id twice": (lambda: packed_of([MINE[0], MINE[0]]), MalformedPayload, "do not ascend"),
+    "packed ids that descend": (lambda: packed_of([MINE[1], MINE[0]]), MalformedPayload, "do not ascend"),
+    "a packed NaN": (lambda: packed_with(np.nan), InvalidRequest, "not finite"),
+    "a packed infinity": (lambda: packed_with(np.inf), InvalidRequest, "not finite"),
+    "packed rows of another dim": (
+        lambda: changed_packed(row_bytes=(PACKED[0].row_bytes[0] + 4,)), ShapeMismatch, "of dim 3, in"
+    ),
+    "more packed rows than there are bytes": (
+        lambda: changed_packed(rows=(PACKED[0].rows[0] + 1, PACKED[0].rows[1])), ShapeMismatch, "of dim 3, in"
+    ),
+    "lengths of packed rows by partition": (
+        lambda: changed_packed(row_bytes=(12, 12)), MalformedPayload, "0 codes of ids and 2 of gradients"
+    ),
+    "packed bytes beyond the limit": (
+        lambda: ((PushedRows(0, PARTS, (1 << 24, 1 << 24), (), (1 << 33,)),), b""), TooLarge, "a push has rows of"
+    ),
+    "a packed id that did not occur": (
+        lambda: packed(ones(), [[0] * len(e[2]) for e in ones()]), InvalidRequest, "no time at all"
     ),
     "an id that did not occur": (
         lambda: coded(ones(), [[0] * len(e[2]) for e in ones()]), InvalidRequest, "no time at all"
@@ -219,21 +256,16 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
 @pytest.mark.parametrize(
     ("more", "kind", "text"),
     [
-        ({"requested": (RequestedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
+        ({"requested": (RequestedRows(2, (PARTS[0],), (1,)),)}, InvalidRequest, "the job has 2 tables"),
+        ({"requested": (RequestedRows(0, (PARTS[0],), (1,)),)}, MalformedPayload, "bytes of ids; announced 8"),
+        ({"requested": (RequestedRows(0, PARTS, (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
         (
-            {"requested": (RequestedRows(0, (PARTS[0],), (1,), (9,)),)},
-            MalformedPayload,
-            "1 ids of table 'wide' in 9 bytes",
-        ),
-        ({"requested": (RequestedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
-        ({"requested": (RequestedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
-        (
-            {"requested": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)},
+            {"requested": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,)),)},
             TooLarge,
             "for one partition",
         ),
-        ({"requested": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
-        ({"requested": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
+        ({"requested": (RequestedRows(0, (), ()),)}, MalformedPayload, "name no partition"),
+        ({"requested": (RequestedRows(0, PARTS, (1,)),)}, MalformedPayload, "numbers of rows"),
         ({"generation": Generation(3)}, StaleGeneration, "generation 3"),
         ({"server": Incarnation(9)}, StaleIncarnation, "this is server"),
         ({"caller": Caller(JobId(2))}, NotFound, "job 2"),
@@ -255,12 +287,10 @@ def test_an_answer_in_an_unknown_code_is_refused() -> None:
 
 def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
     store = server()
-    code = encode_ids(IDS[OWNER == 1])
-    asked = LookupRequest(
-        Caller(JOB), HERE, GENERATION, (RequestedRows(0, (PARTS[0],), (int((OWNER == 1).sum()),), (len(code),)),)
-    )
+    ids = IDS[OWNER == 1]
+    asked = LookupRequest(Caller(JOB), HERE, GENERATION, (RequestedRows(0, (PARTS[0],), (ids.size,)),))
     with pytest.raises(InvalidRequest, match="in partition 0"):
-        lookups.look_up(store, asked, np.frombuffer(code, np.uint8))
+        lookups.look_up(store, asked, ids.view(np.uint8))
 
 
 def spec(**more: Any) -> common.TableSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from shardyard.domain.errors import (
     MalformedPayload,
     NotReady,
     ShapeMismatch,
+    ShardyardError,
     TableError,
     TooLarge,
 )
@@ -56,6 +58,8 @@ from tests.support.rows_in_pushes import (
     LAYOUT,
     NARROW,
     OWNER,
+    PACKED,
+    PACKED_DATA,
     PARTS,
     RATE,
     WIDE,
@@ -63,6 +67,7 @@ from tests.support.rows_in_pushes import (
     coded,
     look_up,
     ones,
+    packed,
     push,
     push_order,
     server,
@@ -141,7 +146,8 @@ def test_rows_come_in_any_of_their_codes(code: RowCode) -> None:
     np.testing.assert_allclose(moved, -values, rtol=0.01)
 
 
-def test_rows_beside_a_payload_in_shared_memory() -> None:
+@pytest.mark.parametrize("form", [coded, packed])
+def test_rows_beside_a_payload_in_shared_memory(form: Callable[..., Any]) -> None:
     store = server()
     store.shareable = True
     store.hosted()[0].regions = type(store.hosted()[0].regions)(128, shareable=True)
@@ -149,7 +155,7 @@ def test_rows_beside_a_payload_in_shared_memory() -> None:
     try:
         shared.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
         writer = HeaderWriter()
-        rows, data = coded(ones())
+        rows, data = form(ones())
         sent: list[Frame] = []
         here, there = InProcessDescriptors.pair()
         here.pass_descriptors([shared.descriptor()])
@@ -185,7 +191,7 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
 
     def numbered(sequence: int) -> PushHeader:
         each = dataclasses.replace(GOOD[0], rows=(sequence + 1, 5), row_bytes=(9 * sequence + 9, 60))
-        requested = (RequestedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
+        requested = (RequestedRows(0, PARTS, (sequence + 2, 3)),)
         pull = PullHeader(push_order(0).caller, HERE, GENERATION, PARTS, 0, exactly=False)
         return push_order(
             sequence, (each,), parts=tuple(parts), requested=requested, pull=pull, rows_at=0, requested_at=64
@@ -205,7 +211,7 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
     [
         ({"table": 7, "partitions": (PartitionId(9),), "rows": (1,), "id_bytes": (10,), "row_bytes": (20,)}, "list"),
         ({"rows": (1 << 25, 1)}, "at most"),
-        ({"row_bytes": (20,)}, "have 1 codes"),
+        ({"row_bytes": (20,)}, "2 codes of ids and 1 of gradients"),
         ({"now_ms": (5, 5)}, "says when it came"),
     ],
 )
@@ -308,15 +314,15 @@ def test_first_rows_are_given_before_a_job_is_open_and_may_come_again() -> None:
 @pytest.mark.parametrize(("code", "each"), [(RowCode.BF16, 2 * 3), (RowCode.INT8, 3 + 4)])
 def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     store = server()
-    code_of = [bytes(encode_ids(IDS[p == OWNER])) for p in PARTS]
+    ids_of = [IDS[p == OWNER].tobytes() for p in PARTS]
     n = tuple(int((p == OWNER).sum()) for p in PARTS)
     requested = (
-        RequestedRows(0, PARTS, n, tuple(map(len, code_of))),
-        RequestedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)),
+        RequestedRows(0, PARTS, n),
+        RequestedRows(1, PARTS[:1], n[:1]),
     )
     asked = LookupRequest(Caller(JOB), HERE, GENERATION, requested, code=code)
     assert table_messages.look_up_from_header(table_messages.look_up_to_header(asked)) == asked
-    data = lookups.look_up(store, asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
+    data = lookups.look_up(store, asked, np.frombuffer(b"".join([*ids_of, ids_of[0]]), np.uint8)).data
     rest, found = memoryview(bytes(data)), []
     for rows, dim in ((n[0], 3), (n[1], 3), (n[0], 1)):
         first = first_code(rest, rows, dim)
@@ -330,6 +336,14 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
         assert (np.abs(found[p] - INITIAL[p == OWNER]) <= limit).all()
     assert not found[2].any()
     assert store.counters.bytes_sent == len(data)
+
+
+def test_packed_rows_do_what_coded_rows_do() -> None:
+    one, other = server(), server()
+    push(one, push_order(0, GOOD), DENSE + GOOD_DATA)
+    push(other, push_order(0, PACKED), DENSE + PACKED_DATA)
+    assert state(one) == state(other)
+    assert (look_up(other) == INITIAL - 1).all()
 
 
 def test_tables_travel_as_they_are() -> None:
@@ -471,17 +485,21 @@ def test_outcomes_are_those_of_the_push() -> None:
 
 
 def unpacked(
-    said: tuple[PushedRows, ...], data: bytes, among: set[int] | None = None
+    said: tuple[PushedRows, ...], data: bytes | np.ndarray, among: set[int] | None = None
 ) -> dict[tuple[int, int], PushedTableRows]:
     chosen = None if among is None else {PartitionId(number) for number in among}
-    found = unpack_pushed(LAYOUT, said, np.frombuffer(data, np.uint8), chosen)
+    found = unpack_pushed(LAYOUT, said, np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data, chosen)
     return {(rows.table, partition): rows for partition, rows in found}
 
 
-def test_parts_of_several_tables_are_read_at_once_each_with_its_own() -> None:
+@pytest.mark.parametrize("form", [coded, packed])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_parts_of_several_tables_are_read_at_once_each_with_its_own(form: Callable[..., Any], shift: int) -> None:
+    """`shift`: packed blocks that are not aligned."""
     entries = ones(0, 2.0) + ones(1, 3.0)
     counts = [np.arange(1, ids.size + 1).tolist() for _, _, ids, _ in ones(0)]
-    said, data = coded(entries, counts)
+    said, data = form(entries, counts)
+    data = np.frombuffer(b"-" * shift + data, np.uint8)[shift:]
     found = unpacked(said, data)
     assert found.keys() == {(table, partition) for table, partition, _, _ in entries}
     for table, partition, ids, values in entries:
@@ -501,6 +519,19 @@ def test_one_part_in_another_code_is_read_beside_the_others() -> None:
     for table, partition, numbers, gradients in entries:
         np.testing.assert_array_equal(found[table, partition].ids, numbers)
         np.testing.assert_array_equal(found[table, partition].values, gradients)
+
+
+def test_packed_parts_of_other_partitions_are_passed_over_whatever_they_are() -> None:
+    entries = ones(0, 2.0) + ones(1, 3.0)
+    for here in PARTS:
+        spoilt = [each if each[1] == here else (*each[:2], each[2][::-1], each[3] * np.nan) for each in entries]
+        said, data = packed(spoilt)
+        found = unpacked(said, data, {here})
+        assert found.keys() == {(0, here), (1, here)}
+        np.testing.assert_array_equal(found[1, here].ids, IDS[here == OWNER])
+        assert (found[1, here].values == 3).all()
+        with pytest.raises(ShardyardError):
+            unpacked(said, data)
 
 
 def test_parts_of_other_partitions_are_passed_over_whatever_they_are() -> None:

@@ -278,7 +278,7 @@ def test_what_expires_with_a_push_that_is_there_twice_expires_once(yard: Yard) -
 def test_a_sender_does_not_say_what_expires(yard: Yard) -> None:
     first = yard.first()
     order, _ = order_with(first, order_of(first, 0), some(first, 0))
-    said = dataclasses.replace(order, expired=(RequestedRows(0, (OWNED[0],), (1,), (10,)),))
+    said = dataclasses.replace(order, expired=(RequestedRows(0, (OWNED[0],), (1,)),))
     header = push_messages.push_to_wire(said).SerializeToString()
     assert push_messages.push_from_header(header, recorded=True) == said
     with pytest.raises(InvalidRequest, match="which rows expire"):

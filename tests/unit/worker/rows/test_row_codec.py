@@ -32,6 +32,13 @@ def coded(ids: np.ndarray, rounding: Rounding, partitions: int = 1, table: int =
         [PartitionId(number) for number in range(partitions)]
     )
     (one,) = said
+    if rounding.code is RowCode.FLOAT32:
+        assert one.rows == tuple(np.diff(found.starts).tolist())
+        assert (one.id_bytes, one.row_bytes) == ((), (4 * DIM * sum(one.rows),))
+        data = b"".join(pieces)
+        numbers = np.frombuffer(data[: 8 * sum(one.rows)], np.int64)
+        rows = np.frombuffer(data[8 * sum(one.rows) :], np.float32).reshape(-1, DIM)
+        return {int(number): row.tobytes() for number, row in zip(numbers, rows, strict=True)}
     assert [len(piece) for piece in pieces] == [
         n for pair in zip(one.id_bytes, one.row_bytes, strict=True) for n in pair
     ]
@@ -43,10 +50,27 @@ def coded(ids: np.ndarray, rounding: Rounding, partitions: int = 1, table: int =
     return arrived
 
 
-def test_rows_travel_as_they_are_unless_it_is_said_otherwise() -> None:
+def test_rows_travel_packed_unless_it_is_said_otherwise() -> None:
+    expected = {int(number): row.tobytes() for number, row in zip(IDS, gradient_of(IDS), strict=True)}
+    assert coded(IDS, Rounding(RowCode.FLOAT32, 1, (2,)), partitions=4) == expected
     assert coded(IDS, Rounding(RowCode.FLOAT32, 1, (2,))) == {
         int(number): row.tobytes() for number, row in zip(IDS, gradient_of(IDS), strict=True)
     }
+
+
+def test_packed_rows_are_views_and_a_server_gets_its_own() -> None:
+    found = unique_ids(IDS, 4)
+    gradients = gradient_of(found.ids)
+    encoded = EncodedRows([TableRows(3, found, gradients)], ((1.0,),))
+    for owned, pieces_expected in (((0, 1, 2, 3), 2), ((1, 2), 2), ((0, 2), 4), ((3,), 2)):
+        ((said,), pieces) = encoded.of([PartitionId(number) for number in owned])
+        assert said.partitions == owned
+        assert len(pieces) == pieces_expected  # adjacent partitions are one piece
+        mine = np.concatenate([np.arange(*found.starts[number : number + 2]) for number in owned])
+        data = b"".join(pieces)
+        assert data == found.ids[mine].tobytes() + gradients[mine].tobytes()
+        assert len(data) == said.payload_bytes
+    assert np.shares_memory(np.frombuffer(pieces[1], np.float32), gradients)
 
 
 @pytest.mark.parametrize("code", [RowCode.BF16, RowCode.INT8])
@@ -113,16 +137,18 @@ def test_a_question_names_the_ids_whose_rows_it_has_places_for() -> None:
     wanted = [(4, unique_ids(IDS, 3), DIM), (7, unique_ids(IDS[:9], 3), 2)]
     asked: list[list[int]] = [[], []]
     for question in questions(wanted, [PartitionId(0), PartitionId(2)], 1_500):
-        codes, answers = iter(question.codes), iter(question.answers)
+        numbers, answers = np.frombuffer(b"".join(question.ids), np.int64).tolist(), iter(question.answers)
         for said in question.requested:
-            for partition, n, nbytes in zip(said.partitions, said.rows, said.id_bytes, strict=True):
-                code, (look_up, begin, end) = next(codes), next(answers)
+            for partition, n in zip(said.partitions, said.rows, strict=True):
+                look_up, begin, end = next(answers)
                 _, found, _ = wanted[look_up]
-                assert (said.table, n, nbytes) == (wanted[look_up][0], end - begin, len(code))
+                assert (said.table, n) == (wanted[look_up][0], end - begin)
                 assert found.starts[partition] <= begin < end <= found.starts[partition + 1]
-                np.testing.assert_array_equal(decode_ids(code, n), found.ids[begin:end])
+                assert numbers[:n] == found.ids[begin:end].tolist()
+                numbers = numbers[n:]
                 asked[look_up] += range(begin, end)
-        assert next(codes, None) is next(answers, None) is None
+        assert numbers == []
+        assert next(answers, None) is None
     for (_, found, _), places in zip(wanted, asked, strict=True):
         (a, b), (_, _), (e, f) = pairwise(found.starts.tolist())
         assert sorted(places) == [*range(a, b), *range(e, f)]
