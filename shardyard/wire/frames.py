@@ -60,13 +60,14 @@ def decode(message: bytes) -> Frame:
     end = len(view)
     headers: list[memoryview] = []  # protobuf allows a message in several pieces
     offset, data, at = 0, view[:0], 0
-    while at < end:
-        tag, at = _read_varint(view, at)
+    while at < end:  # most numbers are of one byte
+        tag, at = (view[at], at + 1) if view[at] < 0x80 else _read_varint(view, at)
         kind = tag & 7
         if tag >> 3 == 0:
             raise MalformedPayload(f"a frame has the field number 0 at byte {at}")
         if kind == 2:
-            length, at = _read_varint(view, at)
+            is_short = at < end and view[at] < 0x80
+            length, at = (view[at], at + 1) if is_short else _read_varint(view, at)
             if length > end - at:
                 raise MalformedPayload(f"a frame of {end} bytes has a field of {length} bytes at byte {at}")
             field, at = view[at : at + length], at + length

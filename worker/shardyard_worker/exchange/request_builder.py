@@ -120,7 +120,8 @@ class RequestBuilder:
         if push.codes is not None:
             return *buffers.coded_parts(server, push.absent, push.codes), None, None
         if stream.shared:
-            return buffers.shared_parts(server, push.absent), (), buffers.place(server, push.slot), None
+            begin = push.slot * buffers.nbytes(server) if push.slot else 0
+            return buffers.shared_parts(server, push.absent), (), begin, None
         rest = self._overlap.rest(server) if self._overlap is not None else None
         if rest is None:
             return *buffers.parts(server, push.absent, push.slot), None, None

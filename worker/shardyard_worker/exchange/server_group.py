@@ -315,7 +315,10 @@ class ServerGroup:
     def _foreign(self, results: Sequence[PartResult]) -> frozenset[PartitionId]:
         """Partitions where another worker's push counted first. After a retry a duplicate may be this worker's own
         push."""
-        twice = [result.partition for result in results if result.outcome is Outcome.DUPLICATE]
+        twice: list[PartitionId] = []
+        for result in results:
+            if result.outcome is Outcome.DUPLICATE:
+                twice.append(result.partition)
         if not twice:
             return _NONE
         retried = {partition for s, stream in self._streams.items() if stream.retried for partition in self._owned[s]}

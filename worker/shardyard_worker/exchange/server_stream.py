@@ -53,6 +53,7 @@ class ServerStream:
         """`tables`: whether the job has any. `receive_later`: another thread receives the rest of an answer whose
         values have an order."""
         self.server = server
+        self._partitions = buffers.partitions(server)
         self.peer = peer
         self._buffers = buffers
         self._deadline_ms = settings.rpc_deadline_ms
@@ -257,7 +258,7 @@ class ServerStream:
         self._exchanges += 1
         pull = header.pull
         pulled: tuple[PartitionId, ...] = () if pull is None else pull.partitions
-        pushed = () if header.kind is PushKind.NOTHING else self._buffers.partitions(self.server)  # rule A3
+        pushed = () if header.kind is PushKind.NOTHING else self._partitions  # rule A3
         result = reply_from_header(first.header, pulled, pushed, shared=pull is not None and pull.shared)
         for ticket in result.regions:
             if self.shared:

@@ -142,7 +142,7 @@ class FlatBuffers:
         return tuple(self._by_server)
 
     def nbytes(self, server: Incarnation) -> int:
-        """The size of a server's whole payload."""
+        """The size of a server's whole payload. The slots lie one after the other in its shared memory."""
         return self._by_server[server].nbytes
 
     def partitions(self, server: Incarnation) -> tuple[PartitionId, ...]:
@@ -215,10 +215,6 @@ class FlatBuffers:
     def memory(self, server: Incarnation) -> SharedMemory | None:
         """The shared memory of a server's gradients, if they are in shared memory."""
         return self._by_server[server].memory
-
-    def place(self, server: Incarnation, slot: int) -> int:
-        """Where the payload of a slot begins in the server's shared memory."""
-        return slot * self._by_server[server].nbytes
 
     def parts(
         self, server: Incarnation, absent: frozenset[int], slot: int = 0
