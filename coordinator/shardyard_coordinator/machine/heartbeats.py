@@ -6,8 +6,6 @@ heartbeats come here, the clock.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard_coordinator.core.effects import Draining, Effect, HeartbeatReply, Reply
 from shardyard_coordinator.core.events import HeartbeatReceived
@@ -50,4 +48,4 @@ def reply(jobs: JobDirectory, member: Member, job: JobState | None, drain: Drain
         return Reply(HeartbeatReply(fenced=jobs.fenced_on(member.incarnation), drain=drain))
     if job is None:
         return Reply(HeartbeatReply(drain=drain))
-    return Reply(replace(job_views.heartbeat_reply(job, member.incarnation), drain=drain))
+    return Reply(job_views.heartbeat_reply(job, member.incarnation, drain))

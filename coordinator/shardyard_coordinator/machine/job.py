@@ -146,7 +146,7 @@ def restore_joined(job: JobState, body: Body) -> None:
     worker = Incarnation(body.number("worker", least=1))
     require(worker not in job.workers, f"worker {worker} joins twice")
     number = body.number("number", most=limits.MEMBERS_MAX)
-    require(number not in job.roster.numbers.values(), f"worker {worker} joins with the number of another")
+    require(not job.roster.has(number), f"worker {worker} joins with the number of another")
     job.roster.enter_as(worker, number)
     if job.ranks is not None:
         job.ranks.enter(worker)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.push_names import RankLease, RankSource
-from shardyard_coordinator.core.effects import HeartbeatReply, Joined
+from shardyard_coordinator.core.effects import Draining, HeartbeatReply, Joined
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import residuals
 from shardyard_coordinator.flows.work_verdicts import announce_until
@@ -15,7 +15,8 @@ from shardyard_coordinator.work.feeds import FeedCounts
 from shardyard_coordinator.work.step_ledger import StepLedger
 
 
-def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
+def heartbeat_reply(job: JobState, worker: Incarnation, drain: Draining | None = None) -> HeartbeatReply:
+    """`drain`: whether the worker leaves in order."""
     return HeartbeatReply(
         job_state=job.phase,
         failure=job.failure,
@@ -32,6 +33,7 @@ def heartbeat_reply(job: JobState, worker: Incarnation) -> HeartbeatReply:
         checkpoint=job.book.committed,
         consistency=job.consistency,
         switch_point=job.pending_switch.switch_point,
+        drain=drain,
     )
 
 

@@ -93,6 +93,8 @@ class Membership:
         self._members_max = members_max
         self._next = (term << TERM_BITS) + 1
         self._members: dict[Incarnation, Member] = {}
+        self._servers: tuple[Member, ...] | None = None
+        """Those of them that are servers; None: some member has come or gone since."""
         self._former: dict[Incarnation, str] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -197,10 +199,13 @@ class Membership:
     def remove(self, incarnation: Incarnation, reason: str) -> None:
         """`reason` continues "it ...", for example "left"."""
         del self._members[incarnation]
+        self._servers = None
         self._remember(incarnation, reason)
 
     def servers(self) -> tuple[Member, ...]:
-        return tuple(member for member in self._members.values() if member.role is MemberRole.SERVER)
+        if self._servers is None:
+            self._servers = tuple([each for each in self._members.values() if each.role is MemberRole.SERVER])
+        return self._servers
 
     def missing_servers(self, now_ms: int) -> str:
         """What partitions that have no server wait for, so that the first server to come does not get all of them.
@@ -254,6 +259,7 @@ class Membership:
 
     def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
         self._members[incarnation] = member = Member(incarnation, registration, now_ms)
+        self._servers = None
         self._next = max(self._next, incarnation + 1)
         if member.role is MemberRole.SERVER:
             self._server_came_ms = now_ms

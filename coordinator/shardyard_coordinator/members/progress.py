@@ -57,7 +57,9 @@ class Progress:
     def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
         before, is_first = self.of(worker), worker not in self._reports
         samples = max(report.samples, before.samples)
-        self._reports[worker] = replace(report, samples=samples, pushed=max(report.pushed, before.pushed))
+        if report.samples < before.samples or report.pushed < before.pushed:
+            report = replace(report, samples=samples, pushed=max(report.pushed, before.pushed))
+        self._reports[worker] = report
         self._seen += 0 if is_first else samples - before.samples
         self.reach(report.step)
         self.metrics = report.metrics or self.metrics

@@ -9,6 +9,7 @@ free, how a job ends.
 
 from __future__ import annotations
 
+import heapq
 from typing import Final
 
 from shardyard.domain.ids import Incarnation
@@ -26,7 +27,11 @@ class Roster:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
         self.numbers: dict[Incarnation, int] = {}
-        """Of each living worker, from 0: the lowest number that was free when it joined. In the order of `living`."""
+        """Of each living worker, from 0: the lowest number that was free when it joined."""
+        self.numbers_end = 0
+        """The highest number of a living worker, plus 1."""
+        self._free: list[int] = []
+        """A heap of the numbers below that which no living worker has."""
         self.fenced: list[Incarnation] = []
         """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
@@ -56,18 +61,25 @@ class Roster:
         """Whether the last worker has finished all work and the time for late workers is over."""
         return self._over_at_ms is not None and now_ms >= self._over_at_ms
 
-    @property
-    def numbers_end(self) -> int:
-        """The highest number of a living worker, plus 1."""
-        return max(self.numbers.values(), default=-1) + 1
+    def has(self, number: int) -> bool:
+        """Whether a living worker has that number."""
+        return number < self.numbers_end and number not in self._free
 
     def enter(self, worker: Incarnation) -> None:
-        taken = set(self.numbers.values())
-        self.enter_as(worker, min(set(range(len(taken) + 1)) - taken))
+        self.enter_as(worker, self._free[0] if self._free else self.numbers_end)
 
     def enter_as(self, worker: Incarnation, number: int) -> None:
-        self.living = sorted([*self.living, worker])
-        self.numbers = dict(sorted({**self.numbers, worker: number}.items()))
+        """No living worker has that number."""
+        if number < self.numbers_end:
+            self._free.remove(number)
+            heapq.heapify(self._free)
+        else:
+            for free in range(self.numbers_end, number):
+                heapq.heappush(self._free, free)
+            self.numbers_end = number + 1
+        is_last = not self.living or worker > self.living[-1]
+        self.living = [*self.living, worker] if is_last else sorted([*self.living, worker])
+        self.numbers[worker] = number
         self._over_at_ms = None
 
     def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
@@ -76,7 +88,12 @@ class Roster:
             self.goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.living = [each for each in self.living if each != worker]
-        del self.numbers[worker]
+        number = self.numbers.pop(worker)
+        heapq.heappush(self._free, number)
+        if number == self.numbers_end - 1:
+            self.numbers_end = max(self.numbers.values(), default=-1) + 1
+            self._free = [each for each in self._free if each < self.numbers_end]
+            heapq.heapify(self._free)
         self.last_lost = f"worker {worker}, {how}"
         if not self.living:
             self.rest(now_ms)
