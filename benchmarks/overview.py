@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the choice of what draws
+from matplotlib import pyplot as plt
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 SHOWN = {
