@@ -48,7 +48,7 @@ def main() -> None:
         print(f"| {text} | {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) |")
     axis.set_yticks(range(len(shown)), [text for text, _ in reversed(shown)], fontsize=8)
     axis.axvline(1, color="#888888", linewidth=1)
-    axis.set_xlabel("times as fast as torch.distributed.rpc (DDP where it says so); median, and the range of pairs")
+    axis.set_xlabel("times as fast as torch.distributed.rpc, or DDP", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER) / "overview.png", dpi=110)
 

@@ -175,7 +175,7 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 322)
+@mutation("A12", "async", 454)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     instead_of(patch, StraddlingRange)

@@ -39,6 +39,7 @@ class Member:
         return await call(request, timeout=CALL_S)
 
     async def join(self, settings: str) -> None:
+        await self._channel.channel_ready()
         registered = await self._call(
             methods.REGISTER, coordinator.RegisterRequest(role=coordinator.ROLE_WORKER, protocol=PROTOCOL)
         )
