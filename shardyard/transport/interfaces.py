@@ -126,8 +126,8 @@ class Pause(ABC):
 
     @abstractmethod
     def begin(self, go_on: Callable[[], None]) -> bool:
-        """Returns False if nothing has to be waited for. Otherwise the thread that does it calls `go_on` afterwards;
-        it may call it sooner, and more than once."""
+        """Returns False if nothing has to be waited for. Otherwise `go_on` is called once, by the thread that has done
+        it, or has done a part of it: the handler then looks again."""
 
     @abstractmethod
     def end(self) -> None:

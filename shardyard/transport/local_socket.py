@@ -6,10 +6,9 @@ connection carries the id of the request. File descriptors of shared memory trav
 
 `LocalListener` serves one method with streams in both directions. Each connection has a thread, which blocks until the
 next message is there; a handler that pauses is carried on by the thread that ends its pause. `LocalStream` is the
-caller's side. Invariants: both sides ask the kernel which user
-the other side is (SO_PEERCRED), and talk only to their own; a message beyond the limits ends the connection; whatever
-way a process ends, the kernel tells the other side, and descriptors that nobody took are closed. Must not know: what
-messages mean.
+caller's side. Invariants: both sides ask the kernel which user the other side is (SO_PEERCRED), and talk only to their
+own; a message beyond the limits ends the connection; whatever way a process ends, the kernel tells the other side, and
+descriptors that nobody took are closed. Must not know: what messages mean.
 """
 
 from __future__ import annotations
@@ -365,8 +364,8 @@ class ServedConnection:
         self._connection = connection
         self._method, self._handler = method, handler
         self._handling = threading.Lock()
-        """Held by the thread that carries the handler on. Threads do not wait for each other here: a thread that ends
-        a pause has carried its own handler on since before, and so is no handler's that is waited for."""
+        """Held by the thread that carries the handler on. No circle of threads waits here: a thread takes the lock of
+        another handler only while it runs its own, and the other handler was paused then."""
         self._answers: Generator[bytes | Pause | None, None, None]
         self._arrived: tuple[bytes, bytes] | None = None
         self._pause: Pause | None = None

@@ -157,7 +157,7 @@ class Partition:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.awaited: dict[object, Callable[[], None]] = {}
-        """What must be called after the next change, by whom asked for it (see reads.VersionPause)."""
+        """Calls to make after the next change, by the pause that wants one (service.version_pause)."""
 
     @property
     def tables(self) -> Tables:
@@ -187,7 +187,7 @@ class Partition:
         return left > 0 and self.changed.wait(left)
 
     def wake(self) -> None:
-        """Called without locks, after a change of what `changed` tells: carries on pulls that have waited for it."""
+        """Carries on the pulls that have waited for a change. Called after it, without locks."""
         if self.awaited:
             with self.lock:
                 calls = list(self.awaited.values())
