@@ -5,5 +5,5 @@ Imports the domain alone. No torch, no gRPC.
 
 Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `clock` has the
 clock as a protocol, and the real one. `restart_policy` says whether and when a dead process starts again. `failpoints`
-has named places where tests end, fail or delay a process.
+has named places where tests end, fail or delay a process. `malloc` keeps freed message buffers mapped.
 """

@@ -3,9 +3,9 @@
 In: a typed method of shardyard.wire.methods and a request. Out: its reply, or the error that the other side raised.
 
 Read `interfaces` first: `Peer`, `Network`, `Service`. Over gRPC: `grpc_client`, `grpc_server`, `grpc_private` (faster
-streams, for the versions of grpcio that were tried). On one machine: `local_socket`. In process: `in_process`. Shared:
-`dispatch` (from bytes to a handler), `error_codes` (errors and statuses), `membership_client` (registration and
-heartbeats). Memory: `shared_memory`, `huge_pages`, `stream_copy`, `malloc`.
+streams, for the versions of grpcio that were tried). On one machine: `local_socket`, `local_listener`. In process:
+`in_process`. Shared: `dispatch` (from bytes to a handler), `error_codes` (errors and statuses), `membership_client`
+(registration and heartbeats). Memory: `shared_memory`, `huge_pages`, `stream_copy`.
 
 This file changes two settings of grpc, which must be set before grpc is imported:
 

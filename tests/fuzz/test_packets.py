@@ -18,7 +18,8 @@ from random import Random
 import pytest
 
 from shardyard.domain.consistency import UpdateMode
-from shardyard.transport.local_socket import DESCRIPTORS_MAX, PACKET_BYTES, LocalListener
+from shardyard.transport.local_listener import LocalListener
+from shardyard.transport.local_socket import DESCRIPTORS_MAX, PACKET_BYTES
 from shardyard.wire import methods
 from tests.fuzz import fuzzing, mutations
 from tests.fuzz.worlds import ServerWorld, _Noise
@@ -137,6 +138,8 @@ def test_packets_that_are_nearly_right_harm_nobody(world: ServerWorld) -> None:
                 answered += answers(caller).count(b"m")
             caller.close()
             if number % 20 == 0:
+                # some of those before may still be served, and only so many are at a time
+                wait_until(lambda: threading.active_count() <= threads + 1)
                 good = connect(listener.address)
                 assert all(send(good, packet) for packet in ((b"m1", 0), (b"m" + streams[0][0], 0)))
                 good.shutdown(socket.SHUT_WR)
@@ -150,5 +153,5 @@ def test_packets_that_are_nearly_right_harm_nobody(world: ServerWorld) -> None:
         logging.getLogger("shardyard.serving").removeHandler(noise)
     assert not noise.records, noise.records[:3]
     assert answered > CONNECTIONS / 10, "packets are too wrong to find anything"
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert descriptors() <= fds

@@ -49,10 +49,10 @@ ROWS_IN_MEMORY = 2
 def simulation(level: int = logging.ERROR) -> Iterator[None]:
     """Simulates clock, threads, network and disk within the block. `run_plan` runs in it. Not reentrant. `level`: which
     log messages a trace has."""
+    from shardyard.runtime.malloc import tune_malloc
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.transport.grpc_server import GrpcServer
-    from shardyard.transport.local_socket import LocalListener
-    from shardyard.transport.malloc import tune_malloc
+    from shardyard.transport.local_listener import LocalListener
     from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
     from shardyard_ps_server.tables import disk_tier

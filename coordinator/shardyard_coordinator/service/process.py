@@ -18,10 +18,10 @@ from shardyard.domain import limits
 from shardyard.domain.errors import StorageUnavailable
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
+from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
-from shardyard.transport.malloc import tune_malloc
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.rpcs.table import make_waiting_service
 from shardyard_coordinator.service.service import Coordinator

@@ -25,9 +25,9 @@ import psutil
 
 from shardyard.domain import errors
 from shardyard.domain.limits import GIB, MIB
+from shardyard.runtime.malloc import tune_malloc
 from shardyard.transport import TRIED
 from shardyard.transport import shared_memory as shm
-from shardyard.transport.malloc import tune_malloc
 from shardyard_launcher.probes.findings import Finding, Probe, failed, ok, warning
 
 FREE_BYTES_MIN: Final = 1 * GIB

@@ -16,12 +16,12 @@ from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
+from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Network, Service
-from shardyard.transport.local_socket import LocalListener
-from shardyard.transport.malloc import tune_malloc
+from shardyard.transport.local_listener import LocalListener
 from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire

@@ -15,7 +15,7 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Network, Stream
-from shardyard.transport.local_socket import LocalListener
+from shardyard.transport.local_listener import LocalListener
 from shardyard.wire import methods
 from shardyard.wire.method import Method
 from tests.support.echoes import (

@@ -11,9 +11,9 @@ import torch
 from shardyard.config.settings import Settings
 from shardyard.domain.errors import RunFinished, ShardyardError
 from shardyard.domain.ids import Incarnation, MemberRole
+from shardyard.runtime.malloc import tune_malloc
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
-from shardyard.transport.malloc import tune_malloc
 from shardyard.transport.membership_client import Membership
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.job.job import Job

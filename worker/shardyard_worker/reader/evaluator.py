@@ -23,10 +23,10 @@ from shardyard.domain import errors
 from shardyard.domain.ids import JobId, Version
 from shardyard.domain.limits import METRICS_MAX
 from shardyard.runtime.log import bind_process
+from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
-from shardyard.transport.malloc import tune_malloc
 from shardyard_worker.embedding.table import tables_of
 from shardyard_worker.reader.best import BestKeeper, Mode
 from shardyard_worker.reader.model_values import load_into

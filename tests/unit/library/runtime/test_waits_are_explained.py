@@ -114,7 +114,7 @@ ALLOWED: Final[dict[str, str]] = {
     "transport/grpc_private.py:ServedCall._run:get": IDLE,
     "transport/grpc_private.py:StreamThreads._serve:get": IDLE,
     "transport/local_socket.py:Connection.cancel:shutdown": "a socket is shut down at once",
-    "transport/local_socket.py:LocalListener._accept:sleep": SHORT,
+    "transport/local_listener.py:LocalListener._accept:sleep": SHORT,
     "worker/exchange/server_stream.py:ServerStream._open_stream:call": OUTSIDE,
     "transport/grpc_private.py:StreamThreads.close:join": OUTSIDE,
     "transport/membership_client.py:MembershipClient._pause:wait": IDLE,

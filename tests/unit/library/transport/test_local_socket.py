@@ -17,9 +17,11 @@ import pytest
 
 from shardyard.domain import errors
 from shardyard.domain.limits import FRAME_BYTES, MESSAGE_BYTES_MAX
+from shardyard.transport import local_listener
 from shardyard.transport import local_socket as module
 from shardyard.transport.interfaces import Context
-from shardyard.transport.local_socket import DESCRIPTORS_MAX, PACKET_BYTES, Connection, LocalListener, LocalStream
+from shardyard.transport.local_listener import LocalListener
+from shardyard.transport.local_socket import DESCRIPTORS_MAX, PACKET_BYTES, Connection, LocalStream
 from shardyard.wire import methods
 from shardyard.wire.frames import Frame
 from tests.support.waiting import wait_until
@@ -134,7 +136,7 @@ def test_packets_that_are_none_end_the_connection_and_no_other(
 def test_first_packet_that_does_not_come_ends_the_connection(
     listener: LocalListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_HELLO_MS", 50)
+    monkeypatch.setattr(local_listener, "_HELLO_MS", 50)
     with raw(listener.address) as peer:
         assert peer.recv(10) == b""
 
@@ -199,7 +201,7 @@ def test_killed_peer_is_noticed_at_once(folder: Path) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from shardyard.transport.local_socket import LocalListener\n"
+        "from shardyard.transport.local_listener import LocalListener\n"
         "from shardyard.wire import methods\n"
         "made = LocalListener(methods.PUSH_PULL, lambda s, c: (time.sleep(60) for _ in s), connections_max=4,\n"
         "                     folder=Path(sys.argv[1]))\n"
@@ -285,7 +287,8 @@ def test_server_of_another_user_is_not_talked_to() -> None:
 
 
 def test_system_without_local_sockets_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", lambda: False)
+    for each in (module, local_listener):
+        monkeypatch.setattr(each, "available", lambda: False)
     with pytest.raises(errors.NotShareable, match="no local sockets"):
         to("@anything")
     with pytest.raises(errors.NotShareable, match="no local sockets"):

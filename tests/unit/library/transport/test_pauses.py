@@ -11,7 +11,8 @@ import pytest
 from shardyard.domain import errors
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context, Pause, Service
-from shardyard.transport.local_socket import LocalListener, LocalStream
+from shardyard.transport.local_listener import LocalListener
+from shardyard.transport.local_socket import LocalStream
 from shardyard.wire import methods
 from shardyard.wire.frames import Frame
 from tests.support.waiting import wait_until
