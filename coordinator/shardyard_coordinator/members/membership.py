@@ -93,8 +93,8 @@ class Membership:
         self._members_max = members_max
         self._next = (term << TERM_BITS) + 1
         self._members: dict[Incarnation, Member] = {}
-        self._servers: tuple[Member, ...] | None = None
-        """Those of them that are servers; None: some member has come or gone since."""
+        self._servers: dict[Incarnation, Member] = {}
+        """Those of them that are servers."""
         self._former: dict[Incarnation, str] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -199,13 +199,11 @@ class Membership:
     def remove(self, incarnation: Incarnation, reason: str) -> None:
         """`reason` continues "it ...", for example "left"."""
         del self._members[incarnation]
-        self._servers = None
+        self._servers.pop(incarnation, None)
         self._remember(incarnation, reason)
 
     def servers(self) -> tuple[Member, ...]:
-        if self._servers is None:
-            self._servers = tuple([each for each in self._members.values() if each.role is MemberRole.SERVER])
-        return self._servers
+        return tuple(self._servers.values())
 
     def missing_servers(self, now_ms: int) -> str:
         """What partitions that have no server wait for, so that the first server to come does not get all of them.
@@ -259,7 +257,8 @@ class Membership:
 
     def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
         self._members[incarnation] = member = Member(incarnation, registration, now_ms)
-        self._servers = None
+        if member.role is MemberRole.SERVER:
+            self._servers[incarnation] = member
         self._next = max(self._next, incarnation + 1)
         if member.role is MemberRole.SERVER:
             self._server_came_ms = now_ms

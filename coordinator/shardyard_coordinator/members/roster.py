@@ -9,7 +9,7 @@ free, how a job ends.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from typing import Final
 
 from shardyard.domain.ids import Incarnation
@@ -27,11 +27,11 @@ class Roster:
         self.living: list[Incarnation] = []
         """In the order in which they have registered."""
         self.numbers: dict[Incarnation, int] = {}
-        """Of each living worker, from 0: the lowest number that was free when it joined."""
+        """Of each living worker, from 0: the lowest number that was free when it joined. In the order of `living`."""
         self.numbers_end = 0
         """The highest number of a living worker, plus 1."""
         self._free: list[int] = []
-        """A heap of the numbers below that which no living worker has."""
+        """The numbers below that which no living worker has, ascending."""
         self.fenced: list[Incarnation] = []
         """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
@@ -72,14 +72,14 @@ class Roster:
         """No living worker has that number."""
         if number < self.numbers_end:
             self._free.remove(number)
-            heapq.heapify(self._free)
         else:
-            for free in range(self.numbers_end, number):
-                heapq.heappush(self._free, free)
+            self._free += range(self.numbers_end, number)
             self.numbers_end = number + 1
         is_last = not self.living or worker > self.living[-1]
         self.living = [*self.living, worker] if is_last else sorted([*self.living, worker])
         self.numbers[worker] = number
+        if not is_last:
+            self.numbers = dict(sorted(self.numbers.items()))
         self._over_at_ms = None
 
     def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
@@ -89,11 +89,10 @@ class Roster:
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.living = [each for each in self.living if each != worker]
         number = self.numbers.pop(worker)
-        heapq.heappush(self._free, number)
+        bisect.insort(self._free, number)
         if number == self.numbers_end - 1:
             self.numbers_end = max(self.numbers.values(), default=-1) + 1
             self._free = [each for each in self._free if each < self.numbers_end]
-            heapq.heapify(self._free)
         self.last_lost = f"worker {worker}, {how}"
         if not self.living:
             self.rest(now_ms)
