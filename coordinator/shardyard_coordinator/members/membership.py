@@ -257,10 +257,9 @@ class Membership:
 
     def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
         self._members[incarnation] = member = Member(incarnation, registration, now_ms)
-        if member.role is MemberRole.SERVER:
-            self._servers[incarnation] = member
         self._next = max(self._next, incarnation + 1)
         if member.role is MemberRole.SERVER:
+            self._servers[incarnation] = member
             self._server_came_ms = now_ms
         return member
 

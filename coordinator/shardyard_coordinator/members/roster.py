@@ -28,10 +28,8 @@ class Roster:
         """In the order in which they have registered."""
         self.numbers: dict[Incarnation, int] = {}
         """Of each living worker, from 0: the lowest number that was free when it joined. In the order of `living`."""
-        self.numbers_end = 0
-        """The highest number of a living worker, plus 1."""
         self._free: list[int] = []
-        """The numbers below that which no living worker has, ascending."""
+        """The numbers below the highest of them that no living worker has, ascending."""
         self.fenced: list[Incarnation] = []
         """They departed; servers refuse them, or will."""
         self.fencing: list[Incarnation] = []
@@ -61,6 +59,11 @@ class Roster:
         """Whether the last worker has finished all work and the time for late workers is over."""
         return self._over_at_ms is not None and now_ms >= self._over_at_ms
 
+    @property
+    def numbers_end(self) -> int:
+        """The highest number of a living worker, plus 1."""
+        return len(self.numbers) + len(self._free)
+
     def has(self, number: int) -> bool:
         """Whether a living worker has that number."""
         return number < self.numbers_end and number not in self._free
@@ -74,7 +77,6 @@ class Roster:
             self._free.remove(number)
         else:
             self._free += range(self.numbers_end, number)
-            self.numbers_end = number + 1
         is_last = not self.living or worker > self.living[-1]
         self.living = [*self.living, worker] if is_last else sorted([*self.living, worker])
         self.numbers[worker] = number
@@ -88,11 +90,9 @@ class Roster:
             self.goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.living = [each for each in self.living if each != worker]
-        number = self.numbers.pop(worker)
-        bisect.insort(self._free, number)
-        if number == self.numbers_end - 1:
-            self.numbers_end = max(self.numbers.values(), default=-1) + 1
-            self._free = [each for each in self._free if each < self.numbers_end]
+        bisect.insort(self._free, self.numbers.pop(worker))
+        while self._free and self._free[-1] == self.numbers_end - 1:
+            self._free.pop()
         self.last_lost = f"worker {worker}, {how}"
         if not self.living:
             self.rest(now_ms)
