@@ -56,7 +56,8 @@ def request(job: JobState, ticket: int) -> list[Effect]:
 def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = frozenset()) -> list[Effect]:
     """`leaving`: servers of the job whose partitions go to others with this checkpoint."""
     deployed, book, logs = job.deployment, job.book, job.log_owners
-    if leaving or not job.may_acknowledge:
+    sealed = frozenset[Incarnation]() if book.draft is None else book.draft.sealed
+    if leaving - sealed or (book.draft is None and not job.may_acknowledge):
         book.want()
     if deployed.stage is not Stage.OPEN:
         return []
