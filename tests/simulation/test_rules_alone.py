@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,11 +22,12 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pulls import PullHeader
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
-from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.domain.pushes import PartResult, PushHeader, PushKind, PushPart
 from shardyard.runtime import failpoints
 from shardyard_ps_server.hosting import admission, orders, pulls, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.push import apply_push
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
@@ -90,6 +92,11 @@ def a_push_that_one_partition_refuses(_: Path) -> list[str]:
             send(store, order(RANKS[1], groups=OTHER_RATE))
         ((_, marks),) = pushes.read_ledger(store.hosted()[0], [(RANKS[1], TOKEN)])
     return [f"partition {mark.partition} has counted what was refused" for mark in marks if mark.next]
+
+
+def a_large_push_that_one_partition_refuses(folder: Path) -> list[str]:
+    with patch.object(pushes, "POOL_BYTES_MIN", 0):
+        return a_push_that_one_partition_refuses(folder)
 
 
 def an_order_of_a_coordinator_that_was_replaced(_: Path) -> list[str]:
@@ -180,6 +187,10 @@ def a_log_that_was_taken_over_after_an_order(folder: Path) -> list[str]:
 
 
 def parts_are_not_judged_beforehand(patch: pytest.MonkeyPatch) -> None:
+    def one_by_one(work: Sequence[pushes.Work], name: PushName, current: Callable[[], None]) -> tuple[PartResult, ...]:
+        return tuple([apply_push(partition, name, contribution, current) for partition, contribution in work])
+
+    patch.setattr(pushes, "apply_to_all", one_by_one)
     patch.setattr(pushes, "check_push", lambda *_: None)
 
 
@@ -220,6 +231,7 @@ CASES = (
     Case("A3", a_push_that_was_admitted_before_its_worker_was_fenced, the_epoch_stays),
     Case("A3", a_push_that_was_admitted_before_its_job_was_dropped, the_epoch_stays),
     Case("A4", a_push_that_one_partition_refuses, parts_are_not_judged_beforehand),
+    Case("A4", a_large_push_that_one_partition_refuses, parts_are_not_judged_beforehand),
     Case("C2", a_log_that_was_taken_over_after_an_order, fences_are_of_any_generation),
     Case("C4", an_order_of_a_coordinator_that_was_replaced, terms_are_not_looked_at),
     Case("C5", a_gradient_that_changes_while_it_is_logged, shared_memory_is_not_copied),

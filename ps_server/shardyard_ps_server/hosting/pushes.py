@@ -26,7 +26,14 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition import sync_step
 from shardyard_ps_server.partition.contribution import Contribution, parts_of
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.push import apply_push, begin_logged, check_nothing, check_push, end_logged
+from shardyard_ps_server.partition.push import (
+    apply_push,
+    apply_to_all,
+    begin_logged,
+    check_nothing,
+    check_push,
+    end_logged,
+)
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.values.versions import NO_BYTES, Bytes, aligned_copy
@@ -86,11 +93,9 @@ def push(
 
 
 def _apply(store: Store, admitted: Admitted, header: PushHeader, work: Sequence[Work]) -> tuple[PartResult, ...]:
-    if len(work) > 1:
-        for target, contribution in work:
-            check_push(target, header.name, contribution)
+    check_current = partial(check_still_admitted, store, admitted, header)
     try:
-        return _push_all(store, header, work, partial(check_still_admitted, store, admitted, header))
+        return _push_all(store, header, work, check_current, checked=False)
     except BaseException:
         _report_torn(store, [target for target, _ in work])
         raise
@@ -119,7 +124,7 @@ def _record_and_apply(
         wal.sync(ticket)
         with wal.turn(ticket):
             try:
-                return _push_all(store, header, decided, check_nothing)
+                return _push_all(store, header, decided, check_nothing, checked=True)
             except BaseException as error:
                 torn = _torn([target for target, _ in decided])
                 if torn is not None:  # now the log and the partitions differ
@@ -128,15 +133,15 @@ def _record_and_apply(
 
 
 def _push_all(
-    store: Store, header: PushHeader, work: Sequence[Work], check_current: Callable[[], None]
+    store: Store, header: PushHeader, work: Sequence[Work], check_current: Callable[[], None], *, checked: bool
 ) -> tuple[PartResult, ...]:
-    if len(work) > 1 and header.payload_bytes + header.rows_bytes >= POOL_BYTES_MIN:
-        works = [partial(apply_push, target, header.name, each, check_current) for target, each in work]
-        return tuple(store.pool.run(works))
-    results: list[PartResult] = []
-    for target, each in work:
-        results.append(apply_push(target, header.name, each, check_current))
-    return tuple(results)
+    """`checked`: the push was checked in each partition, and nothing has changed since."""
+    if header.payload_bytes + header.rows_bytes < POOL_BYTES_MIN or len(work) == 1:
+        return apply_to_all(work, header.name, check_current)
+    for target, each in work if not checked else ():
+        check_push(target, header.name, each)
+    works = [partial(apply_push, target, header.name, each, check_current) for target, each in work]
+    return tuple(store.pool.run(works))
 
 
 def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: StepVerdict) -> None:

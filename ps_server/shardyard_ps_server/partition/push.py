@@ -8,12 +8,15 @@
          asynchronous    it is an update, corrected for its staleness if the job asks for that
        The ledger advances in the same moment in which the change becomes visible.
 
-In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record says.
+`apply_to_all` does both for all partitions of a small push, in one thread. A large push is applied by several threads,
+one partition each. In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record
+says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.push_names import PushName, RankSource
@@ -39,23 +42,50 @@ def apply_push(
     """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having changed
     nothing."""
     with partition.turn:
-        duplicate, contribution = _admit(partition, name, contribution, check_current)
-        if not duplicate and partition.steps is None:
-            result = _apply_alone(partition, name, contribution)
-            failpoint("push.after_partition")
-            return result
-        if duplicate:
-            outcome = _repeated(partition, name)
-        else:
-            assert partition.steps is not None
-            outcome = sync_step.contribute(partition, partition.steps, name, contribution)
-        failpoint("push.after_partition")
-        with partition.lock:
-            next_sequence = partition.ledger.next(name.key)
-            result = PartResult(partition.id, outcome, next_sequence, partition.versions.newest)
-    if outcome is Outcome.APPLIED or partition.rules.clipping.norm:
-        partition.wake()
+        admitted = _admit(partition, name, contribution, check_current)
+        result = _count(partition, name, *admitted)
+    _wake_after(partition, result)
     return result
+
+
+def apply_to_all(
+    work: Sequence[tuple[Partition, Contribution]], name: PushName, check_current: Callable[[], None]
+) -> tuple[PartResult, ...]:
+    """As `check_push` and then `apply_push` for each of several partitions. Takes all turns first, so each partition is
+    checked once: nothing can change between the checks and the changes."""
+    results: list[PartResult] = []
+    try:
+        with ExitStack() as turns:
+            for partition, _ in sorted(work, key=lambda each: each[0].id):  # so that two pushes cannot block each other
+                turns.enter_context(partition.turn)
+            admitted = [_admit(partition, name, contribution, check_current) for partition, contribution in work]
+            for (partition, _), each in zip(work, admitted, strict=True):
+                results.append(_count(partition, name, *each))
+    finally:
+        for (partition, _), result in zip(work, results, strict=False):
+            _wake_after(partition, result)
+    return tuple(results)
+
+
+def _wake_after(partition: Partition, result: PartResult) -> None:
+    if result.outcome is Outcome.APPLIED or partition.rules.clipping.norm:
+        partition.wake()
+
+
+def _count(partition: Partition, name: PushName, duplicate: bool, contribution: Contribution) -> PartResult:
+    """Counts an admitted push. Called with the turn."""
+    if not duplicate and partition.steps is None:
+        result = _apply_alone(partition, name, contribution)
+        failpoint("push.after_partition")
+        return result
+    if duplicate:
+        outcome = _repeated(partition, name)
+    else:
+        assert partition.steps is not None
+        outcome = sync_step.contribute(partition, partition.steps, name, contribution)
+    failpoint("push.after_partition")
+    with partition.lock:
+        return PartResult(partition.id, outcome, partition.ledger.next(name.key), partition.versions.newest)
 
 
 def _admit(

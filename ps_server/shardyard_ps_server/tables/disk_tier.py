@@ -98,7 +98,7 @@ class DiskTier:
 
     def _set_limit(self, needed: int) -> int:
         shared = self._memory.shared
-        rows = int(heap.rows_of(self._memory)) + needed
+        rows = int(heap.rows_of(self._memory.shared)) + needed
         record_bytes = int(self._memory.slab.shape[1]) * 4
         index_bytes = self._stripes.nbytes_soon
         wanted = self._budget.limit_of(self, index_bytes=index_bytes, rows=rows, record_bytes=record_bytes)
@@ -133,7 +133,7 @@ class DiskTier:
         coldest: list[tuple[Numbers, Numbers]] = []
         found = 0
         while homes > 0 and left < most and (self._beyond() or self._missing(needed) > found):
-            with self._lock.together():
+            with self._lock.together:
                 n, cursor, over = moves.hot_some(self._memory, self._cursor, HOMES_PER_STEP, ids, keys, rows)
             self._cursor = np.uint64(0) if over else np.uint64(cursor)
             homes -= HOMES_PER_STEP
@@ -166,7 +166,7 @@ class DiskTier:
             # a row that changes while it is copied is not the same any more, and stays in memory
             records = self._memory.slab[rows[: slots.size]]
             written = self._file.write(slots, records)
-            with self._lock.together():
+            with self._lock.together:
                 moves.confirm(
                     self._memory,
                     ids[:written],

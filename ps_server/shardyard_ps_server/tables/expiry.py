@@ -65,7 +65,7 @@ class TableExpiry:
                 is_cut = state.memory.log_rows.shape[0] > 1  # then removed rows are copied first
                 if self._histogram is None and (state.settings.expiry.norm_min > 0 or is_cut):
                     self._bring(HOMES_PER_STEP, self._cursor)
-                with state.lock.together():
+                with state.lock.together:
                     if not self._begun:
                         self._begin()
                     if self._histogram is not None:
@@ -93,7 +93,7 @@ class TableExpiry:
         if 0 < state.settings.expiry.rows_kept < state.entries:
             histogram, over, cursor = _no_frequencies(), False, np.uint64(0)
             while not over:
-                with state.lock.together():
+                with state.lock.together:
                     after, over = walks.count_some(state.memory, cursor, HOMES_PER_SWEEP, histogram)
                 cursor = np.uint64(after)
             too_many = max(int(histogram.sum()) - state.settings.expiry.rows_kept, 0)
@@ -144,7 +144,7 @@ class TableExpiry:
             if reasons.square_norm_min > 0:
                 self._bring(HOMES_PER_SWEEP, cursor)
             gone = np.empty(room, np.int64)
-            with state.lock.together():
+            with state.lock.together:
                 n, after, over = walks.expire_some(
                     state.memory, cursor, HOMES_PER_SWEEP, state.settings.dim, reasons, gone
                 )

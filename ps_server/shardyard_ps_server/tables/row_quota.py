@@ -6,8 +6,7 @@ Invariant: the rows, and those that pushes in progress may make, are never more 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from shardyard.domain.errors import TableFull
 
@@ -19,25 +18,22 @@ class RowQuota:
         self._lock = threading.Lock()
         self._promised = 0
 
-    @contextmanager
-    def room_for(self, ids: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> Iterator[None]:
+    def take(self, ids: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> int:
         """Reserves room for the rows of so many ids. Close to the limit it calls `count_missing` to learn how many of
-        them have no row. Raises TableFull."""
-        n = ids
+        them have no row. Returns for how many rows; `give_back` must follow. Raises TableFull."""
         with self._lock:
-            close = rows() + self._promised + n > self.rows_max
-            if not close:
-                self._promised += n
-        if close:
-            n = count_missing()
-            with self._lock:
-                if rows() + self._promised + n > self.rows_max:
-                    raise TableFull(
-                        f"{n} more rows in table {self._table!r}, which has {rows()}; at most {self.rows_max} are kept"
-                    )
-                self._promised += n
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._promised -= n
+            if rows() + self._promised + ids <= self.rows_max:
+                self._promised += ids
+                return ids
+        n = count_missing()
+        with self._lock:
+            if rows() + self._promised + n > self.rows_max:
+                raise TableFull(
+                    f"{n} more rows in table {self._table!r}, which has {rows()}; at most {self.rows_max} are kept"
+                )
+            self._promised += n
+        return n
+
+    def give_back(self, n: int) -> None:
+        with self._lock:
+            self._promised -= n

@@ -39,7 +39,7 @@ class TableState:
 
     @property
     def rows(self) -> int:
-        return int(heap.rows_of(self.memory))
+        return int(heap.rows_of(self.memory.shared))
 
     @property
     def entries(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -122,7 +121,7 @@ class Table:
     def having_row(self, ids: Ids) -> Ids:
         """Returns those of the ids that have a row. Nothing may be pushed meanwhile."""
         check_ids(self.settings.name, ids)
-        with self.state.lock.together():
+        with self.state.lock.together:
             return ids[~self._without_row(ids)]
 
     def check_room(self, ids: Ids) -> None:
@@ -130,8 +129,8 @@ class Table:
         made."""
         check_ids(self.settings.name, ids)
         if self.rows + ids.size > self._quota.rows_max:
-            with self.state.lock.together(), self._room_for(ids):
-                pass
+            with self.state.lock.together:
+                self._quota.give_back(self._take_room(ids))
 
     # ---- changing
 
@@ -174,7 +173,7 @@ class Table:
         gone, state = np.zeros(ids.size, np.bool_), self.state
         if self._tier is not None:
             self._tier.bring(ids)
-        with state.lock.together():
+        with state.lock.together:
             push_loops.remove(state.memory, self._batch(ids), gone, self._turn())
             self.cuts.note_removed(ids[gone])
         return ids[gone]
@@ -219,12 +218,16 @@ class Table:
         units = steps // expiry.age_unit
         if self._tier is not None:
             self._tier.make_room(ids)
-        with self.state.lock.together(), self._room_for(ids):
-            memory, batch = self.state.memory, self._batch(ids)
-            newest = int(steps.max()) if n else 0
-            self.state.advance(0 if expiry.by_time else newest, newest)
-            counts = writable(frequencies)
-            self._repeat(lambda: int(push_loops.load_batch(memory, batch, records, counts, units, self._turn())))
+        with self.state.lock.together:
+            taken = self._take_room(ids)
+            try:
+                memory, batch = self.state.memory, self._batch(ids)
+                newest = int(steps.max()) if n else 0
+                self.state.advance(0 if expiry.by_time else newest, newest)
+                counts = writable(frequencies)
+                self._repeat(lambda: int(push_loops.load_batch(memory, batch, records, counts, units, self._turn())))
+            finally:
+                self._quota.give_back(taken)
 
     def load_cells(self, cells: npt.NDArray[np.uint8], begin: int | None = None) -> None:
         """Sets the filter of a cut, or a piece of it whose first cell is number `begin`. Raises TableError."""
@@ -268,25 +271,29 @@ class Table:
             self._tier.make_room(ids)
         else:  # a page fault under a stripe's lock would delay all look-ups in the stripe
             self._pages.make_ready(int(state.memory.shared[NEXT_ROW]) + ids.size)
-        with state.lock.together(), self._room_for(ids):
-            state.advance(step, now_ms)
-            pushed = push_loops.Pushed(
-                rule.code,
-                gradients is not None,
-                rule.scalars,
-                0 if gradients is None else gradients.ctypes.data,
-                0 if counts is None else counts.ctypes.data,
-                state.unit(step),
-                _NONE if state.filter is None else state.filter.count(ids, counts),
-            )
-            admission = self._admission
-            if settings.admission.kind is Admission.CHANCE:
-                admission = admission._replace(key=draws_key(state.key, step))
-            memory, stripes, dim, ids = state.memory, state.stripes.count, settings.dim, writable(ids)
-            room = self._batches.room(ids.size)
-            if push_loops.push_all(memory, room, ids, stripes, dim, pushed, admission, self._turn()) >= 0:
-                batch = batch_in(room, ids.size, stripes)
-                self._repeat(lambda: int(push_loops.push(memory, batch, dim, pushed, admission, self._turn())))
+        with state.lock.together:
+            taken = self._take_room(ids)
+            try:
+                state.advance(step, now_ms)
+                pushed = push_loops.Pushed(
+                    rule.code,
+                    gradients is not None,
+                    rule.scalars,
+                    0 if gradients is None else gradients.ctypes.data,
+                    0 if counts is None else counts.ctypes.data,
+                    state.unit(step),
+                    _NONE if state.filter is None else state.filter.count(ids, counts),
+                )
+                admission = self._admission
+                if settings.admission.kind is Admission.CHANCE:
+                    admission = admission._replace(key=draws_key(state.key, step))
+                memory, stripes, dim, ids = state.memory, state.stripes.count, settings.dim, writable(ids)
+                room = self._batches.room(ids.size)
+                if push_loops.push_all(memory, room, ids, stripes, dim, pushed, admission, self._turn()) >= 0:
+                    batch = batch_in(room, ids.size, stripes)
+                    self._repeat(lambda: int(push_loops.push(memory, batch, dim, pushed, admission, self._turn())))
+            finally:
+                self._quota.give_back(taken)
 
     def _repeat(self, loop: Callable[[], int]) -> None:
         """Calls a loop again after a stripe that it found full has grown."""
@@ -300,10 +307,11 @@ class Table:
     def _batch(self, ids: Ids) -> LoopBatch:
         return self._batches.arrange(self.state.memory, ids, self.state.stripes.count)
 
-    def _room_for(self, ids: Ids) -> AbstractContextManager[None]:
-        """Inside the block no other push takes the rows that these ids may need. Raises TableFull."""
+    def _take_room(self, ids: Ids) -> int:
+        """Until the returned room is given back, no other push takes the rows that these ids may need. Raises
+        TableFull."""
         missing = lambda: np.unique(ids[self._without_row(ids)]).size  # noqa: E731
-        return self._quota.room_for(ids.size, lambda: self.rows, missing)
+        return self._quota.take(ids.size, lambda: self.state.rows, missing)
 
     def _without_row(self, ids: Ids) -> npt.NDArray[np.bool_]:
         missing = np.zeros(ids.size, np.bool_)

@@ -10,24 +10,11 @@ from contextlib import contextmanager
 
 class SharedExclusiveLock:
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._inside = 0
         self._alone = False
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside the block other threads may be inside `together` too."""
-        with self._changed:
-            while self._alone:
-                self._changed.wait()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                if self._alone and self._inside == 0:
-                    self._changed.notify_all()
+        self.together = _Together(self)
+        """Inside a block of it other threads may be inside such blocks too."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -44,3 +31,24 @@ class SharedExclusiveLock:
             with self._changed:
                 self._alone = False
                 self._changed.notify_all()
+
+
+class _Together:
+    """Costs a push less than a generator as context."""
+
+    def __init__(self, lock: SharedExclusiveLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        lock = self._lock
+        with lock._changed:
+            while lock._alone:
+                lock._changed.wait()
+            lock._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        lock = self._lock
+        with lock._changed:
+            lock._inside -= 1
+            if lock._alone and lock._inside == 0:
+                lock._changed.notify_all()

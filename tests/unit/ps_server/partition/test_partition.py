@@ -39,7 +39,7 @@ from shardyard_ps_server.partition.checkpoint_cuts import block_arrays, take_cut
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.dense_state import CUT_PIECE_BYTES
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.push import apply_push, check_push
+from shardyard_ps_server.partition.push import apply_push, apply_to_all, check_push
 from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.partition.step_gate import Groups
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -300,6 +300,37 @@ def test_rule_a3_generation_is_checked_before_anything_else() -> None:
             apply_push(partition, push, gradient(1), moved)
         assert state(partition, push.key.source) == before
         assert apply_push(partition, push, gradient(1), current).outcome is Outcome.APPLIED
+
+
+class Turn:
+    """A partition's turn that notes when it is taken."""
+
+    def __init__(self, number: int, taken: list[int]) -> None:
+        self._number, self._taken = number, taken
+
+    def __enter__(self) -> None:
+        self._taken.append(self._number)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_turns_are_taken_in_one_order_whatever_the_order_of_a_pushs_parts() -> None:
+    """So no two pushes block each other."""
+    numbers = [PartitionId(n) for n in range(3)]
+    specs = tuple([VariableSpec(str(n), DType.FLOAT64, (ELEMENTS,)) for n in numbers])
+    parts = tuple([PartitionLayout(n, ELEMENTS * 8, (Block(n, 0, ELEMENTS, 0),)) for n in numbers])
+    layout = JobLayout(specs, LAYOUT.optimizer, parts)
+    taken: list[int] = []
+    partitions = [Partition(layout, n, UpdateRules(UpdateMode.ASYNC, 0)) for n in numbers]
+    for partition in partitions:
+        partition.open_source(SourceKey(SHARD), TOKEN)
+        vars(partition)["turn"] = Turn(partition.id, taken)
+    for sequence, order in enumerate(itertools.permutations(partitions)):
+        taken.clear()
+        results = apply_to_all([(each, gradient(1)) for each in order], name(SHARD, sequence), current)
+        assert taken == [0, 1, 2]
+        assert [result.partition for result in results] == [each.id for each in order]
+        assert {(result.outcome, result.next) for result in results} == {(Outcome.APPLIED, sequence + 1)}
 
 
 def test_checking_a_push_changes_nothing() -> None:

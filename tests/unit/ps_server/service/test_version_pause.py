@@ -70,8 +70,8 @@ def test_the_thread_that_makes_the_version_calls_once_it_has_no_lock() -> None:
     assert calls.over == []
     assert not pause.is_over
     assert contribute(wire, 1, 0) == [Outcome.APPLIED] * 2
-    # the first partition called; the pause was not over, since the second one had no version yet
-    assert (calls.over, calls.failed) == ([False], [])
+    # called once all partitions had the version
+    assert (calls.over, calls.failed) == ([True], [])
     assert pause.is_over
     assert not pause.begin(calls)
     assert all(partition.awaited == {} for partition in store.hosted()[0].in_order)

@@ -330,10 +330,10 @@ def test_who_is_alone_waits_for_those_inside_and_others_wait_for_it() -> None:
             order.append("alone")
 
     def together() -> None:
-        with gate.together():
+        with gate.together:
             order.append("together")
 
-    with gate.together():
+    with gate.together:
         first = threading.Thread(target=alone)
         first.start()
         while not gate._alone:
