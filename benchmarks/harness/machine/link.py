@@ -2,8 +2,8 @@
 rate in both directions.
 
 Owns: the namespace and the interfaces. Invariants: both are gone when the block is left; their names are unique to this
-process, their addresses lie in the range kept for benchmarks (RFC 2544). Each segment is a packet of its own there, so
-the interfaces' counters count all headers. Must not know: what runs on it.
+process, their addresses lie in the range kept for benchmarks (RFC 2544). Unless told otherwise each segment is a packet
+of its own there, so the interfaces' counters count all headers. Must not know: what runs on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 RANGE = ipaddress.ip_network("198.18.0.0/15")
 BURST = "64kb"
+BURST_OF_LARGE = "512kb"
 QUEUE = "50ms"
 INSIDE = "link0"
 """The name of the interface in the new namespace."""
@@ -38,8 +39,9 @@ class Link:
 
 
 @contextmanager
-def link(mbit_s: int | None = None) -> Iterator[Link]:
-    """Needs root, iproute2 and a kernel with veth (and tbf). Raises LinkUnavailable."""
+def link(mbit_s: int | None = None, *, segments: bool = True) -> Iterator[Link]:
+    """`segments`: each segment is a packet of its own, which costs processor time. Needs root, iproute2 and a kernel
+    with veth (and tbf). Raises LinkUnavailable."""
     name = f"sy{os.getpid()}n{next(_numbers)}"
     hosts = RANGE.num_addresses // 4
     here, there = list(ipaddress.ip_network((int(RANGE[0]) + 4 * (os.getpid() % hosts), 30)).hosts())
@@ -49,14 +51,13 @@ def link(mbit_s: int | None = None) -> Iterator[Link]:
         f"ip link add {name} type veth peer name {INSIDE} netns {name}",
         f"ip address add {here}/30 dev {name}",
         f"ip -n {name} address add {there}/30 dev {INSIDE}",
-        f"ip link set {name} gso_max_segs 1",
-        f"{made} {INSIDE} gso_max_segs 1",
+        *([f"ip link set {name} gso_max_segs 1", f"{made} {INSIDE} gso_max_segs 1"] if segments else []),
         f"{made} lo up",
         f"{made} {INSIDE} up",
         f"ip link set {name} up",
     ]
     if mbit_s is not None:
-        shape = f"root tbf rate {mbit_s}mbit burst {BURST} latency {QUEUE}"
+        shape = f"root tbf rate {mbit_s}mbit burst {BURST if segments else BURST_OF_LARGE} latency {QUEUE}"
         commands += [f"tc qdisc add dev {name} {shape}", f"tc -n {name} qdisc add dev {INSIDE} {shape}"]
     try:
         for command in commands:

@@ -84,7 +84,22 @@ class Loop:
         self._first_loss = 0.0
 
     def handlers(self) -> dict[str, Callable[..., Mapping[str, Any]]]:
-        return {"train": self.train, "verify": self.verify, "alone": self.alone, "save": self.save}
+        return {
+            "train": self.train,
+            "compute": self.compute,
+            "verify": self.verify,
+            "alone": self.alone,
+            "save": self.save,
+        }
+
+    def compute(self, steps: int) -> dict[str, Any]:
+        """So many steps without an exchange: their gradients are forgotten."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._compute()
+        passed_s = time.perf_counter() - begin
+        self._zero()
+        return {"steps": steps, "seconds": passed_s}
 
     def train(self, steps: int = 0, seconds: float = 0.0) -> dict[str, Any]:
         """So many steps, or for so long. `loss` is the mean over all of them, `first_loss` that of the first batch of
