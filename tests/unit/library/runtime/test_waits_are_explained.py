@@ -95,7 +95,7 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/jit/cache.py:compiler_lock:flock": OUTSIDE,
     "ps_server/jit/table_warmup.py:TableLoops._compile:communicate": OUTSIDE,
     "ps_server/tables/memory/shared_exclusive.py:SharedExclusiveLock.alone:wait": COUNTED,
-    "ps_server/tables/memory/shared_exclusive.py:SharedExclusiveLock.together:wait": COUNTED,
+    "ps_server/tables/memory/shared_exclusive.py:_Together.__enter__:wait": COUNTED,
     "ps_server/wal/wal.py:Wal._begin:fsync": OUTSIDE,
     "ps_server/wal/wal.py:Wal._write:acquire": COUNTED,
     "ps_server/wal/wal.py:Wal._write:fdatasync": OUTSIDE,
