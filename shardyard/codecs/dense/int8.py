@@ -22,6 +22,9 @@ from shardyard.domain.limits import BLOCK_ELEMENTS_MAX
 
 Int8s = npt.NDArray[np.int8]
 
+SCALE_MIN: Final = np.float32(7.8e-38)
+"""A bucket with a smaller scale is sent as zeros. Its inverse is finite, and with 127 levels no magnitude of 1e-35 or
+more has a smaller one."""
 PLAIN: Final = 0
 FEEDBACK: Final = 1
 DELTA: Final = 2
@@ -105,7 +108,7 @@ def _quantise(
         if not top_value[0] <= np.float32(3e38):
             return False
         scale = np.float32(top_value[0]) / np.float32(127)
-        if scale < np.float32(1e-37):
+        if scale < SCALE_MIN:
             scale = np.float32(0)
         scales[b] = scale
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardyard.codecs.dense.int8 import SCALE_MIN
 from shardyard.codecs.format.compiled import Array, Float32s, Scratch, Uint8s, Words
 from shardyard.codecs.format.form import CodeId, Reader, blank, varint
 from shardyard.domain.compiling import compiled
@@ -104,7 +105,7 @@ def _round(
             return False
         # a little larger, so that no rounding puts an element beyond the last level
         scale = np.float32(top_value[0]) / np.float32(levels) * np.float32(1 + 2.0**-21)
-        if scale < np.float32(1e-37):
+        if scale < SCALE_MIN:
             scale = np.float32(0)
         scales[b] = scale
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)

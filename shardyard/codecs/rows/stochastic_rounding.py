@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.codecs.dense.floats import Uint16s
-from shardyard.codecs.dense.int8 import Int8s
+from shardyard.codecs.dense.int8 import SCALE_MIN, Int8s
 from shardyard.codecs.format.compiled import Float32s, Int64s, Uint8s
 from shardyard.codecs.format.form import CodeId, blank, varint
 from shardyard.domain.compiling import compiled
@@ -82,7 +82,7 @@ def _round_int8(rows: Float32s, ids: Int64s, key: np.uint64, scales: Float32s, o
             top = max(top, magnitude)
         # a little larger, so that no rounding puts an element beyond the last level
         scale = top / np.float32(127) * np.float32(1 + 2.0**-21)
-        if scale < np.float32(1e-37):
+        if scale < SCALE_MIN:
             scale = np.float32(0)
         scales[i] = scale
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)

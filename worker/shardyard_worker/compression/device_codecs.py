@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardyard.codecs.dense.int8 import SCALE_MIN
 from shardyard.codecs.dense.powersgd import Grid
 from shardyard.codecs.dense.topk import RICE_MAX, SAMPLE_DEVIATIONS, SAMPLE_HITS, SAMPLE_MIN, VALUE_KINDS
 from shardyard.codecs.format import zstd
@@ -42,7 +43,7 @@ _LIMIT: Final = float(np.float32(3e38))
 """A block is sent RAW if a magnitude is larger than this, or an element is not finite."""
 _MAGNITUDE_MAX: Final = float(np.uint32(0x7F7F7FFF).view(np.float32))
 """The largest float32 that bfloat16 does not round to infinity."""
-_SCALE_MIN: Final = float(np.float32(1e-37))
+_SCALE_MIN: Final = float(SCALE_MIN)
 _EXPONENT_MIN: Final = -110
 _EXPONENT_BIAS: Final = 128
 _TOP_OF_HALF: Final = 15
