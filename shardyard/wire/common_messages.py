@@ -63,10 +63,25 @@ def bounded(items: Sequence[V], count_max: int, what: str) -> Sequence[V]:
 
 
 def text(value: str, what: str, characters_max: int = limits.TEXT_CHARACTERS_MAX) -> str:
-    """Raises TooLarge for a text beyond the limit."""
+    """A name. Raises TooLarge for a text beyond the limit, MalformedPayload for characters that cannot be shown: an
+    escape sequence would do its work in the terminal of whoever reads a log."""
+    _check_length(value, what, characters_max)
+    if not value.isprintable():
+        raise MalformedPayload(f"{what} has characters that cannot be shown: {value[:200]!a}")
+    return value
+
+
+def sentences(value: str, what: str) -> str:
+    """What a program or a person says, in lines. Characters that cannot be shown are replaced. Raises TooLarge."""
+    _check_length(value, what, limits.TEXT_CHARACTERS_MAX)
+    if value.isprintable():
+        return value
+    return "".join([each if each.isprintable() or each == "\n" else "\ufffd" for each in value])
+
+
+def _check_length(value: str, what: str, characters_max: int) -> None:
     if len(value) > characters_max:
         raise TooLarge(f"{what} has {len(value)} characters; at most {characters_max} are taken")
-    return value
 
 
 # ---- callers, names

@@ -13,9 +13,9 @@ from shardyard.wire.common_messages import (
     CONSISTENCY_MODES,
     bounded,
     data_shard_from_wire,
+    sentences,
     source_from_wire,
     source_to_wire,
-    text,
     version_from_wire,
     version_to_wire,
 )
@@ -113,7 +113,7 @@ def stop_from_wire(message: coordinator.Stop) -> Stop:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
         raise TooLarge(f"a stop at step {message.step} is too late; the last step is {limits.SEQUENCE_MAX}")
-    reason = text(message.reason, "the reason of a stop")
+    reason = sentences(message.reason, "the reason of a stop")
     return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
 
 

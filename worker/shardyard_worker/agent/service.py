@@ -432,7 +432,7 @@ def is_local_caller(peer: str) -> bool:
 
 def _path(given: str, what: str) -> Path:
     common_messages.text(given, what)
-    if "\0" in given or not os.path.isabs(given):
+    if not os.path.isabs(given):
         raise errors.InvalidRequest(f"{what} is {given!r}; expected an absolute path on the agent's machine")
     return Path(given)
 

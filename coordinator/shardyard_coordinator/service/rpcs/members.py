@@ -58,7 +58,7 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         step=request.step,
         samples=request.samples,
         metrics=tuple((parts.metric_name(metric.name), metric.value) for metric in request.metrics),
-        waiting_for=common_messages.text(request.waiting_for, "what a member waits for"),
+        waiting_for=common_messages.sentences(request.waiting_for, "what a member waits for"),
         residual_norm=parts.residual_norm(request.residual_norm),
         pushed=parts.sequence(request.pushed, "pushes"),
         stop_reached=reached(request.stop_reached.reached) if request.HasField("stop_reached") else None,
@@ -114,7 +114,7 @@ def _heartbeat(backend: Backend, request: wire.HeartbeatRequest) -> wire.Heartbe
 
 
 def leave_event(request: wire.LeaveRequest) -> events.MemberLeft:
-    error = common_messages.text(request.error, "an error")
+    error = common_messages.sentences(request.error, "an error")
     lost = parts.residual_norm(request.residual_lost)
     return events.MemberLeft(
         Incarnation(request.caller.incarnation),

@@ -75,7 +75,8 @@ bounded = settings(max_examples=100, deadline=None)
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
 finite = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
-texts = st.text(max_size=20)
+texts = st.text(max_size=20).filter(str.isprintable)
+"""What cannot be shown is refused (test_names.py)."""
 
 callers = st.builds(Caller, u64.map(JobId), u64.map(Incarnation), u64.map(Term))
 sources = st.one_of(
@@ -97,7 +98,7 @@ wishes = st.builds(
     u64,
     st.booleans(),
     st.integers(0, limits.PULL_WAIT_MS_MAX),
-    st.text(max_size=limits.CODING_CHARACTERS_MAX),
+    st.text(max_size=limits.CODING_CHARACTERS_MAX).filter(str.isprintable),
     st.booleans(),
 )
 random_names = st.binary(min_size=limits.RANDOM_NAME_BYTES, max_size=limits.RANDOM_NAME_BYTES)
@@ -267,7 +268,9 @@ def optimizer_specs(draw: st.DrawFn) -> OptimizerSpec:
 
 @st.composite
 def variable_lists(draw: st.DrawFn, group_count: int) -> tuple[VariableSpec, ...]:
-    names_ = draw(st.lists(st.text(string.printable, min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
+    names_ = draw(
+        st.lists(st.text(string.printable.strip() + " ", min_size=1, max_size=8), min_size=1, max_size=4, unique=True)
+    )
     specs = []
     for name in names_:
         kind = draw(st.sampled_from(VariableKind))

@@ -71,7 +71,7 @@ def changed(script: Path, fields: dict[str, object]) -> wire.LaunchRequest:
         ({"script": "/nowhere/train.py"}, errors.InvalidRequest, "not a file"),
         ({"script": "/tmp"}, errors.InvalidRequest, "not a file"),
         ({"script": "/" + "x" * limits.TEXT_CHARACTERS_MAX}, errors.TooLarge, "characters"),
-        ({"script": "/a\0b"}, errors.InvalidRequest, "absolute path"),
+        ({"script": "/a\0b"}, errors.MalformedPayload, "cannot be shown"),
         ({"working_directory": "here"}, errors.InvalidRequest, "absolute path"),
         ({"working_directory": "/nowhere"}, errors.InvalidRequest, "not a folder"),
         ({"workers": limits.LAUNCH_WORKERS_MAX + 1}, errors.TooLarge, "workers"),
