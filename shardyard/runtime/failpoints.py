@@ -1,7 +1,8 @@
 """Named places in the code where a test can end, fail or delay a process, to see what a crash there leaves behind.
 
-    SHARDYARD_FAILPOINTS="storage.before_rename=exit@3,storage.after_write=sleep:50"
+    shardyard server --failpoints storage.before_rename=exit@3,storage.after_write=sleep:50
 
+The option is not in the help text, and no environment variable arms anything: what a process inherits must not end it.
 Each entry is NAME=ACTION. With @N the action runs only the N-th time that the place is passed; otherwise each time.
 The NAME "*" means every place. Actions: `exit` ends the process at once with EXIT_CODE, like kill -9 (nothing is
 flushed, no handler runs); `error` raises OSError (EIO, or the one that is named, as in `error:ENOSPC`); `sleep:MS`.
@@ -26,7 +27,6 @@ from typing import Final
 
 from shardyard.domain.errors import ConfigurationError
 
-VARIABLE: Final = "SHARDYARD_FAILPOINTS"
 EXIT_CODE: Final = 91
 SLEEP_MS_MAX: Final = 600_000
 EVERY_PLACE: Final = "*"
@@ -47,15 +47,11 @@ class _Armed:
     passings: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
-_armed: list[_Armed] | None = None
-"""None: the environment variable has not been read yet."""
+_armed: list[_Armed] = []
 
 
 def failpoint(name: str) -> None:
-    """Marks a place. Raises what an armed action raises, and ConfigurationError if the variable's text is wrong."""
-    global _armed
-    if _armed is None:
-        _armed = _parse(os.environ.get(VARIABLE, ""))
+    """Marks a place. Raises what an armed action raises."""
     if not _armed:
         return
     for each in tuple(_armed):
@@ -66,15 +62,17 @@ def failpoint(name: str) -> None:
 @contextlib.contextmanager
 def armed(name: str, action: Action, *, at: int | None = None) -> Iterator[None]:
     """Within the block, calls `action` at the place: each time, or only the `at`-th time (1 is the first)."""
-    global _armed
-    if _armed is None:
-        _armed = _parse(os.environ.get(VARIABLE, ""))
     mine = _Armed(name, action, at)
     _armed.append(mine)
     try:
         yield
     finally:
         _armed.remove(mine)
+
+
+def arm(text: str) -> None:
+    """Arms places for as long as this process lives. Raises ConfigurationError."""
+    _armed.extend(_parse(text))
 
 
 def action_of(text: str) -> Action:
@@ -101,9 +99,7 @@ def _parse(text: str) -> list[_Armed]:
 
 
 def _wrong(text: str, expected: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"${VARIABLE} has {text!r}; expected {expected}", todo=f"correct ${VARIABLE}, or unset it"
-    )
+    return ConfigurationError(f"--failpoints has {text!r}; expected {expected}", todo="correct it, or leave it out")
 
 
 def _exit(_: str) -> None:

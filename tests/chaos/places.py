@@ -72,9 +72,9 @@ class Place:
         self.starts += 1
         self._due_s = None
         armed, self._failpoints = self._failpoints, ""
-        environment = {**self._environment, **({"SHARDYARD_FAILPOINTS": armed} if armed else {})}
+        arguments = [*self._arguments, *(["--failpoints", armed] if armed else [])]
         with self.log.open("wb") as stream:
-            self._process = self._begin(environment, stream)
+            self._process = self._begin(arguments, stream)
 
     def kill(self, down_s: float, failpoints: str = "") -> None:
         """kill -9; the next one is started after `down_s`, with failpoints armed."""
@@ -171,13 +171,13 @@ class Place:
         """It has said so since it was started last."""
         return any(line.startswith(READY) for line in self.text.splitlines())
 
-    def _begin(self, environment: Mapping[str, str], stream: IO[bytes]) -> Forked | subprocess.Popen[bytes]:
-        program = self._program(list(self._arguments))
+    def _begin(self, arguments: list[str], stream: IO[bytes]) -> Forked | subprocess.Popen[bytes]:
+        program = self._program(arguments)
         if self.preloaded is not None and not self._jumping:
-            return self.preloaded.start_into(stream, program, environment)
+            return self.preloaded.start_into(stream, program, self._environment)
         return subprocess.Popen(
             [sys.executable, "-u", *program],
-            env=environment,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,

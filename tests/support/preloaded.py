@@ -214,7 +214,7 @@ def load() -> None:
     warm_decoders()
     finiteness.warm()
     partition_tables.warm()
-    assert failpoints._armed is None, "each child reads its own environment"
+    assert not failpoints._armed, "each child arms its own"
 
 
 def report_ended(requests: socket.socket) -> None:

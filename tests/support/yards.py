@@ -209,13 +209,13 @@ class RoleYard:
 
     def start_coordinator(self, bind: str, failpoints: str = "") -> Script:
         return Script(
-            [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)],
-            {"SHARDYARD_FAILPOINTS": failpoints} | self._lease | self._drain | self._expected,
+            [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state), "--failpoints", failpoints],
+            self._lease | self._drain | self._expected,
         )
 
     def start_server(self, bind: str, failpoints: str = "") -> Script:
         own = ["--coordinator", self.address, "--bind", bind, "--set", f"yard.wal={self.state / 'wal'}"]
-        return Script([*ROLE, "server", *own], {"SHARDYARD_FAILPOINTS": failpoints} | self._grace)
+        return Script([*ROLE, "server", *own, "--failpoints", failpoints], self._grace)
 
     def kill_server(self, index: int) -> None:
         self.servers[index].kill()

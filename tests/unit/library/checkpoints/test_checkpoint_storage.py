@@ -418,9 +418,11 @@ def test_process_killed_at_any_place_leaves_the_former_file_or_the_new_one(
 ) -> None:
     write_file(tmp_path / "file", [b"former"])
     code = "import sys; from pathlib import Path; from shardyard.storage.storage import write_file\n"
+    code += "from shardyard.runtime.failpoints import arm; arm(sys.argv[2])\n"
     code += "write_file(Path(sys.argv[1]), [b'newest'])"
-    environment = {**os.environ, failpoints.VARIABLE: f"storage.{when}_{step}=exit"}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], env=environment, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "file"), f"storage.{when}_{step}=exit"], timeout=60
+    )
     assert done.returncode == failpoints.EXIT_CODE
     renamed = step == "fsync_folder" or (when, step) == ("after", "rename")
     assert (tmp_path / "file").read_bytes() == (b"newest" if renamed else b"former")

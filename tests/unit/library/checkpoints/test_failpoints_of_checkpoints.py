@@ -11,13 +11,12 @@ import pytest
 
 from shardyard.domain.errors import ConfigurationError
 from shardyard.runtime import failpoints
-from shardyard.runtime.failpoints import EXIT_CODE, VARIABLE, action_of, armed, failpoint
+from shardyard.runtime.failpoints import EXIT_CODE, action_of, arm, armed, failpoint
 
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(failpoints, "_armed", None)
+    monkeypatch.setattr(failpoints, "_armed", [])
 
 
 def test_place_that_is_not_armed_does_nothing() -> None:
@@ -80,14 +79,14 @@ def test_sleep_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(text: str, code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, VARIABLE: text}
-    code = f"from shardyard.runtime.failpoints import failpoint\n{code}"
+    environment = {**os.environ, "SHARDYARD_FAILPOINTS": "a.b=exit@1"}  # which arms nothing
+    code = f"import sys; from shardyard.runtime.failpoints import arm, failpoint; arm(sys.argv[1])\n{code}"
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, text], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_environment_arms_places_of_a_process() -> None:
+def test_places_of_a_process_are_armed_by_a_text() -> None:
     code = "import atexit\natexit.register(print, 'never')\nfor n in range(5): print(n, flush=True); failpoint('a.b')"
     done = run("other=error, a.b=exit@3,a.b=sleep:1", code)
     assert (done.returncode, done.stdout) == (EXIT_CODE, "0\n1\n2\n")
@@ -100,7 +99,7 @@ def test_environment_arms_places_of_a_process() -> None:
     ["a", "a=", "=exit", "a=frob", "a=exit:1", "a=error:EFROB", "a=sleep", "a=sleep:x", "a=sleep:600001", "a=exit@0",
      "a=exit@x", "A b=exit"],
 )  # fmt: skip
-def test_wrong_text_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, f"fine=error,{text}")
-    with pytest.raises(ConfigurationError, match=rf"\${VARIABLE} has .*expected"):
-        failpoint("a")
+def test_wrong_text_is_told(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--failpoints has .*expected"):
+        arm(f"fine=error,{text}")
+    failpoint("fine")
