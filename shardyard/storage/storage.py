@@ -1,4 +1,4 @@
-"""Files below a URL: a folder of this machine, or anything that fsspec knows (`s3://bucket/path`, `gs://`, `memory://`).
+"""Files below a URL: a folder of this machine, or a store that fsspec knows (`s3://bucket/path`, `gs://`, `memory://`).
 
 Invariants:
 - A reader never sees half a file. On this machine, `write` writes to a temporary name, calls fsync, renames, and calls
@@ -44,7 +44,12 @@ PIECE_BYTES: Final = 4 * 1024 * 1024
 TEMPORARY_SUFFIX: Final = ".tmp"
 
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LOCAL_SCHEMES: Final = ("file", "local")
+LOCAL_SCHEMES: Final = ("file", "local")
+SCHEMES: Final = frozenset(
+    (*LOCAL_SCHEMES, "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hdfs", "webhdfs", "sftp")
+)
+"""The kinds of stores that may be opened. fsspec knows others that run code or reach into other files and hosts
+(`reference`, `simplecache`, `zip`, `http`), and chains of them with "::"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +129,33 @@ class Storage(ABC):
         return CheckpointNotFound(f"{self.locate(path)} is not there")
 
 
-def open_storage(url: str) -> Storage:
-    """Opens a path of this machine, file://PATH, or a URL that fsspec knows. Nothing is created or read yet.
-
-    Raises ConfigurationError for a URL that cannot be opened here.
-    """
+def check_url(url: str) -> None:
+    """Raises ConfigurationError unless it is a path, or a URL of one of SCHEMES."""
     if not url:
         raise ConfigurationError(
             "the URL for checkpoints is empty", todo="give a folder, or a URL such as s3://bucket/path"
         )
     if not unquote(url).isprintable():
         raise ConfigurationError(f"{url[:200]!r} is not a URL for checkpoints: it has characters that cannot be shown")
+    scheme, found, _ = url.partition("://")
+    if "::" in url or (found and scheme not in SCHEMES):
+        raise ConfigurationError(
+            f"{url[:200]!r} is not a URL for checkpoints",
+            why="some of the kinds of URL that fsspec knows run code, or reach into other files and hosts",
+            todo=f"give a folder, or a URL of {', '.join(sorted(SCHEMES))}",
+        )
+
+
+def open_storage(url: str) -> Storage:
+    """Opens a path of this machine, file://PATH, or a URL of one of SCHEMES. Nothing is created or read yet.
+
+    Raises ConfigurationError for a URL that cannot be opened here.
+    """
+    check_url(url)
     if "://" not in url:
         return LocalStorage(Path(url))
     split = urlsplit(url)
-    if split.scheme not in _LOCAL_SCHEMES:
+    if split.scheme not in LOCAL_SCHEMES:
         return RemoteStorage(url)
     if split.netloc not in ("", "localhost"):
         raise ConfigurationError(
@@ -284,19 +301,19 @@ def write_file(target: Path, pieces: Iterable[Buffer]) -> Written:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes a folder and its parents, so that they survive a crash."""
+    """Makes a folder and its parents, for this user alone, so that they survive a crash."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
     with contextlib.suppress(FileExistsError):
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
     _sync_folder(folder.parent)
 
 
 def _write_through(path: Path, pieces: Iterable[Buffer]) -> Written:
     """Writes a new file. It is on the disk when this returns."""
     tally = Tally()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for piece in pieces:
             failpoint("storage.before_write")
@@ -328,7 +345,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class RemoteStorage(Storage):
-    """Anything that fsspec knows. In an object store a file appears whole or not at all. In a file system where that is
+    """A store that fsspec knows. In an object store a file appears whole or not at all. In a file system where that is
     not so (sftp), a torn file is found by its size and digest, because the manifest that names it is written last."""
 
     def __init__(self, url: str) -> None:

@@ -14,6 +14,7 @@ from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Partiti
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import SourceKey, Watermark, WorkerSource
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context, Peer, Service
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods
@@ -256,12 +257,16 @@ def sync_settings(ranks: int) -> JobSettings:
 ASYNC = JobSettings(partitions=4)
 
 
-def begin(journal: Journal, network: InProcessNetwork | None = None) -> Yard:
+def begin(journal: Journal, network: InProcessNetwork | None = None, access: StorageAccess | None = None) -> Yard:
     """Starts a coordinator. If a network is given, it takes the place of the coordinator that was there."""
     clock = ManualClock()
     on = InProcessNetwork() if network is None else network
     coordinator = Coordinator(
-        network=on, journal=journal, clock=clock, membership=MembershipSettings(heartbeat_ms=100, lease_ms=1_000)
+        network=on,
+        journal=journal,
+        clock=clock,
+        membership=MembershipSettings(heartbeat_ms=100, lease_ms=1_000),
+        access=access,
     )
     on.leave("coordinator:1")
     on.listen("coordinator:1", [coordinator.service])

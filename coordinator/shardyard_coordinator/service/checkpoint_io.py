@@ -31,7 +31,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.ids import PartitionId, Token, Version
 from shardyard.runtime.failpoints import failpoint
-from shardyard.storage.storage import open_storage
+from shardyard.storage.access import StorageAccess
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.core.effects import Base, JobSpec, RestorePartitions, TakeCheckpoint
@@ -76,7 +76,8 @@ Verdicts = Callable[[int], Sequence[Entry]]
 
 class CheckpointIO:
     """Safe for several threads, one job at a time each. `feedback`: how workers are asked for residuals.
-    `heartbeat_ms`: how often they can be asked."""
+    `heartbeat_ms`: how often they can be asked. `access`: which URLs
+    are used."""
 
     def __init__(
         self,
@@ -84,17 +85,19 @@ class CheckpointIO:
         *,
         feedback: ResidualCollections,
         heartbeat_ms: int,
+        access: StorageAccess | None = None,
         now: Callable[[], datetime.datetime] | None = None,
     ) -> None:
         self._servers = servers
         self._feedback = feedback
         self._heartbeat_ms = heartbeat_ms
+        self._access = access or StorageAccess()
         self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
 
     def take(self, wanted: TakeCheckpoint, verdicts: Verdicts = lambda _: ()) -> CheckpointTaken:
         """Writes a checkpoint and deletes old ones. Its number is the draft's, or the next free one. Raises NotReady,
         StorageUnavailable, CheckpointDamaged."""
-        library = CheckpointLibrary(open_storage(wanted.url))
+        library = CheckpointLibrary(self._access.open(wanted.url))
         spec, begun = wanted.spec, wanted.draft.number
         former = library.load(spec.settings.name, wanted.base) if wanted.base else None
         whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
@@ -176,7 +179,7 @@ class CheckpointIO:
 
     def _restore(self, wanted: RestorePartitions, base: Base) -> None:
         name = wanted.spec.settings.name
-        manifest = CheckpointLibrary(open_storage(wanted.url)).load(name, base.number)
+        manifest = CheckpointLibrary(self._access.open(wanted.url)).load(name, base.number)
         if manifest.layout != wanted.spec.layout:
             raise CheckpointDamaged(f"checkpoint {base.number} of job {name!r} is of another layout")
         found = {
@@ -195,7 +198,7 @@ class CheckpointIO:
         """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged. Number 0: the
         newest that is whole. Raises CheckpointNotFound, CheckpointDamaged, StorageUnavailable, ConfigurationError if
         its settings are not this release's."""
-        library = CheckpointLibrary(open_storage(url))
+        library = CheckpointLibrary(self._access.open(url))
         wanted = [number] if number else list(reversed(library.numbers(name)))
         if not wanted:
             raise CheckpointNotFound(f"no checkpoint of job {name!r} in {url}")

@@ -456,8 +456,8 @@ def _lock(folder: Path) -> tuple[int, Note]:
     holder."""
     path = folder / LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(
             f"cannot write to the state folder {folder}: {error.strerror}",

@@ -20,6 +20,7 @@ from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard_coordinator.service.journal import Journal
@@ -59,6 +60,7 @@ def serve(
             clock=SystemClock(),
             membership=settings.membership,
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
+            access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
         )
         ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service])

@@ -17,6 +17,7 @@ from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Network
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
@@ -35,8 +36,8 @@ TICK_MS: Final = 100
 
 class Coordinator:
     """Serves `service` from `start` until `stop`, continuing from the journal's records. The caller closes the journal
-    after `stop`. `checkpoints`: the URL of the checkpoints of jobs that name none. Raises ConfigurationError if the
-    journal cannot be read."""
+    after `stop`. `checkpoints`: the URL of the checkpoints of jobs that name none; `access`: where those of others may
+    be. Raises ConfigurationError if the journal cannot be read."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Coordinator:
         clock: Clock,
         membership: MembershipSettings,
         checkpoints: str | None = None,
+        access: StorageAccess | None = None,
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
@@ -56,7 +58,7 @@ class Coordinator:
         self._servers = ServerClient(network, journal.term, self._wait_registry)
         self._residuals = ResidualCollections(self._workers_of, self._wait_registry)
         checkpoint_io = CheckpointIO(
-            self._servers, feedback=self._residuals, heartbeat_ms=membership.heartbeat_every_ms
+            self._servers, feedback=self._residuals, heartbeat_ms=membership.heartbeat_every_ms, access=access
         )
         self._calls = ServerCalls(self._mailbox, self._servers, checkpoint_io, self._wait_registry)
         self._stop = threading.Event()
@@ -67,6 +69,7 @@ class Coordinator:
                 calls=self._calls,
                 servers=self._servers,
                 checkpoint_io=checkpoint_io,
+                access=access or StorageAccess(),
                 residuals=self._residuals,
                 wait_registry=self._wait_registry,
                 membership=membership,

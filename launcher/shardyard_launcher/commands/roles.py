@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from shardyard.runtime.failpoints import arm
 from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+PRIVATE = 0o077
+"""The umask of coordinators and servers: what they write, no other user can read. An agent keeps its own, since its
+training processes inherit it."""
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 
@@ -59,8 +63,10 @@ def _role(role: str) -> Callable[[F], F]:
             config: str | None,
             sets: tuple[str, ...],
             log_format: str | None,
+            failpoints: str,
             **own: Any,
         ) -> Any:
+            arm(failpoints)
             flags: dict[str, object] = {"log.format": log_format, "coordinator": coordinator}
             if is_coordinator:
                 del flags["coordinator"]
@@ -84,6 +90,7 @@ def _role(role: str) -> Callable[[F], F]:
             "listens on all addresses)."
         )
         with_options = launcher_options(log_option(settings_options(called)))
+        with_options = click.option("--failpoints", default="", hidden=True)(with_options)
         with_options = click.option("--advertise", metavar=ADDRESS, help=advertised)(with_options)
         bound = "The address to listen on. Port 0 takes a free port."
         with_options = click.option("--bind", metavar=ADDRESS, help=bound)(with_options)
@@ -97,6 +104,7 @@ def _role(role: str) -> Callable[[F], F]:
 @_role("coordinator")
 def coordinator(given: Given, bind: str, advertise: str | None, state: str | None) -> int:
     """Run a coordinator: it assigns partitions to servers and data to workers."""
+    os.umask(PRIVATE)
     from shardyard_coordinator.service import process
 
     with StopSignals() as signals:
@@ -115,6 +123,7 @@ def coordinator(given: Given, bind: str, advertise: str | None, state: str | Non
 @_role("server")
 def server(given: Given, bind: str, advertise: str | None) -> int:
     """Run a server: it holds parameters and updates them."""
+    os.umask(PRIVATE)
     from shardyard_ps_server.service import process
 
     with StopSignals() as signals, _stopped_by_notice(given.loaded.settings, signals):

@@ -399,7 +399,8 @@ def stop_roles(roles: Iterable[RunningRole]) -> None:
 
 def write_settings(settings: Settings, folder: Path) -> Path:
     """Writes the file from which all processes of a yard take their settings, wherever these came from."""
-    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / LOGS).mkdir(exist_ok=True)
     # JSON is YAML
     given = settings.model_dump(mode="json", exclude_unset=True)
     file = folder / SETTINGS_FILE

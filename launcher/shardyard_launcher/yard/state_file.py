@@ -168,9 +168,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Allows one start or stop from a folder at a time. Raises NotReady while another is under way,
     ConfigurationError if there can be no such folder."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # the lock file stays: removing it would let two processes hold "the" lock
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise errors.ConfigurationError(
             f"{folder} cannot hold the state of a yard: {error.strerror}",

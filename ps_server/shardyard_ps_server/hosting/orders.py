@@ -15,7 +15,6 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotReady
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Token
 from shardyard.domain.push_names import DoneDataShards, SourceKey, WorkerSource
-from shardyard.storage.storage import open_storage
 from shardyard_ps_server.checkpoint.restore import Loaded
 from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
 from shardyard_ps_server.hosting import provisioning
@@ -172,7 +171,7 @@ def save(
     # with a log, save between steps: parts of the next step in the old segment would be lost; and so would those of a
     # partition that is sealed
     between = hosted.wal is not None or request.seal
-    saved = hosted.saver.save(hosted.in_order, request, open_storage(url), between=between)
+    saved = hosted.saver.save(hosted.in_order, request, store.access.open(url), between=between)
     hosted.check_generation(generation)  # otherwise some could be saved before a restore and others after it
     return saved
 

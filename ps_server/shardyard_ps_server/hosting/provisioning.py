@@ -13,7 +13,6 @@ from dataclasses import replace
 from shardyard.checkpoints.library import read_partition
 from shardyard.domain.errors import InvalidRequest, ShardyardError, TooLarge
 from shardyard.domain.ids import Incarnation, PartitionId
-from shardyard.storage.storage import open_storage
 from shardyard_ps_server.checkpoint.restore import Loaded
 from shardyard_ps_server.checkpoint.saver import Saver
 from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
@@ -36,7 +35,7 @@ def load(store: Store, hosted: HostedJob | None, request: CreateRequest) -> list
     if foreign:
         raise InvalidRequest(f"partition {min(foreign)} to be restored, which is not given to this server")
     found = []
-    storage = open_storage(restore.url)
+    storage = store.access.open(restore.url)
     for entry in restore.entries:
         here = None if hosted is None else hosted.partitions.get(entry.partition)
         if here is None or here.describe()[0].life < entry.version.life:

@@ -17,6 +17,7 @@ from shardyard.domain.errors import NotFound, ShardyardError
 from shardyard.domain.ids import Incarnation, JobId, Term
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.access import StorageAccess
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.thread_pool import BatchPool
 from shardyard_ps_server.jit.job_loops import JobLoops
@@ -58,12 +59,14 @@ def _log_failure(failure: ShardyardError) -> None:
 class Store:
     """`shareable`: whether versions are put into shared memory. `logs`: the folder of logs; without one, jobs that need
     a log are refused. `on_failure` is called when the server must stop because a log cannot be written, or memory ran
-    out in the middle of a push. `budget`: the memory for rows of tables; None: no bound."""
+    out in the middle of a push. `budget`: the memory for rows of tables; None: no bound. `access`: where checkpoints
+    may be."""
 
     shareable: bool = True
     logs: LogRoot | None = None
     on_failure: OnFailure = _log_failure
     budget: Budget | None = None
+    access: StorageAccess = field(default_factory=StorageAccess)
     counters: Counters = field(default_factory=Counters)
     wait_registry: WaitRegistry = field(default_factory=lambda: WaitRegistry(logger=log))
     """All current waits of this server, including those of its log and those for the coordinator."""

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
+from shardyard.config.settings import CHECKPOINTS, COORDINATOR_GRACE_MS, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Network, Service
@@ -58,10 +59,11 @@ class Server:
         coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
         logs: LogRoot | None = None,
         budget: Budget | None = None,
+        access: StorageAccess | None = None,
     ) -> None:
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
-        self.store = Store(logs=logs, on_failure=on_lost, budget=budget)
+        self.store = Store(logs=logs, on_failure=on_lost, budget=budget, access=access or StorageAccess())
         self.servicer = Servicer(self.store)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost, self._on_drain = on_lost, on_drain
@@ -199,6 +201,7 @@ def serve(
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
+        access=StorageAccess(settings.storage.allowed, Path(settings.yard.state) / CHECKPOINTS),
     )
     listener = GrpcServer(bind, [server.service()], threads=THREADS)
     local = _local_listener(server.servicer, settings.yard.sockets_folder)

@@ -76,7 +76,7 @@ class LogRoot:
         path = self.path / ID
         with storing(path):
             if not path.exists():
-                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_once(path, secrets.token_hex(ID_CHARACTERS // 2).encode())
             found = path.read_text()
         if len(found) != ID_CHARACTERS or not set(found) <= _HEXADECIMAL:

@@ -16,7 +16,7 @@ from shardyard.config.settings.checkpoint import CHECKPOINTS, CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
-from shardyard.config.settings.process import LogSettings, MetricsSettings, Settings
+from shardyard.config.settings.process import LogSettings, MetricsSettings, Settings, StorageSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
 from shardyard.config.settings.worker import WorkerSettings
@@ -53,6 +53,7 @@ __all__ = [
     "ServingSettings",
     "Setting",
     "Settings",
+    "StorageSettings",
     "WAL_FOLDER",
     "WorkerSettings",
     "YardSettings",

@@ -18,8 +18,9 @@ class CheckpointSettings(Section):
 
     url: CheckpointUrl = Field(
         default="auto",
-        description="Where checkpoints are written: a folder that coordinator and servers share, or any URL that fsspec"
-        " knows, such as s3://bucket/path. auto: in the coordinator's state folder. never: no checkpoints.",
+        description="Where checkpoints are written: a folder that coordinator and servers share, or a URL of a store,"
+        " such as s3://bucket/path (see storage.allowed). auto: in the coordinator's state folder. never: no"
+        " checkpoints.",
     )
     every_s: int = Field(
         default=60,

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shardyard.config.settings.job import JobSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
-from shardyard.config.settings.values import Address, FolderOrNone, Section
+from shardyard.config.settings.values import Address, FolderOrNone, Places, Section
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import MembershipSettings, YardSettings
 
@@ -18,6 +18,15 @@ class MetricsSettings(Section):
         default="",
         description="The folder for TensorBoard event files with the values of job.log. Each worker has a run of"
         " its own, in DIR/JOB. Empty: none.",
+    )
+
+
+class StorageSettings(Section):
+    allowed: Places = Field(
+        default="",
+        description="The folders and URLs below which this coordinator or server reads and writes checkpoints, parted"
+        " by spaces. A job that names another place is refused. Empty: any folder that its user can reach, and any"
+        " bucket that its credentials open.",
     )
 
 
@@ -46,5 +55,8 @@ class Settings(Section):
     evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
     serving: ServingSettings = Field(
         default_factory=ServingSettings, description="A process that answers requests with a job's rows."
+    )
+    storage: StorageSettings = Field(
+        default_factory=StorageSettings, description="What a coordinator and servers may read and write."
     )
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")

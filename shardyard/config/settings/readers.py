@@ -19,7 +19,7 @@ class EvaluatorSettings(Section):
     )
     into: BestUrl = Field(
         default="auto",
-        description="Where the best version is stored: a folder, or any URL that fsspec knows; auto: beside the"
+        description="Where the best version is stored: a folder, or a URL of a store; auto: beside the"
         " job's checkpoints.",
     )
     restarts_max: int = Field(

@@ -79,6 +79,11 @@ Folder = Annotated[str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MA
 FolderOrNone = Annotated[
     str, Field(max_length=limits.TEXT_CHARACTERS_MAX), Expected('the path of a folder, or "" for none')
 ]
+Places = Annotated[
+    str,
+    Field(max_length=limits.TEXT_CHARACTERS_MAX),
+    Expected('folders and URLs, parted by spaces, or "" for no restriction'),
+]
 CheckpointUrl = Annotated[
     str,
     Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX),

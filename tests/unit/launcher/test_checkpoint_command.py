@@ -268,7 +268,7 @@ def two_jobs() -> None:
         (["prune", "--job", "one"], 2, "Missing option '--keep'"),
         (["list", "--job", "../one"], 1, "no job's name"),
         (["verify", "--url", "nowhere"], 1, "no checkpoints in nowhere"),
-        (["list", "--url", "frob://x"], 2, "cannot open 'frob://x'"),
+        (["list", "--url", "frob://x"], 2, "'frob://x' is not a URL for checkpoints"),
     ],
 )
 def test_wrong_use_is_told(arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:

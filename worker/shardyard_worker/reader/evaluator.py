@@ -249,7 +249,7 @@ class Run:
         replaces. Better means larger (`mode` "max") or smaller ("min"). Returns whether it was kept.
 
         The snapshot goes to the folder JOB/best of the job's checkpoints, or below `into` (evaluator.into): a folder,
-        or a URL that fsspec knows. `rows`: also keeps all rows of the tables of the model that was given to
+        or a URL of a store. `rows`: also keeps all rows of the tables of the model that was given to
         `snapshots`. They are read from the servers now; if servers have dropped that version, nothing is kept and the
         log says so.
 

@@ -70,7 +70,7 @@ def residual_report(request: wire.ReportResidualRequest) -> tuple[Caller, Residu
         raise MalformedPayload(f"a residual's report at stage {request.stage}, which this release does not know")
     if stage is not Stage.ENDED:
         return caller, ResidualReport(stage)
-    failure = common_messages.text(request.failure, "why a residual was not written")
+    failure = common_messages.sentences(request.failure, "why a residual was not written")
     written = None
     if request.length and not failure:
         written = written_from_wire(request.length, request.sha256, "a worker's file")
@@ -88,7 +88,7 @@ def take_up_residual_event(request: wire.TakeUpResidualRequest) -> events.Feedba
         common_messages.caller_from_wire(request.caller),
         Generation(request.generation),
         common_messages.text(request.worker, "a worker's name", parts.NAME_CHARACTERS_MAX),
-        common_messages.text(request.failure, "why a residual could not be read"),
+        common_messages.sentences(request.failure, "why a residual could not be read"),
     )
 
 

@@ -6,6 +6,7 @@ import math
 import time
 
 from shardyard.config.configuration import parse_job_settings
+from shardyard.config.settings import AUTO, NEVER
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, TooLarge
 from shardyard.domain.ids import Generation, Incarnation, JobId
@@ -22,7 +23,16 @@ from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decide
 def join_job_event(request: wire.JoinJobRequest) -> events.JobJoined:
     settings = parse_job_settings(request.settings_json)
     run = parts.run_name(request.run_id, request.run_number)
-    return events.JobJoined(Incarnation(request.caller.incarnation), request.name, settings, run)
+    return events.JobJoined(Incarnation(request.caller.incarnation), parts.job_name(request.name), settings, run)
+
+
+def _join_job(backend: Backend, request: wire.JoinJobRequest) -> wire.JoinJobReply:
+    """Looks at the URL here, because the machine knows of no storage."""
+    event = join_job_event(request)
+    url = event.settings.checkpoint.url
+    if url not in (AUTO, NEVER):
+        backend.access.check(url)
+    return join_job_reply(backend.ask(event, Joined))
 
 
 def join_job_reply(joined: Joined) -> wire.JoinJobReply:
@@ -67,7 +77,7 @@ def commit_variables_event(request: wire.CommitVariablesRequest) -> events.Varia
 
 def stop_job_event(request: wire.StopJobRequest) -> events.StopRequested:
     caller = common_messages.caller_from_wire(request.caller)
-    reason = common_messages.text(request.reason, "the reason of a stop")
+    reason = common_messages.sentences(request.reason, "the reason of a stop")
     return events.StopRequested(caller if caller.incarnation else None, parts.job_name(request.job_name), reason)
 
 
@@ -130,7 +140,7 @@ def _finite(value: float) -> float:
 
 
 RPCS = (
-    decided(methods.JOIN_JOB, join_job_event, Joined, join_job_reply),
+    served(methods.JOIN_JOB, _join_job),
     decided(methods.REGISTER_VARIABLES, register_variables_event, VariablesPlaced, register_variables_reply),
     acknowledged(methods.COMMIT_VARIABLES, commit_variables_event, wire.CommitVariablesReply),
     decided(methods.STOP_JOB, stop_job_event, StopTaken, stop_job_reply),

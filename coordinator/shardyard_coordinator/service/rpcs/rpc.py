@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain.errors import Internal
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Handler
 from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
@@ -37,12 +38,14 @@ Response = TypeVar("Response")
 
 @dataclass(frozen=True)
 class Backend:
-    """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `release`: of shardyard."""
+    """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `access`: where a job's may
+    be; `release`: of shardyard."""
 
     mailbox: Mailbox
     calls: ServerCalls
     servers: ServerClient
     checkpoint_io: CheckpointIO
+    access: StorageAccess
     residuals: ResidualCollections
     wait_registry: WaitRegistry
     membership: MembershipSettings

@@ -89,7 +89,7 @@ def budget_in(folder: Path, bytes_max: int) -> Budget | None:
     if not bytes_max:
         return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(open_unnamed(folder))
     except OSError as error:
         raise StorageUnavailable(

@@ -6,21 +6,23 @@ import queue
 import socket
 import sqlite3
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from shardyard.config.settings import Settings
+from shardyard.config.settings import CheckpointSettings, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, MemberRole, Rank
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
+from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service import process
 from shardyard_coordinator.service.disk_watch import LOOK_MS
 from shardyard_coordinator.service.journal import Journal
-from tests.support.coordinator_yards import ASYNC, Worker, Yard, sync_settings
+from tests.support.coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
@@ -73,6 +75,42 @@ def test_job_waits_for_a_server(yard: Yard) -> None:
         worker.register_variables()
     yard.add_server("server:0")
     assert worker.register_variables().initializer
+
+
+@pytest.mark.parametrize("field", ["host", "release", "address", "logs"])
+def test_names_that_would_act_in_a_terminal_are_refused(field: str, yard: Yard) -> None:
+    request = wire.RegisterRequest(role=wire.ROLE_SERVER, protocol=limits.PROTOCOL, address="s:1", host="box")
+    for text in ("\x1b]0;title\x07", "one\ntwo", "\u202eolleh", "\0"):
+        setattr(request, field, text)
+        with pytest.raises(errors.MalformedPayload, match="cannot be shown"):
+            yard.peer().call(methods.REGISTER, request, timeout_ms=1_000)
+    status = yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000)
+    assert not status.members
+
+
+def test_what_a_worker_says_is_shown_without_escape_sequences(yard: Yard) -> None:
+    worker = yard.add_worker(ASYNC)
+    request = wire.HeartbeatRequest(caller=worker.caller, waiting_for="a \x1b[31mred\x1b[0m\nline")
+    yard.peer().call(methods.HEARTBEAT, request, timeout_ms=1_000)
+    status = yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000)
+    (said,) = [member.waiting_for for member in status.members]
+    assert said == "a \ufffd[31mred\ufffd[0m\nline"
+
+
+def test_checkpoints_outside_of_what_is_allowed_are_refused(tmp_path: Path) -> None:
+    journal = Journal(None)
+    yard = begin(journal, access=StorageAccess(str(tmp_path / "allowed")))
+    try:
+        for url, refused in ((tmp_path / "allowed" / "mine", False), (tmp_path / "elsewhere", True), ("auto", False)):
+            settings = ASYNC.model_copy(update={"checkpoint": CheckpointSettings(url=str(url))})
+            with pytest.raises(errors.ConfigurationError, match="not below") if refused else nullcontext():
+                yard.add_worker(settings).leave()
+        request = wire.RestoreCheckpointRequest(job_name="default", url=str(tmp_path / "elsewhere"))
+        with pytest.raises(errors.ConfigurationError, match="not below"):
+            yard.peer().call(methods.RESTORE_CHECKPOINT, request, timeout_ms=1_000)
+    finally:
+        yard.coordinator.stop()
+        journal.close()
 
 
 def test_bad_settings_are_refused(yard: Yard) -> None:
