@@ -222,7 +222,7 @@ def work_counts_before_the_first_checkpoint(patch: Patch) -> None:
     patch.setattr(JobState, "may_acknowledge", property(lambda job: job.log_owners is None or real(job)))
 
 
-@mutation("A18", "async-drain", 3179, 6522)
+@mutation("A18", "async-drain", 429, 3179)
 def a_lease_is_given_back_before_its_push_is_there(patch: Patch) -> None:
     """a worker that leaves in order gives its data shard back while a push is in flight"""
     real = AsyncFeed._close

@@ -106,7 +106,7 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     patch.setattr(NormSums, "add", add)
 
 
-@mutation("B6", "sync-clip", 46)
+@mutation("B6", "sync-clip", 346)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
