@@ -25,15 +25,16 @@ from .mutation import Patch, change_cuts, mutation, nobody_is_fenced
 def rows_of_a_duplicate_count(patch: Patch) -> None:
     """the rows of a duplicate push count"""
 
-    def apply_push(partition: Any, name: PushName, contribution: Any, check_current: Any) -> Any:
-        found = real(partition, name, contribution, check_current)
-        if found.outcome is Outcome.DUPLICATE and contribution.rows:
-            with partition.turn:
-                update_rows(partition, RowUpdate(contribution.rows, contribution.table_groups))
-        return found
+    def apply_to_all(work: Any, name: PushName, check_current: Any) -> Any:
+        results = real(work, name, check_current)
+        for (partition, contribution), found in zip(work, results, strict=True):
+            if found.outcome is Outcome.DUPLICATE and contribution.rows:
+                with partition.turn:
+                    update_rows(partition, RowUpdate(contribution.rows, contribution.table_groups))
+        return results
 
-    real = pushes.apply_push
-    patch.setattr(pushes, "apply_push", apply_push)
+    real = pushes.apply_to_all
+    patch.setattr(pushes, "apply_to_all", apply_to_all)
 
 
 @mutation("A8", "sync-checkpoint-rows", 17)
