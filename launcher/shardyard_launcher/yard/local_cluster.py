@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.config.configuration import PREFIX
-from shardyard.config.settings import AUTO, COLD_FOLDER, WAL_FOLDER, Settings
+from shardyard.config.settings import AUTO, CHECKPOINTS, COLD_FOLDER, WAL_FOLDER, Settings
 from shardyard.domain import errors
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import ExplainedWait
@@ -232,6 +232,9 @@ class LocalCluster:
             own += ["--set", f"yard.cold={self._folder / COLD_FOLDER}"]
         if role == "server" and yard.wal == AUTO:
             own += ["--set", f"yard.wal={self._folder / WAL_FOLDER}"]
+        if role == "server" and self._settings.storage.allowed:
+            checkpoints = (self._folder / JOURNAL / CHECKPOINTS).resolve().as_uri()
+            own += ["--set", f"storage.allowed={self._settings.storage.allowed} {checkpoints}"]
         if role == "agent":
             own += ["--workers", str(yard.workers), "--state", str(self._folder)]
         return start_role(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from shardyard.config.settings import CHECKPOINTS, COORDINATOR_GRACE_MS, Settings
+from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
@@ -201,7 +201,7 @@ def serve(
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
-        access=StorageAccess(settings.storage.allowed, Path(settings.yard.state) / CHECKPOINTS),
+        access=StorageAccess(settings.storage.allowed),
     )
     listener = GrpcServer(bind, [server.service()], threads=THREADS)
     local = _local_listener(server.servicer, settings.yard.sockets_folder)

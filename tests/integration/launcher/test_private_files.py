@@ -1,13 +1,16 @@
-"""What a yard writes, no other user of the machine can read."""
+"""What a yard writes: where, and that no other user of the machine can read it."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
+from shardyard.config import configuration
+from shardyard_launcher.yard.local_cluster import LocalCluster
 from tests.support.yards import Probes, RoleYard, finish
 
 
@@ -16,6 +19,20 @@ def _usual_umask() -> object:
     former = os.umask(0o022)
     yield
     os.umask(former)
+
+
+def test_checkpoints_of_jobs_that_name_no_place_are_allowed_to_servers_that_are_launched(
+    probes: Probes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a state"
+    given = {"yard.servers": 1, "yard.coordinator_port": 0, "storage.allowed": str(tmp_path / "allowed")}
+    cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
+    try:
+        cluster.start(stop=threading.Event())
+        finish(*probes.start("count", "--epochs", "1", coordinator=cluster.coordinator))
+        assert list(folder.rglob("checkpoints/*/*")), "at least one checkpoint"
+    finally:
+        cluster.stop()
 
 
 def test_files_of_a_yard_are_this_users_alone(yard: RoleYard, probes: Probes, tmp_path: Path) -> None:
