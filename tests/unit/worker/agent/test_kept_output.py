@@ -209,8 +209,8 @@ def unattended(agent: AgentService, script: Path, **fields: Any) -> int:
     script.write_text(
         "import os, pathlib, time\nfolder = pathlib.Path(__file__).parent\n"
         "starts = folder / 'starts'\nstarts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
-        "print('start', len(starts.read_text()), os.environ['GREETING'], flush=True)\n"
         "with (folder / 'runs').open('a') as runs:\n    print(os.environ['SHARDYARD_RUN_ID'], file=runs)\n"
+        "print('start', len(starts.read_text()), os.environ['GREETING'], flush=True)\n"
         "while not (folder / 'go').exists():\n    time.sleep(0.01)\n"
     )
     given = {"unattended": True, "restarts_max": 2, "restarts_window_ms": 60_000} | fields
