@@ -51,6 +51,7 @@ class Coordinator:
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
+        access = access or StorageAccess()
         self._wait_registry = WaitRegistry(logger=log)
         self._mailbox = Mailbox(
             journal, clock=clock, membership=membership, checkpoints=checkpoints, wait_registry=self._wait_registry
@@ -69,7 +70,7 @@ class Coordinator:
                 calls=self._calls,
                 servers=self._servers,
                 checkpoint_io=checkpoint_io,
-                access=access or StorageAccess(),
+                access=access,
                 residuals=self._residuals,
                 wait_registry=self._wait_registry,
                 membership=membership,

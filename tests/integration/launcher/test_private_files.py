@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.yards import Probes, RoleYard, finish
 
 
 @pytest.fixture(autouse=True)
-def _usual_umask() -> object:
+def _usual_umask() -> Iterator[None]:
     former = os.umask(0o022)
     yield
     os.umask(former)

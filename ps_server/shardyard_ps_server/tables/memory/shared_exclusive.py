@@ -34,7 +34,7 @@ class SharedExclusiveLock:
 
 
 class _Together:
-    """Costs a push less than a generator as context."""
+    """An object, because each push of a table enters one, and a context manager made of a generator is slower."""
 
     def __init__(self, lock: SharedExclusiveLock) -> None:
         self._lock = lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from shardyard.domain.errors import ConfigurationError
 from shardyard.domain.ids import Caller
 from shardyard.storage.access import StorageAccess
-from shardyard.storage.storage import open_storage
+from shardyard.storage.storage import SCHEMES, open_storage
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders
 from tests.support.exchanges import GENERATION, HERE, JOB, server
@@ -36,6 +37,13 @@ def test_urls_that_run_code_or_reach_elsewhere_are_opened_nowhere(url: str) -> N
             opens(url)
     with pytest.raises(ConfigurationError):
         StorageAccess(url)
+
+
+def test_the_guide_lists_the_kinds_of_url_that_are_opened() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/guides/security.md").read_text()
+    (listed,) = [part for part in page.split("\n\n") if part.startswith("With or without it")]
+    before_fsspec = listed.partition("fsspec")[0]
+    assert set(re.findall(r"`(\w+)`", before_fsspec)) == SCHEMES
 
 
 def test_without_roots_folders_and_known_stores_are_allowed(tmp_path: Path) -> None:
