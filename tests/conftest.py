@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,10 @@ import pytest
 from hypothesis import settings
 
 from shardyard.runtime.log import PROCESS, ShardyardHandler
+
+# where the user's processes find the certificates of yards; not the developer's own
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="shardyard-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # a busy machine is no fault
 settings.register_profile("shardyard", deadline=None)

@@ -19,6 +19,7 @@ from shardyard_launcher.commands.audit import audit
 from shardyard_launcher.commands.checkpoint import checkpoint
 from shardyard_launcher.commands.down import down
 from shardyard_launcher.commands.evaluate import evaluate
+from shardyard_launcher.commands.identities import invite, join
 from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
 from shardyard_launcher.commands.stop import drain, stop
@@ -41,15 +42,15 @@ def shardyard() -> None:
 @yard_options
 def status(settings: Settings, as_json: bool, wanted: str | None) -> int:
     """Show members, jobs, partitions and data of a running yard."""
-    from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.status.as_json import to_json
     from shardyard_launcher.status.as_tables import as_tables
     from shardyard_launcher.status.report import ask, read_local
     from shardyard_launcher.terminal.tables import show
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import coordinator_of
 
     address, folder = coordinator_of(settings), Path(settings.yard.state)
-    report = ask(GrpcNetwork(), address, read_local(folder, address))
+    report = ask(network_of(settings, coordinator=address), address, read_local(settings, folder, address))
     if wanted is not None:
         report = report.of_job(wanted)
     if as_json:
@@ -77,6 +78,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 for command in (
     *(roles.coordinator, roles.server, roles.agent),
     *(up_run.up, down, up_run.run, supervisor.supervisor, launches.logs, launches.attach),
+    *(invite, join),
     *(checkpoint, quarantined, audit, stop, drain, set_, evaluate, doctor.doctor),
 ):
     shardyard.add_command(command)

@@ -5,7 +5,7 @@
     |   |-- ConfigurationError      a settings file, an environment variable or a flag
     |   |-- ShapeMismatch  DTypeMismatch  UnknownVariable  VariableConflict  RateMismatch
     |   |-- MalformedPayload  TooLarge  UnsupportedOptimizer  UnsupportedModel
-    |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused  NotShareable
+    |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  NotShareable
     |   |-- TableError              a table of rows
     |   |   |-- TableFull
     |-- Refused                     the sender does not know something newer; it must learn it, then may continue
@@ -23,6 +23,8 @@
     |-- LogDamaged                  a file of a server's log differs from what was written
     |-- JobFailed                   the job ended with an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed  NonFiniteGradient
+    |-- NotTrusted                  a certificate is missing, or is not of this yard
+    |-- NotPermitted                the caller's role may not do this
     |-- AddressInUse
     |-- Internal                    a defect of ours
 
@@ -163,14 +165,6 @@ class UnseekableDataset(InvalidRequest):
 class ProtocolMismatch(InvalidRequest):
     why = "both sides must speak the same protocol"
     todo = "install the same release of shardyard on all machines"
-
-
-class LaunchRefused(InvalidRequest):
-    why = "the agent does not start programs for this caller"
-    todo = (
-        "start the launcher on the machine of the agent, or start the agent with --allow-remote-launch in a network "
-        "that you trust"
-    )
 
 
 class NotShareable(InvalidRequest):
@@ -332,6 +326,21 @@ class NonFiniteGradient(JobFailed):
         "check the loss and the learning rate; with float16, scale the loss (job.scaler()); `job.nonfinite: "
         "skip` leaves such work out, `allow` applies it"
     )
+
+
+class NotTrusted(ShardyardError):
+    why = "every process of a yard shows a certificate that the yard's coordinator has signed"
+    todo = (
+        "run `shardyard invite --role ROLE` where the yard was started, and on this machine the line that it prints; "
+        "docs/guides/security.md"
+    )
+
+
+class NotPermitted(ShardyardError):
+    why = (
+        "the certificate of a process says its role, and each role may do what it is for (shardyard/security/roles.py)"
+    )
+    todo = "use a certificate of a role that may do it: `shardyard invite --role ROLE` makes one"
 
 
 class AddressInUse(ShardyardError):

@@ -26,7 +26,6 @@ FACT_BYTES_MAX = 128
 # The first class that an error is an instance of decides, so subclasses stand first.
 TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.LaunchRefused, grpc.StatusCode.PERMISSION_DENIED),
     (errors.ProtocolMismatch, grpc.StatusCode.UNIMPLEMENTED),
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.SequenceGap, grpc.StatusCode.OUT_OF_RANGE),
@@ -39,6 +38,8 @@ TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.CheckpointDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.LogDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.JobFailed, grpc.StatusCode.CANCELLED),
+    (errors.NotTrusted, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
     (errors.AddressInUse, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Internal, grpc.StatusCode.INTERNAL),
     (errors.ShardyardError, grpc.StatusCode.UNKNOWN),

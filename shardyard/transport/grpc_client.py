@@ -18,11 +18,13 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from shardyard.domain import errors
 from shardyard.domain.limits import MESSAGE_BYTES_MAX
+from shardyard.security.credentials import Credentials
 from shardyard.transport import TRIED
 from shardyard.transport.error_codes import from_rpc_error
 from shardyard.transport.grpc_private import Ended, PrivateCall
 from shardyard.transport.interfaces import REQUEST_ID_KEY, Stream, next_request_id
 from shardyard.transport.local_socket import LocalStream
+from shardyard.transport.tls import explain_failure, open_channel
 from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
@@ -54,12 +56,24 @@ DEADLINES_MS = 250
 class GrpcPeer:
     """A peer at HOST:PORT with its own channel. Safe for several threads."""
 
-    def __init__(self, address: str, *, name: str, unavailable: type[errors.Unavailable], deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        unavailable: type[errors.Unavailable],
+        deadlines: Deadlines,
+        credentials: Credentials | None,
+    ) -> None:
         self._address = address
         self._name = name
         self._unavailable = unavailable
         self._deadlines = deadlines
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self.credentials = credentials
+        self._shown = None if credentials is None else credentials.pem
+        self._channel = open_channel(address, name, credentials, OPTIONS)
+        self._former: list[grpc.Channel] = []
+        """Channels with a former certificate. They may have open streams."""
         self._stubs: dict[str, Any] = {}
         self._is_cut = False
         self._lock = threading.Lock()
@@ -115,7 +129,8 @@ class GrpcPeer:
             local = list(self._local)
         for stream in local:
             stream.cancel()
-        self._channel.close()
+        for channel in (*self._former, self._channel):
+            channel.close()
 
     def _once(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Response:
         try:
@@ -136,14 +151,32 @@ class GrpcPeer:
 
     def _failure(self, method: Method[Any, Any], error: grpc.RpcError) -> errors.ShardyardError:
         found = from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
-        self._is_cut = self._is_cut or isinstance(found, self._unavailable)
+        if isinstance(found, self._unavailable):
+            is_first, self._is_cut = not self._is_cut, True
+            if self.credentials is not None or is_first:
+                has_tls = self.credentials is not None
+                return explain_failure(found.what, self.name, has_tls=has_tls, address=self._address) or found
         return found
+
+    def _show_renewed(self) -> None:
+        """Takes another channel if the certificate was renewed. Streams that are open stay on theirs."""
+        if self.credentials is None or self.credentials.refresh() is self._shown:
+            return
+        with self._lock:
+            if not self._is_closed and self.credentials.pem is not self._shown:
+                self._shown = self.credentials.pem
+                self._former.append(self._channel)
+                self._channel, self._stubs = open_channel(self._address, self._name, self.credentials, OPTIONS), {}
 
     def _knock(self) -> None:
         """Polls for a moment if the last call got no answer. gRPC polls in the threads that wait, so it connects only
         while a thread waits, and a call on a channel that is not connected fails at once. Without this, a peer that was
         restarted might never be found. Raises ValueError for a closed channel."""
-        if not (TRIED and self._is_cut):
+        if not self._is_cut:
+            return
+        self._show_renewed()
+        if not TRIED:
+            self._is_cut = False
             return
         core: Any = self._channel._channel  # type: ignore[attr-defined]
         until = time.monotonic() + KNOCK_MS / 1000
@@ -303,12 +336,16 @@ class Deadlines:
 
 
 class GrpcNetwork:
-    """Connects to peers by their addresses. See shardyard.transport.interfaces.Network."""
+    """Connects to peers by their addresses. See shardyard.transport.interfaces.Network. `credentials`: of this process;
+    None: without TLS."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None) -> None:
+        self.credentials = credentials
         self._deadlines = Deadlines()
 
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> GrpcPeer:
-        return GrpcPeer(address, name=name, unavailable=unavailable, deadlines=self._deadlines)
+        return GrpcPeer(
+            address, name=name, unavailable=unavailable, deadlines=self._deadlines, credentials=self.credentials
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import errno
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +19,13 @@ from grpc_reflection.v1alpha import reflection
 from shardyard.domain import errors
 from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.door import Door
 from shardyard.transport import TRIED
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.transport.grpc_private import ServedCall, StreamThreads
 from shardyard.transport.interfaces import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
+from shardyard.transport.tls import ServerSecurity
 from shardyard.wire.method import Method
 from shardyard.wire.methods import PACKAGE
 
@@ -50,16 +52,20 @@ def split_address(address: str) -> tuple[str, int]:
 class GrpcServer:
     """Serves services at an address until it is stopped.
 
+    `security`: the server's certificate and whom it admits; None: without TLS, and everybody may call everything.
     `threads`: the most calls whose handlers run at a time, and the most streams. A stream that waits for a request is
     not one of them.
     Raises AddressInUse if the port is taken, ConfigurationError if this machine does not have the address.
     """
 
-    def __init__(self, bind: str, services: Sequence[Service], *, threads: int = 64) -> None:
+    def __init__(
+        self, bind: str, services: Sequence[Service], security: ServerSecurity | None, *, threads: int = 64
+    ) -> None:
         host, port = split_address(bind)
         refusal = _refusal(host, port)
         if refusal is not None:
             raise refusal
+        self._door = None if security is None else security.door
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
         self._streams = StreamThreads(threads)
         self._server = grpc.server(self._pool, options=OPTIONS)
@@ -73,7 +79,10 @@ class GrpcServer:
         self._names = names
         self._started = False
         try:
-            self.port = self._server.add_insecure_port(bind)
+            if security is None:
+                self.port = self._server.add_insecure_port(bind)
+            else:
+                self.port = self._server.add_secure_port(bind, security.for_grpc())
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -111,8 +120,8 @@ class GrpcServer:
 
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
         if method.streams_in and method.streams_out and TRIED:
-            return _stream_handler(method, handler, self._streams)
-        return _grpc_handler(method, handler)
+            return _stream_handler(method, handler, self._streams, self._door)
+        return _grpc_handler(method, handler, self._door)
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:
@@ -132,10 +141,10 @@ def _refusal(host: str, port: int) -> errors.ShardyardError | None:
     return None
 
 
-def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+def _grpc_handler(method: Method[Any, Any], handler: Handler, door: Door | None) -> grpc.RpcMethodHandler[Any, Any]:
     def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            for answer in _answers(method, handler, sent, call):
+            for answer in _answers(method, handler, sent, call, door):
                 if answer is not None:
                     yield answer
         except errors.ShardyardError as error:
@@ -154,7 +163,7 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
 
 
 def _stream_handler(
-    method: Method[Any, Any], handler: Handler, threads: StreamThreads
+    method: Method[Any, Any], handler: Handler, threads: StreamThreads, door: Door | None
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Handles a method with streams in both directions. A call has a thread only while its handler runs."""
 
@@ -167,7 +176,7 @@ def _stream_handler(
 
         def answers() -> Iterator[bytes | None]:
             try:
-                yield from _answers(method, handler, served.requests(), call, offer)
+                yield from _answers(method, handler, served.requests(), call, door, offer)
             except errors.ShardyardError as error:
                 call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
                 call.set_code(status_of(error))
@@ -179,13 +188,20 @@ def _stream_handler(
     return grpc.stream_stream_rpc_method_handler(run)
 
 
+def _auth_context(call: Any) -> Mapping[str, Iterable[bytes]]:
+    found: Mapping[str, Iterable[bytes]] = call.auth_context()  # grpc-stubs says bytes for each
+    return found
+
+
 def _answers(
     method: Method[Any, Any],
     handler: Handler,
     sent: Any,
     call: grpc.ServicerContext,
+    door: Door | None,
     offer: Callable[[AtOnce], None] = lambda _: None,
 ) -> Iterator[bytes | None]:
     metadata = dict(call.invocation_metadata())
-    context = Context(peer=call.peer(), is_active=call.is_active, offer=offer)
+    caller = None if door is None else door.admit(method, _auth_context(call))
+    context = Context(peer=call.peer(), is_active=call.is_active, offer=offer, caller=caller)
     return serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))

@@ -51,6 +51,8 @@ class InProcessNetwork:
 
 
 class InProcessPeer:
+    credentials = None
+
     def __init__(
         self, network: InProcessNetwork, address: str, name: str, unavailable: type[errors.Unavailable]
     ) -> None:

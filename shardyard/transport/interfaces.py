@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from shardyard.domain import errors
+from shardyard.security.credentials import Credentials
+from shardyard.security.identity import Identity
 from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
@@ -61,6 +63,8 @@ class Context:
     """A handler with streams in both directions may offer an AtOnce. The network may use it."""
     descriptors: Descriptors | None = None
     """None: this network carries no descriptors."""
+    caller: Identity | None = None
+    """Whom the caller's certificate is for. None: this network has no certificates."""
 
 
 class Stream(Protocol):
@@ -94,6 +98,11 @@ class Peer(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def credentials(self) -> Credentials | None:
+        """What this process shows to the peer. None: this network has no certificates."""
+        ...
+
     def call(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Response: ...
 
     def send(self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int) -> Response: ...
@@ -114,7 +123,8 @@ class Network(Protocol):
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> Peer:
-        """A peer at HOST:PORT. It connects at the first call. `name`: the name of the peer in errors."""
+        """A peer at HOST:PORT. It connects at the first call. `name`: the peer's role, which its certificate must be
+        for, and what tells it from others, such as "coordinator" or "server 3"; errors name it so."""
         ...
 
 

@@ -22,6 +22,7 @@ from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
 from shardyard.domain.limits import PROTOCOL
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.transport.enrolment import renew_if_due
 from shardyard.transport.interfaces import Peer
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -31,6 +32,8 @@ log = logging.getLogger("shardyard.enrolment")
 DEADLINE_MS = 3_000
 """Of a heartbeat, at most."""
 RETRY_MS = 250
+RENEWAL_EVERY_S = 600.0
+"""How often a member looks whether its certificate is to be renewed."""
 LEAVE_MS = 1_000
 
 
@@ -67,6 +70,7 @@ class MembershipClient:
         grace_ms: int = COORDINATOR_GRACE_MS,
     ) -> None:
         self._peer = peer
+        self._renewal_s = 0.0
         self._membership = membership
         self._on_reply = on_reply
         self._on_lost = on_lost
@@ -233,6 +237,7 @@ class MembershipClient:
                 begun = time.monotonic()
                 try:
                     self.beat()
+                    self._renew(begun)
                 except (errors.Unavailable, errors.NotReady) as error:
                     self._outlast(begun, error)
         except errors.ShardyardError as error:
@@ -241,6 +246,17 @@ class MembershipClient:
             # a defect in `report` or `on_reply` must not look like a dead coordinator
             log.exception("a heartbeat failed")
             self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
+
+    def _renew(self, now_s: float) -> None:
+        """Renews this member's certificate when it is time."""
+        credentials = self._peer.credentials
+        if credentials is None or now_s < self._renewal_s:
+            return
+        self._renewal_s = now_s + RENEWAL_EVERY_S
+        try:
+            renew_if_due(self._peer, credentials)
+        except (errors.ShardyardError, OSError) as error:
+            log.warning("the certificate of %s cannot be renewed yet: %s", self._me, error)
 
     def _pause(self) -> bool:
         """Waits until the next heartbeat is due. Returns True if there will be none."""

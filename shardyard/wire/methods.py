@@ -12,6 +12,8 @@ READ_OUTPUT = Method(f"{PACKAGE}.Agent", "ReadOutput", message(agent_pb2.ReadOut
 STOP = Method(f"{PACKAGE}.Agent", "Stop", message(agent_pb2.StopRequest), message(agent_pb2.StopReply))
 DESCRIBE_AGENT = Method(f"{PACKAGE}.Agent", "DescribeAgent", message(agent_pb2.DescribeAgentRequest), message(agent_pb2.DescribeAgentReply))
 
+ENROL = Method(f"{PACKAGE}.Coordinator", "Enrol", message(coordinator_pb2.EnrolRequest), message(coordinator_pb2.EnrolReply))
+INVITE = Method(f"{PACKAGE}.Coordinator", "Invite", message(coordinator_pb2.InviteRequest), message(coordinator_pb2.InviteReply))
 REGISTER = Method(f"{PACKAGE}.Coordinator", "Register", message(coordinator_pb2.RegisterRequest), message(coordinator_pb2.RegisterReply))
 HEARTBEAT = Method(f"{PACKAGE}.Coordinator", "Heartbeat", message(coordinator_pb2.HeartbeatRequest), message(coordinator_pb2.HeartbeatReply))
 LEAVE = Method(f"{PACKAGE}.Coordinator", "Leave", message(coordinator_pb2.LeaveRequest), message(coordinator_pb2.LeaveReply))

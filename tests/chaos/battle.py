@@ -21,7 +21,6 @@ from pathlib import Path
 
 from shardyard.domain import errors
 from shardyard.domain.limits import MIB
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from tests.chaos.places import SCRIPTS, Place, SmallDisk, tail
@@ -41,6 +40,7 @@ from tests.chaos.schedules import (
     Slow,
     Stop,
 )
+from tests.support.identities import coordinator_at
 
 SAMPLES = 640
 BATCH = 16
@@ -162,7 +162,7 @@ class Battlefield:
         return self._state
 
     def _ask_state(self) -> int:
-        peer = GrpcNetwork().connect(self._address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        peer = coordinator_at(self._address)
         try:
             jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000).jobs
         except (errors.Unavailable, errors.NotReady):

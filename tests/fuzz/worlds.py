@@ -448,6 +448,9 @@ class CoordinatorWorld:
                 encoded(wire.RegisterRequest(role=wire.ROLE_WORKER, agent=self.agent, **register)),
                 encoded(wire.RegisterRequest(role=wire.ROLE_SERVER, address="server:9", **register)),
             ],
+            # in one process nobody has a certificate
+            "Enrol": [encoded(wire.EnrolRequest(request=b"0", launch="4711"))],
+            "Invite": [encoded(wire.InviteRequest(role="worker", key=bytes(33), lifetime_s=60, uses=1))],
             "Heartbeat": [
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x")),
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, stop_reached={"reached": 4})),

@@ -339,6 +339,8 @@ class SimulatedNetwork:
 
 
 class SimulatedPeer:
+    credentials = None
+
     def __init__(
         self, network: SimulatedNetwork, address: str, name: str, unavailable: type[errors.Unavailable]
     ) -> None:

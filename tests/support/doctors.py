@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def serving(service: Service, *, ready: bool = True) -> Iterator[str]:
-    listener = GrpcServer("127.0.0.1:0", [service], threads=4)
+    listener = GrpcServer("127.0.0.1:0", [service], None, threads=4)
     try:
         listener.start()
         listener.set_ready(ready=ready)

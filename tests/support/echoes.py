@@ -51,7 +51,7 @@ class Echo:
     def status(self, _request: coordinator.StatusRequest, context: Context) -> coordinator.StatusReply:
         assert context.is_active()
         self.ids.append(request_id.get())
-        peer = self.network.connect(self.address, name="itself")
+        peer = self.network.connect(self.address, name="server itself")
         try:
             peer.call(methods.READ_LEDGER, server.ReadLedgerRequest(), timeout_ms=TIMEOUT_MS)
         finally:

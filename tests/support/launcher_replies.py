@@ -20,7 +20,7 @@ def serving(handlers: dict[Any, Callable[[Any, Context], Any]]) -> Iterator[str]
     service = Service("Coordinator")
     for method, handler in handlers.items():
         service.on(method, handler)
-    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], None, threads=1)
     listener.start()
     try:
         yield listener.address

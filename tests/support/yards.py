@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from shardyard.config import configuration
-from shardyard.domain import errors
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard import role_process
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.identities import coordinator_at
 from tests.support.preloaded import Forked, Preloaded
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -238,7 +237,7 @@ class RoleYard:
         self.coordinator.wait_for("ready ")
 
     def status(self) -> wire.StatusReply:
-        peer = GrpcNetwork().connect(self.address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        peer = coordinator_at(self.address)
         try:
             return peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=10_000)
         finally:

@@ -20,9 +20,12 @@ from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.local import forget_yard, remember_yard
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.tls import ServerSecurity
+from shardyard_coordinator.service.identities import security_of
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.rpcs.table import make_waiting_service
 from shardyard_coordinator.service.service import Coordinator
@@ -49,21 +52,24 @@ def serve(
     ConfigurationError.
     """
     tune_malloc()
+    own = Path(settings.yard.state) if state is None else state
+    identities, security = security_of(settings.security, own)
     with ExitStack() as ending:
-        journal = _open_journal(state, bind, stop)
+        journal = _open_journal(state, bind, stop, security)
         if journal is None:
             return
         ending.callback(journal.close)
         coordinator = Coordinator(
-            network=GrpcNetwork(),
+            network=GrpcNetwork(None if security is None else security.credentials),
             journal=journal,
             clock=SystemClock(),
             membership=settings.membership,
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
             access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
+            identities=identities,
         )
         ending.callback(coordinator.stop)
-        listener = GrpcServer(bind, [coordinator.service])
+        listener = GrpcServer(bind, [coordinator.service], security)
         ending.callback(listener.stop)
         coordinator.start()
         listener.start()
@@ -71,11 +77,17 @@ def serve(
         address = listener.address if advertise is None else _with_port(advertise, listener.port)
         bind_process(role="coordinator", id=f"{journal.term}")
         log.info("the coordinator serves at %s (term %d)", address, journal.term)
+        if identities is not None:
+            for each in {address, listener.address}:
+                remember_yard(each, identities.folder)
+                ending.callback(forget_yard, each, identities.folder)
         ready(address)
         stop.wait()
 
 
-def _open_journal(state: Path | None, bind: str, stop: threading.Event) -> Journal | None:
+def _open_journal(
+    state: Path | None, bind: str, stop: threading.Event, security: ServerSecurity | None
+) -> Journal | None:
     """Waits while the disk is full, since members of a former run continue for as long as they are answered. None if
     `stop` is set first. Raises ConfigurationError."""
     try:
@@ -89,7 +101,7 @@ def _open_journal(state: Path | None, bind: str, stop: threading.Event) -> Journ
     ):
         if not bind.endswith(":0"):
             # whoever asks learns that it is there
-            answering = GrpcServer(bind, [make_waiting_service(lambda: last)])
+            answering = GrpcServer(bind, [make_waiting_service(lambda: last)], security)
             ending.callback(answering.stop)
             answering.start()
         while not stop.wait(OPEN_AGAIN_S):

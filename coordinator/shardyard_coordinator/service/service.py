@@ -21,6 +21,7 @@ from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Network
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.service.residual_collection import ResidualCollections
@@ -37,7 +38,7 @@ TICK_MS: Final = 100
 class Coordinator:
     """Serves `service` from `start` until `stop`, continuing from the journal's records. The caller closes the journal
     after `stop`. `checkpoints`: the URL of the checkpoints of jobs that name none; `access`: where those of others may
-    be. Raises ConfigurationError if the journal cannot be read."""
+    be; `identities`: None without TLS. Raises ConfigurationError if the journal cannot be read."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class Coordinator:
         membership: MembershipSettings,
         checkpoints: str | None = None,
         access: StorageAccess | None = None,
+        identities: YardIdentities | None = None,
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
+        self._identities = identities
         access = access or StorageAccess()
         self._wait_registry = WaitRegistry(logger=log)
         self._mailbox = Mailbox(
@@ -76,6 +79,7 @@ class Coordinator:
                 membership=membership,
                 checkpoints=checkpoints,
                 release=version("shardyard"),
+                identities=identities,
             )
         )
 
@@ -109,6 +113,8 @@ class Coordinator:
         while not self._stop.wait(self._tick_ms / 1000):
             self._mailbox.repair(self._calls.start)
             try:
+                if self._identities is not None:
+                    self._identities.tick()
                 self._calls.tick()
             except ShardyardError as error:
                 log.debug("no tick: %s", error)

@@ -25,16 +25,13 @@ LATE_MS: Final = 10_000
 LOOK_S: Final = 0.1
 
 
-def report_jobs(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
+def report_jobs(client: CoordinatorClient, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
     """Says a line for each unfinished job of an earlier yard, once its partitions have servers again. This takes
     `lease_ms` and a moment. For a yard that was started just now. Raises CoordinatorUnavailable."""
     give_up = time.monotonic() + (lease_ms + LATE_MS) / 1000
     told: set[int] = set()
     waiting: list[str] = []
-    with (
-        CoordinatorClient(coordinator) as client,
-        ExplainedWait(lambda: f"the partitions of {', '.join(waiting)} to be restored") as wait,
-    ):
+    with ExplainedWait(lambda: f"the partitions of {', '.join(waiting)} to be restored") as wait:
         while True:
             status = client.status(timeout_ms=TIMEOUT_MS)
             late = time.monotonic() >= give_up or stop.is_set()

@@ -36,7 +36,7 @@ def save_jobs(yard: RunningYard, stop: threading.Event, doomed: Path | None = No
         yield f"no checkpoint is taken, since {NOT_WHOLE}; jobs go on from the checkpoints that they have"
         return
     try:
-        with CoordinatorClient(yard.state.coordinator) as client:
+        with yard.connect() as client:
             jobs = _running(yard, client, stop)
             if jobs:
                 yield f"taking a checkpoint of {_names(job.name for job in jobs)} first; --now does not"

@@ -66,17 +66,17 @@ def read(settings: Settings, job: str) -> Iterator[Mapping[str, Any]]:
     """The audit, one entry at a time. Raises NotFound, CoordinatorUnavailable, ConfigurationError before the first
     entry."""
     from shardyard.domain.errors import CoordinatorUnavailable
-    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import read_state
 
     folder = Path(settings.yard.state)
     if settings.coordinator:
-        return _begun(ask(GrpcNetwork(), settings.coordinator, job))
+        return _begun(ask(network_of(settings), settings.coordinator, job))
     yard = read_state(folder)
     address = yard.coordinator if yard else ""
     if address:
         try:
-            return _begun(ask(GrpcNetwork(), address, job))
+            return _begun(ask(network_of(settings, coordinator=address), address, job))
         except CoordinatorUnavailable:
             click.echo(f"note: the coordinator at {address} does not answer; this is its journal", err=True)
     return _begun(_look_up(folder, job))

@@ -172,10 +172,9 @@ def take(settings: Settings, job: str) -> int:
     The command waits until the checkpoint is written. JOB is a job's name. Without it, the only job that runs is used.
     """
     from shardyard_launcher.checkpoints.take import take_checkpoint
-    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
-    from shardyard_launcher.yard.state_file import coordinator_of
+    from shardyard_launcher.yard.running_yard import connect_to_yard
 
-    with CoordinatorClient(coordinator_of(settings)) as client:
+    with connect_to_yard(settings) as client:
         reply = take_checkpoint(client, job)
     click.echo(f"checkpoint {reply.number} of job {reply.job_name}, step {reply.step:,}, in {reply.url}")
     return 0
@@ -199,12 +198,12 @@ def restore(settings: Settings, job: str, number: int | None, url: str | None, c
     from shardyard.runtime.waits import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
-    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S, CoordinatorClient
-    from shardyard_launcher.yard.state_file import coordinator_of
+    from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S
+    from shardyard_launcher.yard.running_yard import connect_to_yard
 
     request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel)
     what, until = f"to restore job {job}", time.monotonic() + RESTORE_TIMEOUT_MS / 1000
-    with CoordinatorClient(coordinator_of(settings)) as client, ExplainedWait(lambda: f"job {job} to go back") as wait:
+    with connect_to_yard(settings) as client, ExplainedWait(lambda: f"job {job} to go back") as wait:
         while True:
             try:
                 reply = client.call(methods.RESTORE_CHECKPOINT, request, what, timeout_ms=RESTORE_TIMEOUT_MS)

@@ -18,6 +18,7 @@ from shardyard_launcher.terminal.options import yard_options
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.probes.findings import Finding
 
 
@@ -34,7 +35,7 @@ def doctor(settings: Settings, as_json: bool) -> int:
 
     log.setup(settings.log.format, settings.log.level)
     found: list[Finding] = []
-    for finding in _examine(settings.coordinator, Path(settings.yard.state)):
+    for finding in _examine(settings):
         found.append(finding)
         if not as_json:
             click.echo(finding.line)
@@ -48,16 +49,27 @@ def doctor(settings: Settings, as_json: bool) -> int:
     return 1 if failures else 0
 
 
-def _examine(coordinator: str, state: Path) -> Iterator[Finding]:
+def _examine(settings: Settings) -> Iterator[Finding]:
+    from shardyard.domain.errors import CoordinatorUnavailable, NotTrusted
+    from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard_launcher.probes import machine, network
     from shardyard_launcher.probes.findings import carry_out, warning
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import read_state
 
+    coordinator, state = settings.coordinator, Path(settings.yard.state)
     if not coordinator:
         found = read_state(state)
         coordinator = found.coordinator if found else ""
     if coordinator:
-        yield from network.probe(coordinator)
+        reached: GrpcNetwork | NotTrusted
+        try:
+            reached = network_of(settings, coordinator=coordinator)
+        except CoordinatorUnavailable:
+            reached = GrpcNetwork(None)  # the probes say why
+        except NotTrusted as error:
+            reached = error
+        yield from network.probe(coordinator, reached)
     else:
         said = f"no yard is up in {state}, so only this machine is checked"
         yield warning("name", said, "give --coordinator HOST:PORT to check the way to a yard")

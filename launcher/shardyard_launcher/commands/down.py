@@ -18,6 +18,7 @@ import click
 from shardyard_launcher.terminal.options import StopSignals, load_given, settings_options, state_option
 
 if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
     from shardyard_launcher.checkpoints.kept import KeptJob
 
 
@@ -56,13 +57,13 @@ def down(
         if purge_checkpoints and not _may_delete(folder, yes):
             click.echo("nothing was stopped, and nothing was deleted", err=True)
             return 1
-        code = _stop(folder, now=now, doomed=purge_checkpoints)
+        code = _stop(settings, folder, now=now, doomed=purge_checkpoints)
         if code == 0 and (purge or purge_checkpoints):
             click.echo(_purge(folder, checkpoints=purge_checkpoints))
     return code
 
 
-def _stop(folder: Path, *, now: bool, doomed: bool) -> int:
+def _stop(settings: Settings, folder: Path, *, now: bool, doomed: bool) -> int:
     """Ends the folder's yard, if one is up. `doomed`: its checkpoints are deleted after that."""
     from shardyard_launcher.checkpoints.save import save_jobs
     from shardyard_launcher.yard.running_yard import RunningYard
@@ -73,7 +74,7 @@ def _stop(folder: Path, *, now: bool, doomed: bool) -> int:
     if found is None:
         click.echo(f"no yard is up in {folder}")
         return 0
-    yard = RunningYard(folder, found)
+    yard = RunningYard(settings, folder, found)
     with StopSignals() as signals:
         if not now:
             for line in save_jobs(yard, signals.stop, _checkpoints_in(folder) if doomed else None):
@@ -124,12 +125,13 @@ def _purge(folder: Path, *, checkpoints: bool) -> str:
     """Deletes what `up` has put into the folder, and the folder if nothing else is in it. Returns what it did, in
     words."""
     from shardyard.config.settings import COLD_FOLDER, WAL_FOLDER
+    from shardyard.security.local import FOLDER
     from shardyard_launcher.checkpoints.kept import kept_jobs
     from shardyard_launcher.yard.state_file import JOURNAL, LAUNCHES, LOCK_FILE, LOGS
 
     saved = _checkpoints_in(folder)
     kept = [] if checkpoints else kept_jobs(saved)
-    for name in (LOGS, LAUNCHES, COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
+    for name in (LOGS, LAUNCHES, COLD_FOLDER, WAL_FOLDER, FOLDER):  # servers' logs mean nothing without the journal
         shutil.rmtree(folder / name, ignore_errors=True)
     if kept:
         for each in (folder / JOURNAL).iterdir():

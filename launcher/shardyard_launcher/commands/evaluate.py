@@ -99,12 +99,13 @@ def _follow(
 ) -> int:
     from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+    from shardyard_launcher.terminal.yard_network import network_of
 
     grace_ms = settings.membership.coordinator_grace_ms
     restarts = RestartPolicy(
         restarts_max=settings.evaluator.restarts_max, window_ms=WINDOW_MS, setting="evaluator.restarts_max"
     )
-    with CoordinatorClient(address) as client:
+    with CoordinatorClient(address, network_of(settings, coordinator=address)) as client:
         job = _await_job(client, name, grace_ms, stop)
         if job is None:
             return 130

@@ -43,6 +43,7 @@ def logs(
     the state folder is down, the output is read from the folder.
     """
     from shardyard_launcher.scripts import launches
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import coordinator_of, read_state
 
     folder = Path(settings.yard.state)
@@ -51,8 +52,10 @@ def logs(
         click.echo(f"no yard is up in {folder}; what follows is in its folder", err=True)
         batches = launches.read_kept(folder, found, process=process, tail=tail)
     else:
-        found = launches.find_launch(coordinator_of(settings), launch)
-        batches = launches.read_output_of(found, process=process, tail=tail, follow=follow)
+        coordinator = coordinator_of(settings)
+        network = network_of(settings, coordinator=coordinator)
+        found = launches.find_launch(network, coordinator, launch)
+        batches = launches.read_output_of(network, found, process=process, tail=tail, follow=follow)
     several = process is None and found.described.workers > 1
     for lines in batches:
         for line in lines:
@@ -90,11 +93,13 @@ def attach(settings: Settings, launch: str | None) -> int:
     """
     from shardyard_launcher.commands.up_run import follow_launch
     from shardyard_launcher.scripts.launches import find_launch
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import coordinator_of
 
     coordinator = coordinator_of(settings)
-    found = find_launch(coordinator, launch)
+    network = network_of(settings, coordinator=coordinator)
+    found = find_launch(network, coordinator, launch)
     with StopSignals() as signals:
         if found.runs:
             click.echo(f"attached to {found.title}; Ctrl-C detaches, and the launch goes on", err=True)
-        return follow_launch(coordinator, found, settings, signals)
+        return follow_launch(network, coordinator, found, settings, signals)

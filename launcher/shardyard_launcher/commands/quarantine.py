@@ -33,10 +33,11 @@ def quarantined(settings: Settings, job: str | None, as_json: bool) -> int:
     A batch is quarantined if it has killed workers, or if its gradients were not finite. JOB is a job's name or id.
     Without it, the batches of all jobs are shown.
     """
-    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import coordinator_of
 
-    found = ask(GrpcNetwork(), coordinator_of(settings), job)
+    coordinator = coordinator_of(settings)
+    found = ask(network_of(settings, coordinator=coordinator), coordinator, job)
     batches = [batch for name, reply in found for batch in described(name, reply)]
     if as_json:
         click.echo(json.dumps({"batches": batches}, indent=2))

@@ -7,6 +7,7 @@ ADDRESS` goes to standard output once the role can be used. Roles are imported o
 from __future__ import annotations
 
 import gc
+import ipaddress
 import os
 import platform
 import signal
@@ -20,7 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from shardyard.runtime.failpoints import arm
-from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
+from shardyard.transport import refuse_tls_12
+from shardyard_launcher.terminal.options import (
+    ADDRESS,
+    Given,
+    StopSignals,
+    insecure_network_option,
+    load_given,
+    log_option,
+    settings_options,
+)
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
@@ -64,10 +74,12 @@ def _role(role: str) -> Callable[[F], F]:
             sets: tuple[str, ...],
             log_format: str | None,
             failpoints: str,
+            insecure_network: bool,
             **own: Any,
         ) -> Any:
             arm(failpoints)
             flags: dict[str, object] = {"log.format": log_format, "coordinator": coordinator}
+            flags["security.insecure_network"] = insecure_network or None
             if is_coordinator:
                 del flags["coordinator"]
                 advertise = advertise or coordinator
@@ -77,7 +89,10 @@ def _role(role: str) -> Callable[[F], F]:
                 _require_coordinator(settings)
             _set_up_log(role, settings)
             port = settings.yard.coordinator_port if is_coordinator else 0
+            if settings.security.tls:
+                refuse_tls_12()
             where, known_as = addresses(bind or f"{settings.yard.bind}:{port}", advertise)
+            _protect(settings, where)
             gc.disable()  # until `_ready`: what is imported meanwhile stays
             try:
                 return command(given=given, bind=where, advertise=known_as, **own)
@@ -89,7 +104,7 @@ def _role(role: str) -> Callable[[F], F]:
             "The address at which other processes reach this one (default: that of --bind; the machine's name if it "
             "listens on all addresses)."
         )
-        with_options = launcher_options(log_option(settings_options(called)))
+        with_options = launcher_options(log_option(insecure_network_option(settings_options(called))))
         with_options = click.option("--failpoints", default="", hidden=True)(with_options)
         with_options = click.option("--advertise", metavar=ADDRESS, help=advertised)(with_options)
         bound = "The address to listen on. Port 0 takes a free port."
@@ -148,11 +163,6 @@ def server(given: Given, bind: str, advertise: str | None) -> int:
     metavar="DIR",
     help="Folder for what launches print, in `launches` below it (default: the setting yard.state).",
 )
-@click.option(
-    "--allow-remote-launch",
-    is_flag=True,
-    help="Start programs for callers on other machines too. Anybody who reaches the port can then run programs here.",
-)
 @_role("agent")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
 def agent(
@@ -161,7 +171,6 @@ def agent(
     advertise: str | None,
     workers: int | None,
     state: str | None,
-    allow_remote_launch: bool,
     command: tuple[str, ...],
 ) -> int:
     """Run an agent: it starts and watches training processes.
@@ -182,7 +191,6 @@ def agent(
             workers=workers or settings.yard.workers,
             state=Path(state or settings.yard.state),
             settings=settings,
-            allow_remote_launch=allow_remote_launch,
             command=list(command) or None,
             stop=signals.stop,
             hurry=signals.hurry,
@@ -228,6 +236,16 @@ def addresses(bind: str, advertise: str | None) -> tuple[str, str | None]:
     return f"{host}:{port}", f"{told_host or platform.node()}:{told_port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def _free_port(host: str) -> int:
     kind = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as probe:
@@ -254,6 +272,21 @@ def _tie(ends_with: int | None, awaits_go: bool) -> None:
         die_with_parent(ends_with, signal.SIGTERM)
     if awaits_go and not sys.stdin.readline():
         sys.exit("the process that started this one ended before this one could begin")
+
+
+def _protect(settings: Settings, bind: str) -> None:
+    """Raises ConfigurationError if everybody on the network could use this process."""
+    from shardyard.domain import errors
+
+    host = bind.rpartition(":")[0]
+    if settings.security.tls or is_loopback(host):
+        return
+    if not settings.security.insecure_network:
+        raise errors.ConfigurationError(
+            f"without TLS this process does not listen on {host}, which is open to the network",
+            why="whoever reaches the port could train, read and stop jobs, and run programs",
+            todo="remove security.tls from the settings; or, in a network that you trust, add --insecure-network",
+        )
 
 
 def _set_up_log(role: str, settings: Settings) -> None:

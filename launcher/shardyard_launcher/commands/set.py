@@ -33,11 +33,10 @@ def set_(settings: Settings, what: tuple[str, ...], wait: bool) -> int:
     """
     from shardyard.wire import methods
     from shardyard_launcher.status.words import describe_consistency
-    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
-    from shardyard_launcher.yard.state_file import coordinator_of
+    from shardyard_launcher.yard.running_yard import connect_to_yard
 
     request = parse_request(what)
-    with CoordinatorClient(coordinator_of(settings)) as client:
+    with connect_to_yard(settings) as client:
         reply = client.call(methods.SWITCH_CONSISTENCY, request, "to change the consistency mode")
         shown = describe_consistency(reply.consistency)
         click.echo(f"job {reply.job_name} {'changes to' if reply.first else 'already uses'} {shown}")

@@ -14,6 +14,7 @@ from shardyard_launcher.terminal.options import yard_options
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.transport.interfaces import Network
     from shardyard.wire.v1 import coordinator_pb2 as wire
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
@@ -40,13 +41,16 @@ def stop(settings: Settings, job: str | None, reason: str, wait: bool, launch: s
     from shardyard.wire.v1 import coordinator_pb2 as wire
     from shardyard_launcher.status.words import describe_stop
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.state_file import coordinator_of
 
+    coordinator = coordinator_of(settings)
+    network = network_of(settings, coordinator=coordinator)
     if launch is not None:
         if job or reason:
             raise click.UsageError("--launch goes with neither a job nor a reason: it ends processes, not a job")
-        return _end_launch(coordinator_of(settings), launch)
-    with CoordinatorClient(coordinator_of(settings)) as client:
+        return _end_launch(network, coordinator, launch)
+    with CoordinatorClient(coordinator, network) as client:
         request = wire.StopJobRequest(job_name=job or "", reason=reason)
         reply = client.call(methods.STOP_JOB, request, "to stop the job")
         if reply.first:
@@ -63,14 +67,14 @@ def _why(failed: wire.JobStatus) -> str:
     return f": {failure.what}" + (f"\n  what to do: {failure.todo_text}" if failure.todo_text else "")
 
 
-def _end_launch(coordinator: str, wanted: str) -> int:
+def _end_launch(network: Network, coordinator: str, wanted: str) -> int:
     from shardyard_launcher.scripts.launches import end_launch, find_launch
 
-    found = find_launch(coordinator, wanted)
+    found = find_launch(network, coordinator, wanted)
     if not found.runs:
         click.echo(f"{found.title} has ended before")
         return 0
-    ended = end_launch(found)
+    ended = end_launch(network, found)
     click.echo(f"{found.title} {'has ended' if ended else 'is told to end, and has not ended yet'}")
     return 0 if ended else 1
 
@@ -101,11 +105,10 @@ def drain(settings: Settings, member: str, wait: bool) -> int:
     """
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
-    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
     from shardyard_launcher.terminal.quantities import describe_duration
-    from shardyard_launcher.yard.state_file import coordinator_of
+    from shardyard_launcher.yard.running_yard import connect_to_yard
 
-    with CoordinatorClient(coordinator_of(settings)) as client:
+    with connect_to_yard(settings) as client:
         request = wire.DrainRequest(member=_address(Path(settings.yard.state), member))
         reply = client.call(methods.DRAIN, request, f"to let {member} leave")
         left = describe_duration(reply.left_ms)

@@ -116,7 +116,7 @@ def start_supervised(settings: Settings, folder: Path, stop: threading.Event) ->
     from shardyard_launcher.yard.state_file import YardState, forget_state
 
     write_settings(settings, folder)
-    yard, child = _begin(folder, YardState(()))
+    yard, child = _begin(settings, folder, YardState(()))
     try:
         _await_ready(yard, child, stop)
     except BaseException:
@@ -134,7 +134,7 @@ def supervise_again(settings: Settings, folder: Path, state: YardState) -> Runni
     if not (folder / SETTINGS_FILE).exists():
         write_settings(settings, folder)
     # a process that was given up gets a new budget
-    return _begin(folder, YardState(state.roles, state.restarts))[0]
+    return _begin(settings, folder, YardState(state.roles, state.restarts))[0]
 
 
 def keep_supervised(yard: RunningYard, settings: Settings, folder: Path) -> list[str]:
@@ -155,7 +155,7 @@ def keep_supervised(yard: RunningYard, settings: Settings, folder: Path) -> list
     return [f"{dead or 'the supervisor'} has ended; started {yard.state.supervisor} in its place"]
 
 
-def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
+def _begin(settings: Settings, folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
     from shardyard_launcher.yard.local_cluster import SETTINGS_FILE, environment_of_roles
     from shardyard_launcher.yard.role_process import start_role
     from shardyard_launcher.yard.running_yard import RunningYard
@@ -173,7 +173,7 @@ def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
     written = YardState((child.process, *state.processes), state.restarts)
     written.write(folder)
     child.release()
-    return RunningYard(folder, written), child
+    return RunningYard(settings, folder, written), child
 
 
 def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -> None:

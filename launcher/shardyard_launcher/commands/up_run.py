@@ -31,6 +31,7 @@ from shardyard_launcher.terminal.options import (
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.transport.interfaces import Network
     from shardyard.wire.v1 import agent_pb2 as agent_wire
     from shardyard_launcher.scripts.launches import FoundLaunch
     from shardyard_launcher.scripts.script import Script
@@ -59,6 +60,7 @@ def up(
     the command only starts the yard. `shardyard down` stops it.
     """
     from shardyard_launcher.commands.supervisor import StartFailed, keep_supervised
+    from shardyard_launcher.terminal.yard_network import network_of
     from shardyard_launcher.yard.local_cluster import Interrupted
 
     given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
@@ -84,7 +86,9 @@ def up(
             def check() -> list[str]:
                 return [*keep_supervised(yard, settings, folder), *yard.check()]
 
-            code = _follow(up_now.coordinator, up_now.agent, script, settings, signals, check, sys.stdout, began)
+            network = network_of(settings, coordinator=up_now.coordinator, state=folder)
+            where = (network, up_now.coordinator, up_now.agent)
+            code = _follow(*where, script, settings, signals, check, sys.stdout, began)
         yard.refresh()
         if ours and (signals.exit_code is not None or yard.broken):
             _take_down(yard, folder)
@@ -138,13 +142,16 @@ def run(
     with StopSignals() as signals:
         if settings.coordinator:
             from shardyard_launcher.scripts.script import find_agent
+            from shardyard_launcher.terminal.yard_network import network_of
 
             script = _script(command, given, environment, whole=False, workers=workers or 0)
-            agent = find_agent(settings.coordinator)
+            network = network_of(settings)
+            agent = find_agent(network, settings.coordinator)
             if detach:
-                return _leave_running(agent, replace(script, unattended=True), given, signals)
+                return _leave_running(network, agent, replace(script, unattended=True), given, signals)
             # the agent and the script notice what happens to a yard that was not started here
-            code = _follow(settings.coordinator, agent, script, settings, signals, list, sys.stderr, announced=True)
+            where = (network, settings.coordinator, agent)
+            code = _follow(*where, script, settings, signals, list, sys.stderr, announced=True)
         else:
             code = _run_alone(given, command, environment, signals)
     return signals.exit_code or code
@@ -161,6 +168,7 @@ def _no_yard_to_stay_in() -> Exception:
 
 
 def _run_alone(given: Given, command: tuple[str, ...], environment: Mapping[str, str], signals: StopSignals) -> int:
+    from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
     from shardyard_launcher.yard.local_cluster import Interrupted, LocalCluster, await_last_checkpoints
     from shardyard_launcher.yard.temp_folder import run_folder
 
@@ -177,9 +185,11 @@ def _run_alone(given: Given, command: tuple[str, ...], environment: Mapping[str,
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, environment, whole=True, workers=0)
-            code = _follow(cluster.coordinator, cluster.state.agent, script, settings, signals, poll, sys.stderr)
+            where = (cluster.network(), cluster.coordinator, cluster.state.agent)
+            code = _follow(*where, script, settings, signals, poll, sys.stderr)
             if code == 0:
-                await_last_checkpoints(cluster.coordinator, signals.stop, poll)
+                with CoordinatorClient(cluster.coordinator, cluster.network()) as client:
+                    await_last_checkpoints(client, signals.stop, poll)
             return code
         except Interrupted:
             return 130
@@ -202,7 +212,7 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[Running
     with locked(folder):
         found = read_state(folder)
         if found is not None:
-            standing = RunningYard(folder, found)
+            standing = RunningYard(settings, folder, found)
             is_lost = standing.gone or standing.was_interrupted
             if not is_lost:
                 if not standing.supervised:
@@ -233,11 +243,13 @@ def _note_differences(settings: Settings, yard: RunningYard) -> None:
         )
 
 
-def follow_launch(coordinator: str, found: FoundLaunch, settings: Settings, signals: StopSignals) -> int:
+def follow_launch(
+    network: Network, coordinator: str, found: FoundLaunch, settings: Settings, signals: StopSignals
+) -> int:
     """Shows a launch that was found, from where it is, until it has ended or a signal comes. Returns the exit status of
     the command. The launch is not stopped."""
     if found.runs:
-        code = _follow(coordinator, found.agent.address, found, settings, signals, list, sys.stderr)
+        code = _follow(network, coordinator, found.agent.address, found, settings, signals, list, sys.stderr)
         return 0 if signals.exit_code == 130 else signals.exit_code or code
     ending = found.described.ending
     if not found.described.HasField("ending"):
@@ -250,6 +262,7 @@ def follow_launch(coordinator: str, found: FoundLaunch, settings: Settings, sign
 
 
 def _follow(
+    network: Network,
     coordinator: str,
     agent: str,
     script: Script | FoundLaunch,
@@ -268,7 +281,7 @@ def _follow(
     from shardyard_launcher.scripts.script import Script, ScriptRun
     from shardyard_launcher.terminal.error_output import print_error
 
-    launched = ScriptRun(coordinator, agent, script, settings)
+    launched = ScriptRun(network, coordinator, agent, script, settings)
     try:
         with display_for(lambda: launched.workers, progress_to) as display:
             ended = launched.start(display, stop=signals.stop) if announced else None
@@ -307,14 +320,14 @@ def _report_end(script: Path, workers: int, ended: agent_wire.LaunchEnded, first
     return exit_status(ended.exit_code)
 
 
-def _leave_running(agent: str, script: Script, given: Given, signals: StopSignals) -> int:
+def _leave_running(network: Network, agent: str, script: Script, given: Given, signals: StopSignals) -> int:
     """Launches a script, and returns when its processes have started."""
     from shardyard.config.assignments import Layer
     from shardyard_launcher.scripts.progress import NotesOnly
     from shardyard_launcher.scripts.script import ScriptRun
 
     settings = given.loaded.settings
-    launched = ScriptRun(settings.coordinator, agent, script, settings)
+    launched = ScriptRun(network, settings.coordinator, agent, script, settings)
     try:
         ended = launched.start(NotesOnly(), stop=signals.stop)
         if ended is not None:
@@ -344,7 +357,8 @@ def _report_jobs(yard: RunningYard, settings: Settings, signals: StopSignals) ->
     from shardyard_launcher.terminal.error_output import print_error
 
     try:
-        report_jobs(yard.state.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
+        with yard.connect() as client:
+            report_jobs(client, settings.membership.lease_ms, signals.stop, click.echo)
     except errors.CoordinatorUnavailable as error:  # the script that needs it will say so
         print_error(error)
 

@@ -28,6 +28,7 @@ from shardyard.domain.ids import Incarnation
 from shardyard.domain.limits import PROTOCOL
 from shardyard.transport.grpc_client import OPTIONS, GrpcNetwork
 from shardyard.transport.grpc_server import split_address
+from shardyard.transport.tls import open_channel
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.probes.findings import Finding, Probe, Verdict, carry_out, failed, ok, warning
@@ -59,8 +60,9 @@ _SETTINGS: Final = 4
 _ANSWER_BYTES: Final = 9
 
 
-def probe(address: str) -> Iterator[Finding]:
-    """All findings about the coordinator at HOST:PORT and its members, as they are made."""
+def probe(address: str, network: GrpcNetwork | errors.NotTrusted) -> Iterator[Finding]:
+    """All findings about the coordinator at HOST:PORT and its members, as they are made. `network`: how this process
+    reaches the yard, or why it has no certificate for it."""
     try:
         host, port = split_address(address)
     except errors.ConfigurationError as error:
@@ -73,9 +75,9 @@ def probe(address: str) -> Iterator[Finding]:
     steps = [
         Probe("name", 10_000, lambda: _name(host, port, known)),
         Probe("tcp", in_all_ms, lambda: _tcp(address, known)),
-        Probe("tls", int(5 * CONNECT_S * 1000) + MARGIN_MS, lambda: _tls(address, known[0])),
-        Probe("grpc", calls_ms + len(OTHERS) * CALL_MS, lambda: _grpc(address)),
-        Probe("status", calls_ms, lambda: _status(address, status)),
+        Probe("tls", int(5 * CONNECT_S * 1000) + MARGIN_MS, lambda: _tls(address, network, known[0])),
+        Probe("grpc", calls_ms + len(OTHERS) * CALL_MS, lambda: _grpc(address, _trusted(network))),
+        Probe("status", calls_ms, lambda: _status(address, _trusted(network), status)),
         Probe("release", 5_000, lambda: _releases(status[0].status)),
         Probe("clock", 5_000, lambda: _clock(status[0])),
         Probe("members", MEMBERS_MS, lambda: _members(status[0].status)),
@@ -149,17 +151,29 @@ def connect(where: tuple[str, int]) -> tuple[str, str] | None:
     return None
 
 
-def _tls(address: str, where: tuple[str, int]) -> Sequence[Finding]:
+def _trusted(network: GrpcNetwork | errors.NotTrusted) -> GrpcNetwork:
+    assert isinstance(network, GrpcNetwork)  # `_tls` has failed otherwise, and this is not asked
+    return network
+
+
+def _tls(address: str, network: GrpcNetwork | errors.NotTrusted, where: tuple[str, int]) -> Sequence[Finding]:
     spoken = _language(where)
     own_port = "give the port of the coordinator itself (7070 unless it was set)"
+    has_tls = isinstance(network, errors.NotTrusted) or network.credentials is not None
+    if spoken in ("h2", "tls") and has_tls is not (spoken == "tls"):
+        said = f"{address} {'uses' if spoken == 'tls' else 'does not use'} TLS, and security.tls is {has_tls} here"
+        return [
+            failed("tls", said.replace("True", "true").replace("False", "false"), "set it to the same value everywhere")
+        ]
     if spoken == "h2":
-        said = "plain HTTP/2: nothing is encrypted, and callers are not identified (this release has no TLS)"
+        said = "plain HTTP/2: nothing is encrypted, and callers are not identified (security.tls is false)"
         if ipaddress.ip_address(where[0].partition("%")[0]).is_loopback:
             return [ok("tls", f"{said}; it stays on this machine")]
-        return [warning("tls", said, "use a network that you trust, or a tunnel")]
+        return [warning("tls", said, "remove security.tls from the settings of all processes")]
     if spoken == "tls":
-        said = f"{address} speaks TLS, and this release speaks plain HTTP/2 only"
-        return [failed("tls", said, f"{own_port}, or a tunnel that ends TLS on this machine")]
+        if isinstance(network, errors.NotTrusted):
+            return [failed("tls", network.what, network.todo_text)]
+        return [ok("tls", f"{address} speaks TLS; the certificate of this process is in {_folder(network)}")]
     if spoken == "http1":
         return [failed("tls", f"{address} is an HTTP/1 web server, not a gRPC server", own_port)]
     if spoken == "silent":
@@ -167,6 +181,10 @@ def _tls(address: str, where: tuple[str, int]) -> Sequence[Finding]:
         todo = f"the process may be stopped (SIGSTOP) or stuck, or be another program: {own_port}"
         return [failed("tls", said, todo)]
     return [failed("tls", f"{address} does not speak HTTP/2, and closes the connection", own_port)]
+
+
+def _folder(network: GrpcNetwork) -> str:
+    return "" if network.credentials is None else str(network.credentials.folder)
 
 
 def _language(where: tuple[str, int]) -> str:
@@ -213,9 +231,9 @@ def _takes_tls(where: tuple[str, int]) -> bool:
         return False
 
 
-def _grpc(address: str) -> Sequence[Finding]:
+def _grpc(address: str, network: GrpcNetwork) -> Sequence[Finding]:
     """The coordinator's own health service."""
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+    with open_channel(address, "coordinator", network.credentials, OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         def ask(service: str) -> str:
@@ -265,8 +283,8 @@ class _Answer:
     came_ms: int
 
 
-def _status(address: str, status: list[_Answer]) -> Sequence[Finding]:
-    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+def _status(address: str, network: GrpcNetwork, status: list[_Answer]) -> Sequence[Finding]:
+    peer = network.connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
         asked_ms = time.time_ns() // 1_000_000
         found = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_MS)

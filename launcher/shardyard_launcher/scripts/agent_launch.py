@@ -17,7 +17,7 @@ from typing import Final
 
 from shardyard.domain import errors
 from shardyard.runtime.waits import ExplainedWait, WaitRegistry
-from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 
@@ -41,9 +41,9 @@ class Silence:
 class AgentLaunch:
     """For one thread; a second thread, its own, reads the events. `address`: the agent's."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, network: Network, address: str) -> None:
         self.address = address
-        self._peer = GrpcNetwork().connect(address, name="agent", unavailable=errors.Unavailable)
+        self._peer = network.connect(address, name="agent", unavailable=errors.Unavailable)
         self._launch = 0
         self._events: queue.Queue[agent_wire.LaunchEvent | errors.ShardyardError] = queue.Queue(EVENTS_QUEUED_MAX)
         self._closing = threading.Event()
@@ -67,7 +67,7 @@ class AgentLaunch:
 
     def launch(self, request: agent_wire.LaunchRequest) -> agent_wire.LaunchReply | None:
         """Asks once. None if the agent does not answer, or cannot launch anything now; ask again later. Raises what it
-        answers otherwise: InvalidRequest, TooLarge, LaunchRefused."""
+        answers otherwise: InvalidRequest, TooLarge, NotPermitted."""
         try:
             with self._wait_registry.over(lambda: f"the {self.name} to launch {request.script}"):
                 reply = self._peer.call(methods.LAUNCH, request, timeout_ms=LAUNCH_TIMEOUT_MS)

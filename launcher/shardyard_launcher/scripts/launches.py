@@ -15,7 +15,6 @@ from typing import Final
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation
 from shardyard.runtime.waits import WaitRegistry
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
@@ -73,10 +72,10 @@ def moment_of(time_s: float) -> float:
     return time_s if 0.0 <= time_s <= MOMENT_S_MAX else 0.0
 
 
-def end_launch(found: FoundLaunch) -> bool:
+def end_launch(network: Network, found: FoundLaunch) -> bool:
     """Ends the processes of a launch: SIGTERM, then SIGKILL after END_GRACE_MS. Returns whether they are gone. Raises
     what the agent answers."""
-    peer = GrpcNetwork().connect(found.agent.address, name="agent")
+    peer = network.connect(found.agent.address, name="agent")
     wait_registry = WaitRegistry()
     try:
         with wait_registry.over(lambda: f"the {peer.name} to stop launch {found.number}"):
@@ -93,12 +92,12 @@ def end_launch(found: FoundLaunch) -> bool:
 
 
 def read_output_of(
-    found: FoundLaunch, *, process: int | None, tail: int | None, follow: bool
+    network: Network, found: FoundLaunch, *, process: int | None, tail: int | None, follow: bool
 ) -> Iterator[Sequence[agent_wire.ProcessOutput]]:
     """What a launch has printed, in batches; with `follow` also what it prints until it has ended. Raises what the
     agent answers."""
     request = agent_wire.ReadOutputRequest(launch=found.number, process=process, tail=tail, follow=follow)
-    peer = GrpcNetwork().connect(found.agent.address, name="agent")
+    peer = network.connect(found.agent.address, name="agent")
     wait_registry = WaitRegistry()
     try:
         batches = peer.receive(
@@ -127,7 +126,7 @@ def find_launch_in(state: Path, wanted: str | None) -> FoundLaunch:
     """As `find_launch`, among those that an agent has left in its state folder."""
     here = wire.MemberStatus(role=wire.ROLE_AGENT, host=os.uname().nodename)
     records = LaunchFolders(state).records()
-    return choose([FoundLaunch(here, describe(record, None, whole=True)) for _, record in records], wanted)
+    return choose([FoundLaunch(here, describe(record, None)) for _, record in records], wanted)
 
 
 def read_kept(
@@ -162,10 +161,9 @@ def list_launches(members: list[wire.MemberStatus], said: Mapping[int, Described
     return sorted(found.values(), key=lambda each: (not each.runs, -each.started_s, each.number))
 
 
-def find_launch(coordinator: str, wanted: str | None) -> FoundLaunch:
+def find_launch(network: Network, coordinator: str, wanted: str | None) -> FoundLaunch:
     """The launch of this number, or of a script of this name or path. Without either: the one that runs, or the newest
     if none does. Raises CoordinatorUnavailable, NotFound, and InvalidRequest if several run."""
-    network = GrpcNetwork()
     with CoordinatorClient(coordinator, network) as client:
         members = list(client.status().members)
     said = ask_agents(network, members)

@@ -24,8 +24,7 @@ from shardyard.config.configuration import CONFIG_VARIABLE, PREFIX, PROCESS_VARI
 from shardyard.config.settings import Settings
 from shardyard.domain import errors
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
-from shardyard.transport.grpc_client import GrpcNetwork
-from shardyard.transport.interfaces import Peer
+from shardyard.transport.interfaces import Network, Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -109,11 +108,12 @@ class ScriptRun:
     launched again nor stopped.
     """
 
-    def __init__(self, coordinator: str, agent: str, script: Script | FoundLaunch, settings: Settings) -> None:
-        self._coordinator = GrpcNetwork().connect(
-            coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable
-        )
-        self._launch = AgentLaunch(agent)
+    def __init__(
+        self, network: Network, coordinator: str, agent: str, script: Script | FoundLaunch, settings: Settings
+    ) -> None:
+        self._network = network
+        self._coordinator = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._launch = AgentLaunch(network, agent)
         self._request = _request_for(script) if isinstance(script, Script) else None
         self._grace_ms, self._grace_setting = settings.membership.coordinator_grace_ms, _GRACE
         self._idle_ms = settings.job.idle_ms
@@ -151,7 +151,7 @@ class ScriptRun:
         self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
         """Launches the script, and shows what happens, and what `check` reports, until it has ended. Returns None if
-        `stop` was set first. Raises what `check` raises, what the agent answers (InvalidRequest, LaunchRefused), and
+        `stop` was set first. Raises what `check` raises, what the agent answers (InvalidRequest, NotPermitted), and
         Unavailable when the agent does not come back. The script's processes are stopped in any case, unless the launch
         was found."""
         ended: agent_wire.LaunchEnded | None = None
@@ -262,7 +262,7 @@ class ScriptRun:
 
     def _move(self, agent: str) -> None:
         self._launch.close()
-        self._launch = AgentLaunch(agent)
+        self._launch = AgentLaunch(self._network, agent)
 
     def _show_next(self, display: Display) -> agent_wire.LaunchEnded | None:
         event = self._launch.take()
@@ -361,9 +361,9 @@ def agents_of(status: wire.StatusReply) -> list[wire.MemberStatus]:
     return sorted(agents, key=lambda member: (member.host != here, member.incarnation))
 
 
-def find_agent(coordinator: str) -> str:
+def find_agent(network: Network, coordinator: str) -> str:
     """The address of an agent of a running yard. Raises CoordinatorUnavailable, NotReady."""
-    with CoordinatorClient(coordinator) as client:
+    with CoordinatorClient(coordinator, network) as client:
         agents = agents_of(client.status())
     if agents:
         return agents[0].address

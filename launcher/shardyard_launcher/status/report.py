@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
+from shardyard.config.settings import Settings
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.transport.interfaces import Network
@@ -140,12 +141,12 @@ class LocalReport:
     unready: tuple[str, ...] = ()
 
 
-def read_local(folder: Path, coordinator: str) -> LocalReport | None:
+def read_local(settings: Settings, folder: Path, coordinator: str) -> LocalReport | None:
     """None if the folder has no yard, or one of another coordinator. Raises ConfigurationError."""
     state = read_state(folder)
     if state is None or state.coordinator != coordinator:
         return None
-    yard = RunningYard(folder, state)
+    yard = RunningYard(settings, folder, state)
     supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0
     unready = tuple(f"{process}; its log is {process.log}" for process in state.roles if not process.ready)
     return LocalReport(supervisor, state.restarts, state.given_up, unready)

@@ -8,7 +8,6 @@ from typing import Final, Self, TypeVar
 
 from shardyard.domain.errors import CoordinatorUnavailable
 from shardyard.runtime.waits import ExplainedWait, WaitRegistry
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
 from shardyard.wire.method import Method
@@ -24,18 +23,17 @@ Answered = TypeVar("Answered")
 class CoordinatorClient:
     """For a `with` block. Calls raise CoordinatorUnavailable, and what the coordinator answers."""
 
-    def __init__(self, address: str, network: Network | None = None) -> None:
+    def __init__(self, address: str, network: Network) -> None:
         self.address = address
-        network = network or GrpcNetwork()
-        self._peer = network.connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
+        self.peer = network.connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
         self._wait_registry = WaitRegistry()
 
     def call(
         self, method: Method[Sent, Answered], request: Sent, what: str, *, timeout_ms: int = TIMEOUT_MS
     ) -> Answered:
         """`what`: what the coordinator is asked to do, such as "to stop the job"."""
-        with self._wait_registry.over(lambda: f"the {self._peer.name} {what}"):
-            return self._peer.call(method, request, timeout_ms=timeout_ms)
+        with self._wait_registry.over(lambda: f"the {self.peer.name} {what}"):
+            return self.peer.call(method, request, timeout_ms=timeout_ms)
 
     def status(self, *, timeout_ms: int = TIMEOUT_MS) -> wire.StatusReply:
         return self.call(methods.STATUS, wire.StatusRequest(), "to report its state", timeout_ms=timeout_ms)
@@ -53,4 +51,4 @@ class CoordinatorClient:
 
     def __exit__(self, *ended: object) -> None:
         self._wait_registry.close()
-        self._peer.close()
+        self.peer.close()

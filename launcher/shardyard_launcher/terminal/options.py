@@ -66,6 +66,14 @@ def log_option(command: F) -> F:
     )
 
 
+def insecure_network_option(command: F) -> F:
+    return click.option(
+        "--insecure-network",
+        is_flag=True,
+        help="Listen on the network without TLS (security.tls=false). Whoever reaches a port can run programs here.",
+    )(command)
+
+
 def script_options(*, required: bool = True) -> Callable[[F], F]:
     """Adds -c, --set and --log-format, and the script with its arguments as `command`."""
     metavar = "SCRIPT [ARGUMENTS...]" if required else "[SCRIPT ARGUMENTS...]"

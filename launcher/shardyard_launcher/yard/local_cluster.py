@@ -28,8 +28,14 @@ from shardyard.config.settings import AUTO, CHECKPOINTS, COLD_FOLDER, WAL_FOLDER
 from shardyard.domain import errors
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.authority import Authority
+from shardyard.security.identity import Role
+from shardyard.security.issuing import OF_A_YARD, issue_local
+from shardyard.security.local import AUTHORITY, FOLDER
+from shardyard.transport.interfaces import Network
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_launcher.terminal.yard_network import network_of
 from shardyard_launcher.yard.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
 from shardyard_launcher.yard.state_file import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
@@ -148,6 +154,10 @@ class LocalCluster:
         """Its address."""
         return self.state.coordinator
 
+    def network(self) -> Network:
+        """How this process reaches the yard. Raises NotTrusted."""
+        return network_of(self._settings, coordinator=self.coordinator, state=self._folder)
+
     def adopt(self, state: YardState) -> None:
         """Takes over a yard without a supervisor. It learns that its processes end, but not how."""
         self._slots = [RoleSlot(RunningRole(process)) for process in state.roles]
@@ -167,6 +177,7 @@ class LocalCluster:
         yard = self._settings.yard
         check_free(yard.bind, yard.coordinator_port)
         write_settings(self._settings, self._folder)
+        self._issue_identities()
         try:
             self._start_role("coordinator", "coordinator")
             self._await(self._unready, begun, stop)
@@ -214,6 +225,18 @@ class LocalCluster:
             slot.end_wait()
         stop_roles([slot.running for slot in self._slots])
 
+    @property
+    def _authority(self) -> Path:
+        given = self._settings.security.authority
+        return self._folder / FOLDER / AUTHORITY if given == AUTO else Path(given)
+
+    def _issue_identities(self) -> None:
+        """The certificates of the yard's processes and of what its user starts here."""
+        security = self._settings.security
+        if security.tls and security.identity == AUTO:
+            servers = {f"server-{index}": Role.SERVER for index in range(self._settings.yard.servers)}
+            issue_local(Authority(self._authority), self._folder / FOLDER, {**OF_A_YARD, **servers})
+
     def _start_role(self, name: str, role: str) -> None:
         running = self._start(name, role, "")
         self._slots.append(RoleSlot(running))
@@ -226,6 +249,11 @@ class LocalCluster:
             own = ["--bind", f"{yard.bind}:{port or yard.coordinator_port}", "--state", str(self._folder / JOURNAL)]
         else:
             own = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:{port}"]
+        security = self._settings.security
+        if security.tls and security.identity == AUTO:
+            own += ["--set", f"security.identity={self._folder / FOLDER / name}"]
+            if role == "coordinator":
+                own += ["--set", f"security.authority={self._authority}"]
         if role == "coordinator" and "servers_expected" not in self._settings.membership.model_fields_set:
             own += ["--set", f"membership.servers_expected={yard.servers}"]
         if role == "server" and yard.cold == AUTO:
@@ -332,7 +360,8 @@ class LocalCluster:
     def _unregistered(self) -> str:
         self._mend()
         try:
-            absent = unregistered(self.state)
+            with CoordinatorClient(self.coordinator, self.network()) as client:
+                absent = unregistered(self.state, client)
         except (errors.CoordinatorUnavailable, errors.NotReady) as error:
             return error.what
         return f"the coordinator at {self.coordinator} to know {absent}" if absent else ""
@@ -359,12 +388,12 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
     )
 
 
-def await_last_checkpoints(coordinator: str, stop: threading.Event, poll: Callable[[], object]) -> None:
+def await_last_checkpoints(client: CoordinatorClient, stop: threading.Event, poll: Callable[[], object]) -> None:
     """Waits until no job waits for its last checkpoint any more and no evaluator reads a finished job's values, which
     the coordinator bounds; or until `stop`. `poll` restarts processes that die meanwhile, the coordinator too, and
     raises if one does not come back."""
     what = "the job's last checkpoint to be written, and read by its evaluators"
-    with CoordinatorClient(coordinator) as client, ExplainedWait(lambda: what) as wait:
+    with ExplainedWait(lambda: what) as wait:
         while not stop.wait(POLL_S):
             poll()
             with contextlib.suppress(errors.CoordinatorUnavailable, errors.NotReady):
@@ -378,10 +407,9 @@ def _is_ending(job: wire.JobStatus) -> bool:
     return job.state == wire.JOB_STATE_FINISHING or is_read
 
 
-def unregistered(state: YardState) -> str:
+def unregistered(state: YardState, client: CoordinatorClient) -> str:
     """Names the servers and the agent that the coordinator does not know. Raises CoordinatorUnavailable."""
-    with CoordinatorClient(state.coordinator) as client:
-        status = client.status(timeout_ms=STATUS_TIMEOUT_MS)
+    status = client.status(timeout_ms=STATUS_TIMEOUT_MS)
     known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
     return ", ".join(str(each) for each in state.roles if each.role != "coordinator" and each.pid not in known)
 

@@ -12,23 +12,38 @@ import time
 from pathlib import Path
 from typing import Final
 
+from shardyard.config.settings import Settings
 from shardyard.domain import errors
+from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_launcher.terminal.yard_network import network_of
 from shardyard_launcher.yard.local_cluster import lost, stop_roles, unregistered, wait_until
 from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
-from shardyard_launcher.yard.state_file import LOGS, RoleRestart, YardState, read_state
+from shardyard_launcher.yard.state_file import LOGS, RoleRestart, YardState, coordinator_of, read_state
 
 RECOVERY_MS_MAX: Final = 30_000
 """How long a yard may take to be whole again before it is called broken."""
 ROLES: Final = {"coordinator", "server", "agent"}
 
 
+def connect_to_yard(settings: Settings) -> CoordinatorClient:
+    """The coordinator of the yard that a command means. Raises NotFound, NotTrusted."""
+    address = coordinator_of(settings)
+    return CoordinatorClient(address, network_of(settings, coordinator=address))
+
+
 class RunningYard:
     """The yard of a folder that has a state file. For one thread."""
 
-    def __init__(self, folder: Path, state: YardState) -> None:
+    def __init__(self, settings: Settings, folder: Path, state: YardState) -> None:
+        self._settings = settings
         self._folder = folder
         self.state = state
         self._reported: set[RoleRestart] = set(state.restarts)
+
+    def connect(self) -> CoordinatorClient:
+        """Its coordinator. Raises NotTrusted."""
+        address = self.state.coordinator
+        return CoordinatorClient(address, network_of(self._settings, coordinator=address, state=self._folder))
 
     @property
     def supervised(self) -> bool:
@@ -123,7 +138,8 @@ class RunningYard:
         if unready:
             return f"{', '.join(str(process) for process in unready)} is not ready yet"
         try:
-            absent = unregistered(self.state)
+            with self.connect() as client:
+                absent = unregistered(self.state, client)
         except errors.CoordinatorUnavailable as error:
             return error.what
         return f"the coordinator does not know {absent}" if absent else ""

@@ -18,12 +18,15 @@ from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.identity import Role
 from shardyard.storage.access import StorageAccess
+from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Network, Service
 from shardyard.transport.local_listener import LocalListener
 from shardyard.transport.membership_client import Membership, MembershipClient
+from shardyard.transport.tls import ServerSecurity
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server.hosting import orders, pulls
@@ -193,8 +196,14 @@ def serve(
         lost.append(error)
         stop.set()
 
+    try:
+        credentials = own_credentials(settings, Role.SERVER, coordinator=coordinator, stop=stop)
+    except errors.Unavailable:
+        if stop.is_set():
+            return
+        raise
     server = Server(
-        GrpcNetwork(),
+        GrpcNetwork(credentials),
         coordinator,
         on_lost=on_lost,
         on_drain=stop.set,
@@ -203,7 +212,8 @@ def serve(
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
         access=StorageAccess(settings.storage.allowed),
     )
-    listener = GrpcServer(bind, [server.service()], threads=THREADS)
+    security = None if credentials is None else ServerSecurity(credentials)
+    listener = GrpcServer(bind, [server.service()], security, threads=THREADS)
     local = _local_listener(server.servicer, settings.yard.sockets_folder)
     listener.start()
     if local is not None:

@@ -18,6 +18,7 @@ from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
 from shardyard.config.settings.process import LogSettings, MetricsSettings, Settings, StorageSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
+from shardyard.config.settings.security import SecuritySettings
 from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import (
@@ -50,6 +51,7 @@ __all__ = [
     "MetricsSettings",
     "NEVER",
     "PARTITIONS_AUTO",
+    "SecuritySettings",
     "ServingSettings",
     "Setting",
     "Settings",

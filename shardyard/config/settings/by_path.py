@@ -81,6 +81,8 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _one_of([str(choice) for choice in get_args(kind)])
     if isinstance(kind, type) and issubclass(kind, BufferMode | ConsistencyMode | Durability | NonFinite | RowCode):
         return _one_of([choice.value for choice in kind])
+    if kind is bool:
+        return "true or false"
     if kind is int:
         return _whole_number(metadata)
     return " or ".join(_expected(choice, []) for choice in get_args(kind))

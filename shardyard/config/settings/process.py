@@ -8,6 +8,7 @@ from pydantic import Field
 
 from shardyard.config.settings.job import JobSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
+from shardyard.config.settings.security import SecuritySettings
 from shardyard.config.settings.values import Address, FolderOrNone, Places, Section
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import MembershipSettings, YardSettings
@@ -58,5 +59,8 @@ class Settings(Section):
     )
     storage: StorageSettings = Field(
         default_factory=StorageSettings, description="What a coordinator and servers may read and write."
+    )
+    security: SecuritySettings = Field(
+        default_factory=SecuritySettings, description="Certificates, and who may reach the yard."
     )
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")

@@ -60,6 +60,50 @@ FEEDBACK_STAGE_READY: FeedbackStage
 FEEDBACK_STAGE_COPIED: FeedbackStage
 FEEDBACK_STAGE_ENDED: FeedbackStage
 
+class EnrolRequest(_message.Message):
+    __slots__ = ("request", "launch")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    request: bytes
+    launch: str
+    def __init__(self, request: _Optional[bytes] = ..., launch: _Optional[str] = ...) -> None: ...
+
+class EnrolReply(_message.Message):
+    __slots__ = ("certificate", "authorities", "role", "name")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    authorities: bytes
+    role: str
+    name: str
+    def __init__(self, certificate: _Optional[bytes] = ..., authorities: _Optional[bytes] = ..., role: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class InviteRequest(_message.Message):
+    __slots__ = ("role", "name", "key", "lifetime_s", "uses")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    key: bytes
+    lifetime_s: int
+    uses: int
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., key: _Optional[bytes] = ..., lifetime_s: _Optional[int] = ..., uses: _Optional[int] = ...) -> None: ...
+
+class InviteReply(_message.Message):
+    __slots__ = ("id", "yard", "authority")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    YARD_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    yard: str
+    authority: bytes
+    def __init__(self, id: _Optional[str] = ..., yard: _Optional[str] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
     ROLE_FIELD_NUMBER: _ClassVar[int]

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.runtime.failpoints import EXIT_CODE
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.work import straggler_verdicts
@@ -27,6 +26,7 @@ from shardyard_launcher.commands import audit
 from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 from shardyard_worker.consistency.backup_workers import StepVerdicts
 from shardyard_worker.job import connect as worker
+from tests.support.identities import network_to
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
 DEADLINE_S = 90.0
@@ -188,7 +188,7 @@ def begin(yard: RoleYard, probes: Probes, computed: int = 2, **settings: Any) ->
 def verdicts_of(yard: RoleYard, job: str) -> Verdicts:
     """Who was left out in each step, as the audit has it."""
     found: Verdicts = {}
-    for entry in audit.ask(GrpcNetwork(), yard.address, job):
+    for entry in audit.ask(network_to(yard.address), yard.address, job):
         if entry["event"] == "steps_decided":
             (left_out,) = entry["left_out"]
             assert entry["first"] not in found

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.as_json import to_json
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.in_process import LocalYard
 from tests.support.alone import local_yard
+from tests.support.identities import network_to
 from tests.support.yards import running_yard
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -105,7 +105,7 @@ def lateness(coordinator: str) -> dict[str, float]:
     """As the servers say it, once all of them have answered the coordinator."""
     give_up = time.monotonic() + DEADLINE_S
     while True:
-        (job,) = json.loads(to_json(ask(GrpcNetwork(), coordinator)))["jobs"]
+        (job,) = json.loads(to_json(ask(network_to(coordinator), coordinator)))["jobs"]
         found: dict[str, float] | None = job["lateness"]
         if found is not None:
             return found

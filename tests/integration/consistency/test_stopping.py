@@ -20,11 +20,11 @@ import shardyard as sy
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.domain import errors
 from shardyard.storage.storage import open_storage
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted
+from tests.support.identities import coordinator_at
 from tests.support.yards import ROLE, Probes, finish, running_yard
 
 SYNC_3 = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 3, "job__workers_expected": 3}
@@ -192,7 +192,7 @@ def at_step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 
 
 def job_of(yard: LocalCluster, name: str) -> wire.JobStatus:
-    peer = GrpcNetwork().connect(yard.coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    peer = coordinator_at(yard.coordinator)
     try:
         jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=10_000).jobs
     finally:

@@ -53,9 +53,9 @@ class Bench:
             incarnation=lambda: 42,
             report_exit=lambda pid, code: self.exits.append((pid, code)),
         )
-        self.listener = GrpcServer("127.0.0.1:0", [self.service.service], threads=8)
+        self.listener = GrpcServer("127.0.0.1:0", [self.service.service], None, threads=8)
         self.listener.start()
-        self.peer: GrpcPeer = GrpcNetwork().connect(self.listener.address, name="agent")
+        self.peer: GrpcPeer = GrpcNetwork(None).connect(self.listener.address, name="agent")
 
     def script(self, text: str) -> Path:
         path = self.folder / "script.py"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardyard.config.settings import MembershipSettings, Settings
+from shardyard.config.settings import MembershipSettings, SecuritySettings, Settings
 from shardyard.domain import errors
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Context, Service
@@ -40,7 +40,7 @@ class FakeCoordinator:
         service.on(methods.HEARTBEAT, self._heartbeat)
         service.on(methods.REPORT_EXIT, self._report)
         service.on(methods.LEAVE, self._leave)
-        self.listener = GrpcServer("127.0.0.1:0", [service], threads=8)
+        self.listener = GrpcServer("127.0.0.1:0", [service], None, threads=8)
         self.listener.start()
 
     def _register(self, request: coordinator_wire.RegisterRequest, context: Context) -> coordinator_wire.RegisterReply:
@@ -82,13 +82,12 @@ def serve(coordinator: str, **given: Any) -> int:
         "command": None,
         "stop": threading.Event(),
         "hurry": threading.Event(),
-        "settings": Settings(),
+        "settings": Settings(security=SecuritySettings(tls=False)),
     } | given
     return agent_process.serve(
         coordinator=coordinator,
         advertise=None,
         state=Path("state"),
-        allow_remote_launch=False,
         **rest,
     )
 

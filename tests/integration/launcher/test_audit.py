@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.cli import main
 from shardyard_launcher.commands import audit
+from tests.support.identities import network_to
 from tests.support.yards import Probes, finish, running_yard
 
 SAMPLES, BATCH, EPOCHS = 203, 4, 2
@@ -57,7 +57,7 @@ def test_audit_of_a_run_with_a_killed_worker_has_every_sample_once(tmp_path: Pat
         killed.wait_for("computed 4")
         killed.kill()
         assert finish(*other)["counts"] == [float(EPOCHS)] * SAMPLES
-        asked = list(audit.ask(GrpcNetwork(), yard.coordinator, "probe"))
+        asked = list(audit.ask(network_to(yard.coordinator), yard.coordinator, "probe"))
         (opened,) = [entry for entry in asked if entry["event"] == "feed_opened"]
         per_shard, shards = opened["batches_per_data_shard"], opened["units"]
         assert (opened["samples"], opened["batch_size"], per_shard) == (SAMPLES, BATCH, 9)

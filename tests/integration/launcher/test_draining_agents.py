@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.domain import errors
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.support.identities import coordinator_at
 from tests.support.waiting import wait_until
 from tests.support.yards import ROLE, RoleYard, Script
 
@@ -167,7 +166,7 @@ def test_launch_waits_for_an_agent(yard: RoleYard, start: Starter) -> None:
     launcher = start.run()
     wait_until(lambda: computed(launcher) > 20, deadline_s=60)
     (agent,) = [member for member in yard.status().members if member.role == wire.ROLE_AGENT]
-    peer = GrpcNetwork().connect(yard.address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    peer = coordinator_at(yard.address)
     peer.call(methods.DRAIN, wire.DrainRequest(member=agent.address), timeout_ms=5_000)
     peer.close()
     assert leaving.wait(timeout_s=SOON_S) == 0, leaving.output

@@ -12,10 +12,10 @@ import subprocess
 import pytest
 
 from shardyard.domain.errors import CoordinatorUnavailable
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.role_process import RoleProcess
 from shardyard_launcher.yard.state_file import YardState, read_state
+from tests.support.identities import network_to
 from tests.support.shells import DEADLINE_S, SLEEPS, Shell, await_true, finish, read_until, shell
 from tests.support.waiting import is_gone
 
@@ -379,7 +379,7 @@ def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shel
         if state is None or not any(process.role == "coordinator" and process.ready for process in state.roles):
             return 0
         try:
-            report = ask(GrpcNetwork(), state.coordinator)
+            report = ask(network_to(state.coordinator), state.coordinator)
         except CoordinatorUnavailable:  # busy; it is asked again
             return 0
         return max((job.checkpoint.number for job in report.status.jobs), default=0)

@@ -12,6 +12,7 @@ import pytest
 
 from shardyard.config.settings import MembershipSettings, Settings, YardSettings
 from shardyard.domain import errors
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
@@ -55,7 +56,7 @@ class Agent:
         service.on(methods.LAUNCH, counted)
         service.on(methods.WATCH, self._service.service.handlers[methods.WATCH])  # type: ignore[arg-type]
         service.on(methods.STOP, self._service.service.handlers[methods.STOP])  # type: ignore[arg-type]
-        self._listener = GrpcServer(address, [service], threads=8)
+        self._listener = GrpcServer(address, [service], None, threads=8)
         self.address = self._listener.address
         self._listener.start()
 
@@ -69,16 +70,16 @@ class FollowedRun:
 
     def __init__(self, coordinator: str, agent: str, script: Path, **yard: int) -> None:
         settings = Settings(
-            membership=MembershipSettings(coordinator_grace_ms=GRACE_MS), yard=YardSettings.model_validate(yard)
+            membership=MembershipSettings(coordinator_grace_ms=GRACE_MS),
+            yard=YardSettings.model_validate(yard),
         )
         self.notes: list[str] = []
         self.lines: list[str] = []
         self.stop = threading.Event()
         self.ended: agent_wire.LaunchEnded | None = None
         self.error: errors.ShardyardError | None = None
-        self._run = ScriptRun(
-            coordinator, agent, Script(script, (), {}, workers=1, restarts_max=0, restarts_window_ms=60_000), settings
-        )
+        wanted = Script(script, (), {}, workers=1, restarts_max=0, restarts_window_ms=60_000)
+        self._run = ScriptRun(GrpcNetwork(None), coordinator, agent, wanted, settings)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -124,7 +125,7 @@ def members() -> list[wire.MemberStatus]:
 def coordinator(members: list[wire.MemberStatus]) -> Iterator[str]:
     service = Service("Coordinator")
     service.on(methods.STATUS, lambda request, context: wire.StatusReply(members=members))
-    listener = GrpcServer("127.0.0.1:0", [service], threads=2)
+    listener = GrpcServer("127.0.0.1:0", [service], None, threads=2)
     listener.start()
     yield listener.address
     listener.stop()

@@ -14,10 +14,10 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
 from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage.storage import open_storage
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from tests.support.identities import network_to
 from tests.support.yards import SCRIPTS, Probes, RoleYard, Script, finish
 
 SELDOM = {"job__checkpoint__every_s": 0}
@@ -32,7 +32,7 @@ def sources(yard: RoleYard) -> int:
     found = 0
     for member in yard.status().members:
         if member.role == wire.ROLE_SERVER:
-            peer = GrpcNetwork().connect(member.address, name="server")
+            peer = network_to(yard.address).connect(member.address, name="server")
             try:
                 said = peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=10_000)
             finally:

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardyard.domain import errors
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.session.departure import TOGETHER_S
+from tests.support.identities import coordinator_at
 from tests.support.waiting import wait_until
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
@@ -179,7 +178,7 @@ def test_script_that_hangs_ends_at_the_deadline_as_by_kill_9(tmp_path: Path, pro
 def test_person_lets_a_worker_leave(probes: Probes, yard: RoleYard) -> None:
     started = start(probes, yard, "async")
     drained = min(member.incarnation for member in yard.status().members if member.role == wire.ROLE_WORKER)
-    peer = GrpcNetwork().connect(yard.address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    peer = coordinator_at(yard.address)
     peer.call(methods.DRAIN, wire.DrainRequest(member=f"1.{drained & 0xFFFF}"), timeout_ms=5_000)
     peer.close()
     codes = {script.wait(): (script, out) for script, out in started}

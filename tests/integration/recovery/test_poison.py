@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from shardyard.domain.epochs import order
-from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.commands import quarantine
 from shardyard_launcher.status.report import ask
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.identities import network_to
 from tests.support.yards import SCRIPTS, Script, running_yard
 
 SAMPLES, BATCH, POISON = 99, 4, 41
@@ -78,12 +78,12 @@ class Crew:
 
 
 def listed(yard: LocalCluster) -> list[dict[str, Any]]:
-    ((name, reply),) = quarantine.ask(GrpcNetwork(), yard.coordinator, None)
+    ((name, reply),) = quarantine.ask(network_to(yard.coordinator), yard.coordinator, None)
     return quarantine.described(name, reply)
 
 
 def status(yard: LocalCluster) -> wire.JobStatus:
-    (job,) = ask(GrpcNetwork(), yard.coordinator).status.jobs
+    (job,) = ask(network_to(yard.coordinator), yard.coordinator).status.jobs
     return job
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardyard.domain import errors
+from shardyard.security.identity import Role
 from shardyard.transport import grpc_client as channel
 from shardyard.transport import grpc_server as listener_module
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -16,26 +17,35 @@ from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Network, Stream
 from shardyard.transport.local_listener import LocalListener
+from shardyard.transport.tls import ServerSecurity
 from shardyard.wire import methods
 from shardyard.wire.method import Method
 from tests.support.echoes import (
     Echo,
     Stage,
 )
+from tests.support.identities import Identities, OpenDoor
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(params=["grpc", "grpc, public interface", "in process", "local socket"])
-def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+@pytest.fixture(scope="session")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
+    return Identities(tmp_path_factory.mktemp("identities"))
+
+
+@pytest.fixture(params=["grpc", "grpc, public interface", "grpc, TLS", "in process", "local socket"])
+def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, identities: Identities) -> Iterator[Stage]:
     before = set(threading.enumerate())
     if request.param == "grpc, public interface":
         monkeypatch.setattr(channel, "TRIED", False)
         monkeypatch.setattr(listener_module, "TRIED", False)
     local: LocalListener | None = None
     if request.param != "in process":
-        network: Network = GrpcNetwork()
+        has_tls = request.param == "grpc, TLS"
+        network: Network = identities.network(Role.WORKER) if has_tls else GrpcNetwork(None)
         echo = Echo(network)
-        listener = GrpcServer("127.0.0.1:0", echo.services(), threads=8)
+        security = ServerSecurity(identities.of(Role.SERVER), OpenDoor()) if has_tls else None
+        listener = GrpcServer("127.0.0.1:0", echo.services(), security, threads=8)
         listener.start()
         echo.address = listener.address
 
@@ -52,7 +62,7 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         def leave() -> None:
             in_process.leave(echo.address)
 
-    peer = network.connect(echo.address, name="echo", unavailable=errors.CoordinatorUnavailable)
+    peer = network.connect(echo.address, name="server echo", unavailable=errors.CoordinatorUnavailable)
     if request.param == "local socket":
         local = LocalListener(methods.PUSH_PULL, echo.push_pull, connections_max=8)
         local.start()
@@ -75,11 +85,11 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def echo() -> Echo:
-    return Echo(GrpcNetwork())
+    return Echo(GrpcNetwork(None))
 
 
 @pytest.fixture
 def listener(echo: Echo) -> Iterator[GrpcServer]:
-    found = GrpcServer("127.0.0.1:0", echo.services(), threads=4)
+    found = GrpcServer("127.0.0.1:0", echo.services(), None, threads=4)
     yield found
     found.stop()

@@ -87,10 +87,10 @@ def shop(stubs: dict[str, Callable[[grpc.Channel], Any]]) -> Iterator[Shop]:
     store = Store()
     store.become(Incarnation(SERVER), Term(TERM))
     journal = Journal(None)
-    yard = Coordinator(network=GrpcNetwork(), journal=journal, clock=SystemClock(), membership=MembershipSettings())
+    yard = Coordinator(network=GrpcNetwork(None), journal=journal, clock=SystemClock(), membership=MembershipSettings())
     yard.start()
     # one thread for calls and one for streams, made before the first test, so that each test finds what it leaves
-    listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], None, threads=1)
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = stubs["ParameterServerStub"](channel)

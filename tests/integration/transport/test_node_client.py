@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,10 @@ import pytest
 import torch
 
 from shardyard.config import configuration
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.job import connect as worker
+from tests.support.identities import coordinator_at
 from tests.support.yards import running_yard
 
 NODE = Path(__file__).parents[2] / "support" / "node"
@@ -72,6 +76,9 @@ class Client:
         self.process.communicate()
 
 
+WORKER = Path("yard", "identity", "worker")
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     with running_yard(tmp_path / "yard") as yard:
@@ -98,8 +105,8 @@ def digests(values: dict[str, np.ndarray[Any, Any]]) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("alone")
-def test_a_worker_in_another_language_trains_with_one_of_ours(address: str) -> None:
-    client = Client(str(PROTOS), address, "polyglot")
+def test_a_worker_in_another_language_trains_with_one_of_ours(address: str, tmp_path: Path) -> None:
+    client = Client(str(PROTOS), address, "polyglot", str(tmp_path / WORKER))
     try:
         trained = client.wait_for("trained")
         assert trained["servers"] == 2
@@ -136,3 +143,15 @@ def test_a_worker_in_another_language_trains_with_one_of_ours(address: str) -> N
         assert client.process.wait(DEADLINE_S) == 0
     finally:
         client.close()
+
+
+def test_a_client_in_another_language_is_refused_without_a_certificate(address: str) -> None:
+    """It speaks TLS, and trusts whoever answers; the coordinator ends the connection all the same."""
+    client = Client(str(PROTOS), address, "polyglot")
+    try:
+        with pytest.raises(AssertionError, match="14 UNAVAILABLE"):
+            client.wait_for("trained")
+    finally:
+        client.close()
+    with contextlib.closing(coordinator_at(address)) as coordinator:
+        assert not coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=10_000).jobs

@@ -43,13 +43,13 @@ from tests.support.waiting import wait_until
 def test_two_listeners_do_not_share_a_port(listener: GrpcServer) -> None:
     listener.start()
     with pytest.raises(errors.AddressInUse, match=str(listener.port)):
-        GrpcServer(listener.address, [])
+        GrpcServer(listener.address, [], None)
 
 
 def test_address_of_another_machine_is_no_taken_port() -> None:
     # 192.0.2.0/24 belongs to nobody (RFC 5737)
     with pytest.raises(errors.ConfigurationError, match=r"192\.0\.2\.1"):
-        GrpcServer("192.0.2.1:0", [])
+        GrpcServer("192.0.2.1:0", [], None)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_reflection_lists_the_services(listener: GrpcServer) -> None:
 def test_message_beyond_the_limit_is_too_large_and_the_server_stays_up(listener: GrpcServer) -> None:
     listener.start()
     request = coordinator.JoinJobRequest(name="x" * MESSAGE_BYTES_MAX)
-    peer = GrpcNetwork().connect(listener.address, name="echo")
+    peer = GrpcNetwork(None).connect(listener.address, name="echo")
     with pytest.raises(errors.TooLarge):
         peer.call(methods.JOIN_JOB, request, timeout_ms=TIMEOUT_MS)
     small = peer.call(methods.JOIN_JOB, coordinator.JoinJobRequest(name="x"), timeout_ms=TIMEOUT_MS)
@@ -135,9 +135,9 @@ def test_deadline_is_kept() -> None:
         return coordinator.StatusReply()
 
     slow.on(methods.STATUS, status)
-    listener = GrpcServer("127.0.0.1:0", [slow], threads=2)
+    listener = GrpcServer("127.0.0.1:0", [slow], None, threads=2)
     listener.start()
-    peer = GrpcNetwork().connect(listener.address, name="slow")
+    peer = GrpcNetwork(None).connect(listener.address, name="slow")
     try:
         with pytest.raises(errors.DeadlineExceeded, match="slow at"):
             peer.call(methods.STATUS, coordinator.StatusRequest(), timeout_ms=50)
@@ -172,7 +172,7 @@ def test_what_is_not_answered_at_once_is_answered_as_ever(offering: Stage) -> No
 def test_answers_at_once_stand_between_others_in_order_and_wake_nobody(listener: GrpcServer, echo: Echo) -> None:
     echo.offers = True
     listener.start()
-    peer = GrpcNetwork().connect(listener.address, name="echo")
+    peer = GrpcNetwork(None).connect(listener.address, name="echo")
     stream = peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     found = []
     for number in (1, QUICK, QUICK, 3, QUICK, END):
@@ -190,7 +190,7 @@ def test_peer_that_goes_after_an_answer_at_once_leaves_nothing(listener: GrpcSer
     echo.offers = True
     listener.start()
     for _ in range(3):
-        peer = GrpcNetwork().connect(listener.address, name="echo")
+        peer = GrpcNetwork(None).connect(listener.address, name="echo")
         stream = peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
         for number in (1, QUICK, QUICK):
             stream.send([Frame(b"", number, b"ab")])
@@ -207,10 +207,10 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "public interface":
         monkeypatch.setattr(channel, "TRIED", False)
         monkeypatch.setattr(listener_module, "TRIED", False)
-    echo = Echo(GrpcNetwork())
-    found = GrpcServer("127.0.0.1:0", echo.services(), threads=4)
+    echo = Echo(GrpcNetwork(None))
+    found = GrpcServer("127.0.0.1:0", echo.services(), None, threads=4)
     found.start()
-    peer = GrpcNetwork().connect(found.address, name="echo", unavailable=errors.CoordinatorUnavailable)
+    peer = GrpcNetwork(None).connect(found.address, name="echo", unavailable=errors.CoordinatorUnavailable)
     yield Stage(echo, peer, found.stop)
     echo.hang.set()
     peer.close()
@@ -322,10 +322,10 @@ def test_idle_streams_of_peers_that_are_gone_keep_no_thread(hanging: Stage) -> N
 
 @pytest.fixture
 def two_threads() -> Iterator[Stage]:
-    echo = Echo(GrpcNetwork())
-    found = GrpcServer("127.0.0.1:0", echo.services(), threads=2)
+    echo = Echo(GrpcNetwork(None))
+    found = GrpcServer("127.0.0.1:0", echo.services(), None, threads=2)
     found.start()
-    peer = GrpcNetwork().connect(found.address, name="echo")
+    peer = GrpcNetwork(None).connect(found.address, name="echo")
     yield Stage(echo, peer, found.stop)
     peer.close()
     found.stop()
@@ -366,7 +366,7 @@ def test_nobody_listening_is_the_class_that_was_asked_for(listener: GrpcServer) 
     address = listener.address
     listener.start()
     listener.stop()
-    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    peer = GrpcNetwork(None).connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     with pytest.raises(errors.CoordinatorUnavailable, match=address):
         peer.call(methods.STATUS, coordinator.StatusRequest(), timeout_ms=TIMEOUT_MS)
     peer.close()
@@ -375,7 +375,7 @@ def test_nobody_listening_is_the_class_that_was_asked_for(listener: GrpcServer) 
 def test_clock_that_is_set_back_keeps_nobody_waiting(listener: GrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     address = listener.address
     listener.stop()
-    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    peer = GrpcNetwork(None).connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     now = time.time()
     times = iter([now])
     jumping = SimpleNamespace(monotonic=time.monotonic, time=lambda: next(times, now - 3_600))
@@ -388,7 +388,7 @@ def test_clock_that_is_set_back_keeps_nobody_waiting(listener: GrpcServer, monke
 
 def test_listener_that_never_started_gives_its_port_back(listener: GrpcServer) -> None:
     listener.stop()
-    GrpcServer(listener.address, []).stop()
+    GrpcServer(listener.address, [], None).stop()
 
 
 def test_frames_over_the_socket_are_those_of_a_generated_client(listener: GrpcServer) -> None:

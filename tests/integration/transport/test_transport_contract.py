@@ -38,7 +38,7 @@ def test_unary_call_is_answered(stage: Stage) -> None:
 
 
 def test_peer_says_who_and_where(stage: Stage) -> None:
-    assert stage.peer.name == f"echo at {stage.echo.address}"
+    assert stage.peer.name == f"server echo at {stage.echo.address}"
 
 
 def test_stream_in_is_answered_once(stage: Stage) -> None:
@@ -305,9 +305,9 @@ def test_answer_that_is_no_message_is_malformed(make: str) -> None:
     lying.on(wrong, lambda request, _: None)
     listener = None
     if make == "grpc":
-        listener = GrpcServer("127.0.0.1:0", [lying], threads=2)
+        listener = GrpcServer("127.0.0.1:0", [lying], None, threads=2)
         listener.start()
-        peer: Peer = GrpcNetwork().connect(listener.address, name="liar")
+        peer: Peer = GrpcNetwork(None).connect(listener.address, name="liar")
     else:
         network = InProcessNetwork()
         network.listen("liar:1", [lying])

@@ -1,6 +1,9 @@
 // A worker in another language, from the protos alone: @grpc/grpc-js and @grpc/proto-loader, none of our code.
 //
-//   node client.js PROTOS COORDINATOR JOB
+//   node client.js PROTOS COORDINATOR JOB [FOLDER]
+//
+// FOLDER has the certificate of a worker: tls.crt, tls.key, ca.crt. Without it, the client connects with TLS and shows
+// none.
 //
 // Starts an asynchronous job, gives the servers first values, pushes and pulls in every way that the protocol knows, and
 // holds each value that it pulls against its own arithmetic. What it does is told in lines of JSON on stdout; where a line
@@ -10,12 +13,13 @@
 
 const assert = require('assert');
 const crypto = require('crypto');
+const fs = require('fs');
 const path = require('path');
 const readline = require('readline');
 const grpc = require('@grpc/grpc-js');
 const loader = require('@grpc/proto-loader');
 
-const [protos, coordinatorAddress, jobName] = process.argv.slice(2);
+const [protos, coordinatorAddress, jobName, folder] = process.argv.slice(2);
 const files = ['coordinator', 'parameter_server'].map((name) => `shardyard/wire/v1/${name}.proto`);
 const definition = loader.loadSync(files, {
   includeDirs: [path.resolve(protos)],
@@ -36,6 +40,21 @@ const OPTIONS = {
   'grpc.max_send_message_length': MESSAGE_BYTES_MAX,
   'grpc.max_receive_message_length': MESSAGE_BYTES_MAX,
 };
+
+// A peer's certificate is for its role, whatever its address.
+function shown() {
+  if (!folder) {
+    return grpc.credentials.createSsl(null, null, null, { rejectUnauthorized: false });
+  }
+  const read = (name) => fs.readFileSync(path.join(folder, name));
+  return grpc.credentials.createSsl(read('ca.crt'), read('tls.key'), read('tls.crt'));
+}
+
+function optionsFor(role) {
+  const name = `${role}.shardyard`;
+  return { ...OPTIONS, 'grpc.ssl_target_name_override': name, 'grpc.default_authority': name };
+}
+
 const RATE = 0.5;
 const GROUPS = [{ values: [RATE, 0, 0, 0, 0, 0] }];
 // "big" goes over several frames, "small" is one of a few bytes
@@ -123,7 +142,7 @@ function writtenOut(parts, partitions) {
 
 class Server {
   constructor(address, incarnation, partitions, layout) {
-    this.client = new ParameterServer(address, grpc.credentials.createInsecure(), OPTIONS);
+    this.client = new ParameterServer(address, shown(), optionsFor('server'));
     this.incarnation = incarnation;
     this.partitions = partitions;
     this.layouts = partitions.map((number) => layout.partitions[number]);
@@ -222,7 +241,7 @@ class Exchanges {
 
 class Worker {
   constructor() {
-    this.yard = new Coordinator(coordinatorAddress, grpc.credentials.createInsecure(), OPTIONS);
+    this.yard = new Coordinator(coordinatorAddress, shown(), optionsFor('coordinator'));
     this.round = 0;
     this.values = makeArrays(firstValue);
   }

@@ -18,10 +18,11 @@ from shardyard_coordinator.service.service import Coordinator
 
 @pytest.fixture(autouse=True)
 def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working directory, and no setting from outside."""
+    """An empty working directory, and no setting from outside. The peers of these tests have no certificates."""
     for name in list(os.environ):
         if name.startswith("SHARDYARD"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("SHARDYARD__SECURITY__TLS", "false")
     monkeypatch.chdir(tmp_path)
 
 
@@ -29,9 +30,9 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def coordinator(tmp_path: Path) -> Iterator[str]:
     """The address of one that has a journal, and no servers."""
     journal = Journal(tmp_path / "journal")
-    network = GrpcNetwork()
+    network = GrpcNetwork(None)
     serving = Coordinator(network=network, journal=journal, clock=SystemClock(), membership=MembershipSettings())
-    listener = GrpcServer("127.0.0.1:0", [serving.service], threads=2)
+    listener = GrpcServer("127.0.0.1:0", [serving.service], None, threads=2)
     try:
         serving.start()
         listener.start()

@@ -21,22 +21,27 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shardyard.domain import errors
+from shardyard.security.identity import Role
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.probes import network
 from shardyard_launcher.probes.findings import Finding, Verdict
 from tests.support.doctors import OURS, coordinator, free_address, impatient, member, serving
+from tests.support.identities import Identities
 
 __all__ = ["impatient"]
 
+PLAIN = GrpcNetwork(None)
+
 
 def look(address: str) -> dict[str, Finding]:
-    return {finding.probe: finding for finding in network.probe(address)}
+    return {finding.probe: finding for finding in network.probe(address, PLAIN)}
 
 
 def last(address: str) -> Finding:
-    return list(network.probe(address))[-1]
+    return list(network.probe(address, PLAIN))[-1]
 
 
 @contextlib.contextmanager
@@ -66,7 +71,7 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def test_name_that_does_not_resolve_is_told_and_nothing_more_is_tried() -> None:
-    (found,) = network.probe("nobody.invalid:7070")
+    (found,) = network.probe("nobody.invalid:7070", PLAIN)
     assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
     assert "nobody.invalid does not resolve" in found.said
     assert "/etc/hosts" in found.todo
@@ -74,7 +79,7 @@ def test_name_that_does_not_resolve_is_told_and_nothing_more_is_tried() -> None:
 
 @pytest.mark.parametrize("address", ["7070", "alpha", "alpha:99999", "." + "a" * 70 + ":1"])
 def test_address_that_cannot_be_is_told(address: str) -> None:
-    (found,) = network.probe(address)
+    (found,) = network.probe(address, PLAIN)
     assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
 
 
@@ -148,7 +153,7 @@ def test_port_that_speaks_tls_is_recognised(tmp_path: Path, kind: str) -> None:
     with listening(answer) as address:
         found = last(address)
     assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
-    assert f"{address} speaks TLS" in found.said
+    assert f"{address} uses TLS, and security.tls is false here" in found.said
 
 
 def test_web_server_is_recognised() -> None:
@@ -195,8 +200,26 @@ def test_plain_text_is_said_and_warned_of_beyond_this_machine(monkeypatch: pytes
         assert "nothing is encrypted" in here.said
         port = int(address.split(":")[1])
         monkeypatch.setattr(network, "_language", lambda _: "h2")
-        (beyond,) = network._tls(f"alpha:{port}", ("192.0.2.1", port))
+        (beyond,) = network._tls(f"alpha:{port}", PLAIN, ("192.0.2.1", port))
         assert beyond.verdict is Verdict.WARNING
+
+
+def test_yard_with_tls_is_looked_at_with_the_certificate_of_an_operator(tmp_path: Path) -> None:
+    identities = Identities(tmp_path)
+    service = coordinator()
+    with identities.serving(service, Role.COORDINATOR) as address:
+        found = {each.probe: each for each in network.probe(address, identities.network(Role.OPERATOR))}
+        assert found["tls"].verdict is Verdict.OK
+        assert str(tmp_path / "operator") in found["tls"].said
+        assert found["status"].verdict is not Verdict.FAILED
+        without = list(network.probe(address, errors.NotTrusted("no certificate here", todo="join")))[-1]
+        assert (without.probe, without.verdict, without.said) == ("tls", Verdict.FAILED, "no certificate here")
+        plain = last(address)
+        assert (plain.probe, plain.verdict) == ("tls", Verdict.FAILED)
+    with serving(coordinator()) as address:
+        plain = list(network.probe(address, identities.network(Role.OPERATOR)))[-1]
+        assert (plain.probe, plain.verdict) == ("tls", Verdict.FAILED)
+        assert "does not use TLS, and security.tls is true here" in plain.said
 
 
 def test_coordinator_in_good_order_has_only_good_findings() -> None:
@@ -298,7 +321,7 @@ def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
     with serving(Service("ParameterServer")) as server:
         members = [member(server, 1), member(gone, 2), member(elsewhere, 3), member("nonsense", 4)]
         with serving(coordinator(*members)) as address:
-            found = [each for each in network.probe(address) if each.probe == "members"]
+            found = [each for each in network.probe(address, PLAIN) if each.probe == "members"]
     assert [each.verdict for each in found] == [Verdict.FAILED] * 3
     assert f"server 1.2 {gone} refuses connections" in found[0].said
     assert "server 1.3 nobody.invalid:1 does not resolve from here" in found[1].said
@@ -308,7 +331,7 @@ def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
 def test_many_unreachable_members_fill_no_screen() -> None:
     members = [member("nonsense", number) for number in range(50)]
     with serving(coordinator(*members)) as address:
-        found = [each for each in network.probe(address) if each.probe == "members"]
+        found = [each for each in network.probe(address, PLAIN) if each.probe == "members"]
     assert len(found) == network.MEMBERS_SHOWN_MAX + 1
     assert "30 others" in found[-1].said
 
@@ -333,7 +356,7 @@ def test_address_of_a_name_that_answers_is_the_one_that_is_looked_at(monkeypatch
             return both if host == "alpha" else real(host, *rest, **more)
 
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        name, tcp, tls = islice(network.probe(f"alpha:{port}"), 3)
+        name, tcp, tls = islice(network.probe(f"alpha:{port}", PLAIN), 3)
     assert name.said == "alpha is 127.0.0.2, 127.0.0.1"
     assert tcp.said.startswith(f"127.0.0.1 port {port} accepts connections")
     assert (tls.verdict, "plain HTTP/2" in tls.said) == (Verdict.OK, True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardyard.config.configuration import load
 from shardyard.domain import errors
 from shardyard.transport.error_codes import to_detail
 from shardyard.transport.interfaces import Context
@@ -36,7 +37,7 @@ def yard_at(address: str, folder: Path, *, pid: int | None = None) -> RunningYar
     """A yard without a supervisor, of which this process (or `pid`) is the coordinator."""
     created_s = psutil.Process().create_time()
     process = RoleProcess("coordinator", "coordinator", pid or os.getpid(), created_s, folder / "log", address, True)
-    return RunningYard(folder, YardState((process,)))
+    return RunningYard(load(None, os.environ, {}).settings, folder, YardState((process,)))
 
 
 def saved(folder: Path, jobs: list[wire.JobStatus], take: Take, doomed: Path | None = None) -> list[str]:

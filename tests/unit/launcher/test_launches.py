@@ -169,7 +169,7 @@ class Yard:
 def yard(tmp_path: Path) -> Iterator[Yard]:
     plan = AgentPlan("127.0.0.1:1", 1, tmp_path)
     agent = AgentService(plan, incarnation=lambda: 2, report_exit=lambda pid, exit_code: None)
-    listener = GrpcServer("127.0.0.1:0", [agent.service], threads=8)
+    listener = GrpcServer("127.0.0.1:0", [agent.service], None, threads=8)
     listener.start()
     member = wire.MemberStatus(incarnation=2, role=wire.ROLE_AGENT, address=listener.address, host="gamma", pid=2)
     status = wire.StatusReply(term=1, members=[member])

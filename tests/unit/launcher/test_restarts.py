@@ -25,6 +25,7 @@ from shardyard_launcher.yard.running_yard import RunningYard
 from shardyard_launcher.yard.state_file import RoleRestart, YardState, read_state
 
 WINDOW_MS = 60_000
+SETTINGS = load(None, {}, {}).settings
 
 
 def finished(tmp_path: Path, code: str) -> RunningRole:
@@ -207,7 +208,7 @@ def test_a_start_that_takes_too_long_names_the_process_that_is_not_ready(
     assert [each.ready for each in before.roles if each.role == "server"] == [False]
     before.write(tmp_path)
     assert read_state(tmp_path) == before
-    assert re.search(r"server-0 \(pid \d+\)", RunningYard(tmp_path, before).waited_for)
+    assert re.search(r"server-0 \(pid \d+\)", RunningYard(SETTINGS, tmp_path, before).waited_for)
 
 
 def start_that(lives: dict[str, list[str]]) -> Callable[..., RunningRole]:
@@ -246,7 +247,7 @@ def test_process_that_is_killed_while_the_yard_starts_comes_back(
 ) -> None:
     monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start_that({name: [life, life, STAYS]}))
 
-    def unregistered(_: YardState) -> str:
+    def unregistered(*_: object) -> str:
         if len(starting.state.restarts) < 2:  # it is away, or not back yet
             raise errors.CoordinatorUnavailable("coordinator does not answer")
         return ""
@@ -288,7 +289,7 @@ def test_status_of_a_coordinator_that_is_gone_says_what_became_of_it() -> None:
 
         def refusal(local: LocalReport) -> errors.ShardyardError:
             with pytest.raises(errors.CoordinatorUnavailable) as raised:
-                ask(GrpcNetwork(), address, local)
+                ask(GrpcNetwork(None), address, local)
             return raised.value
 
         mending = refusal(LocalReport(1, (restart,), {}))
@@ -315,7 +316,7 @@ def test_what_compose_keeps_is_in_volumes_that_those_share_who_need_it() -> None
     compose = yaml.safe_load((root / "docker" / "compose.yaml").read_text())
     settings = yaml.safe_load((root / "configs" / "compose.yaml").read_text())
     mounts = {
-        name: dict(reversed(volume.split(":")) for volume in service.get("volumes", ()))
+        name: {folder: volume for volume, folder, *_ in (each.split(":") for each in service.get("volumes", ()))}
         for name, service in compose["services"].items()
     }
     checkpoints = settings["job"]["checkpoint"]["url"]
@@ -340,7 +341,7 @@ def test_restarts_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_yard_of_another_coordinator_is_not_shown(tmp_path: Path) -> None:
     process = RoleProcess("coordinator", "coordinator", 8, 1.5, tmp_path / "x.log", "127.0.0.1:5", ready=True)
     YardState((process,)).write(tmp_path)
-    assert read_local(tmp_path, "127.0.0.1:6") is None
-    local = read_local(tmp_path, "127.0.0.1:5")
+    assert read_local(SETTINGS, tmp_path, "127.0.0.1:6") is None
+    local = read_local(SETTINGS, tmp_path, "127.0.0.1:5")
     assert local is not None
     assert local.supervisor == 0

@@ -17,6 +17,7 @@ from typing import Final
 from shardyard.config.configuration import PID_VARIABLE, RUN_ID_VARIABLE, RUN_NUMBER_VARIABLE
 
 WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
+IDENTITY_VARIABLE: Final = "SHARDYARD__SECURITY__IDENTITY"
 _GPU_DEVICE: Final = re.compile(r"nvidia([0-9]+)")
 
 
@@ -39,6 +40,8 @@ class LaunchOrder:
     agent: int
     run_id: str
     """Names the launch, over all restarts of its processes."""
+    identity: str = ""
+    """The folder with the certificate of the processes; empty: the yard runs without TLS."""
     key: int = 0
     """Names the request, which may be sent again; 0: it is not."""
 
@@ -58,6 +61,8 @@ def environment_block(order: LaunchOrder, index: int, error_file: str) -> dict[s
         block.pop("SHARDYARD_WORKERS", None)
     else:
         block["SHARDYARD_WORKERS"] = str(order.workers)
+    if order.identity:
+        block[IDENTITY_VARIABLE] = order.identity
     return block | {
         "SHARDYARD_COORDINATOR": order.coordinator,
         "SHARDYARD_AGENT": str(order.agent),

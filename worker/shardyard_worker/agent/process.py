@@ -24,10 +24,13 @@ from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.identity import Role
+from shardyard.transport.enrolment import enrol_launch, own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
-from shardyard.transport.interfaces import Peer
+from shardyard.transport.interfaces import Network, Peer
 from shardyard.transport.membership_client import Membership, MembershipClient
+from shardyard.transport.tls import ServerSecurity
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
@@ -153,7 +156,6 @@ def serve(
     workers: int,
     state: Path,
     settings: Settings,
-    allow_remote_launch: bool,
     command: list[str] | None,
     stop: threading.Event,
     hurry: threading.Event,
@@ -168,15 +170,23 @@ def serve(
     CoordinatorUnavailable, and for a bad command InvalidRequest.
     """
     logs.bind_process(role="agent")
+    try:
+        credentials = own_credentials(settings, Role.AGENT, coordinator=coordinator, stop=stop)
+    except errors.Unavailable:
+        if stop.is_set():
+            return 0
+        raise
+    security = None if credentials is None else ServerSecurity(credentials)
+    network = GrpcNetwork(credentials)
+    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     plan = AgentPlan(
         coordinator=coordinator,
         workers=workers,
         state=state,
-        allow_remote_launch=allow_remote_launch,
         device=settings.worker.device,
         threads=settings.worker.threads,
+        certify=lambda launch: None if credentials is None else enrol_launch(peer, launch),
     )
-    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     membership: AgentMembership | None = None
     # a thread of its own, so that watching processes never waits for the coordinator
     reporter = ThreadPoolExecutor(1, "exit-reports")
@@ -187,7 +197,7 @@ def serve(
     )
     listener: GrpcServer | None = None
     try:
-        listener = GrpcServer(bind, [service.service])
+        listener = GrpcServer(bind, [service.service], security)
         address = advertise or listener.address
         grace_ms = settings.membership.coordinator_grace_ms
         membership = AgentMembership(
@@ -222,7 +232,9 @@ def serve(
             reporter.submit(membership.report_drain)
             log.info("leaves in order, within %g s; another signal ends it at once", membership.drain_ms / 1000)
             here = membership.incarnation
-            service.leave(membership.drain_ms, partial(_launch_elsewhere, peer, here, service.wait_registry), hurry)
+            service.leave(
+                membership.drain_ms, partial(_launch_elsewhere, network, peer, here, service.wait_registry), hurry
+            )
         service.close()
         # sends the reports that wait, within a few seconds
         wait([reporter.submit(lambda: None)], timeout=2 * REPORT_TIMEOUT_MS / 1000)
@@ -235,7 +247,7 @@ def serve(
 
 
 def _launch_elsewhere(
-    coordinator: Peer, here: Incarnation, wait_registry: WaitRegistry, request: wire.LaunchRequest
+    network: Network, coordinator: Peer, here: Incarnation, wait_registry: WaitRegistry, request: wire.LaunchRequest
 ) -> str:
     """Launches the script on another agent of the yard. Returns which launch that is, in words; nothing if no agent
     takes it."""
@@ -248,7 +260,7 @@ def _launch_elsewhere(
     for member in status.members:
         if member.role != coordinator_wire.ROLE_AGENT or member.incarnation == here or member.HasField("drain"):
             continue
-        agent = GrpcNetwork().connect(member.address, name="agent")
+        agent = network.connect(member.address, name="agent")
         try:
             with wait_registry.over(lambda name=agent.name: f"the {name} to launch {request.script}"):  # type: ignore[misc]
                 reply = agent.call(methods.LAUNCH, request, timeout_ms=ELSEWHERE_TIMEOUT_MS)

@@ -1,15 +1,14 @@
 """The Agent service: starts, watches, stops and describes launches over gRPC.
 
-Owns: the launches of an agent, the checks of requests, which callers are allowed. Invariants: only callers on this
-machine may start, read and stop programs, unless the agent was configured otherwise; the latest few ended launches are
-kept. Must not know: how processes are supervised (supervision, launch), the coordinator.
+Owns: the launches of an agent, the checks of requests, the certificates of its processes. Invariant: the latest few
+ended launches are kept. Must not know: how processes are supervised (supervision, launch), the coordinator, who may
+call (shardyard.security.roles).
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ipaddress
 import logging
 import os
 import tempfile
@@ -20,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
 
@@ -28,6 +26,8 @@ from shardyard.config.configuration import RUN_ID_VARIABLE
 from shardyard.domain import errors, limits
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.credentials import Pem, write_credentials
+from shardyard.security.local import FOLDER as IDENTITY
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
@@ -64,9 +64,11 @@ class AgentPlan:
     coordinator: str
     workers: int
     state: Path
-    allow_remote_launch: bool = False
     device: str = "auto"
     threads: int = 1
+    certify: Callable[[str], Pem | None] = lambda _: None
+    """Makes a certificate for the processes of a launch, which its argument names. Raises what the coordinator answers.
+    None: the yard runs without TLS."""
 
 
 class AgentService:
@@ -96,12 +98,17 @@ class AgentService:
 
     def launch(self, request: wire.LaunchRequest) -> RunningLaunch:
         """Starts a launch, unless the same request has started it before. Raises InvalidRequest, TooLarge, NotReady,
-        StorageUnavailable."""
+        StorageUnavailable, CoordinatorUnavailable."""
         order = self._order(request)
         with self._lock:
-            known = [each for each in self._launches.values() if order.key and each.order.key == order.key]
-            if known:
-                return known[0]
+            known = self._known(order)
+        if known is not None:
+            return known
+        pem = self._plan.certify(order.run_id)
+        with self._lock:
+            known = self._known(order)
+            if known is not None:
+                return known
             if self._closed:
                 raise errors.NotReady("the agent is stopping", todo="start it again")
             if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
@@ -109,11 +116,15 @@ class AgentService:
             self._forget()
             request.environment[RUN_ID_VARIABLE] = order.run_id  # it is the same launch when it is resumed
             kept = base64.b64encode(request.SerializeToString()).decode() if request.unattended else ""
-            launch = self._begin(order, kept)
+            launch = self._begin(order, kept, pem)
             self._launches[launch.number] = launch
             launch.start()
         log.info("launch %d: %s in %d processes", launch.number, order.script, order.workers)
         return launch
+
+    def _known(self, order: LaunchOrder) -> RunningLaunch | None:
+        """The launch that the same request has started before."""
+        return next((each for each in self._launches.values() if order.key and each.order.key == order.key), None)
 
     def resume(self) -> None:
         """Launches again what nobody else launches again after the agent before this one was killed or has left. Call
@@ -150,9 +161,9 @@ class AgentService:
         record = replace(record, resumed_s=(*kept, now_s))
         with contextlib.suppress(OSError):
             folder.write(replace(record, left=False))
-        return self._running(record, folder, order)
+        return self._running(record, folder, order, self._plan.certify(order.run_id))
 
-    def _begin(self, order: LaunchOrder, request: str) -> RunningLaunch:
+    def _begin(self, order: LaunchOrder, request: str, pem: Pem | None) -> RunningLaunch:
         begun_s = time.time()
 
         def describe(number: int) -> LaunchRecord:
@@ -166,9 +177,20 @@ class AgentService:
                 f"{error.strerror}",
                 todo="see the free space of these disks, or start the agent with another folder (--state)",
             ) from error
-        return self._running(describe(int(folder.path.name)), folder, order)
+        return self._running(describe(int(folder.path.name)), folder, order, pem)
 
-    def _running(self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder) -> RunningLaunch:
+    def _running(
+        self, record: LaunchRecord, folder: LaunchFolder, order: LaunchOrder, pem: Pem | None
+    ) -> RunningLaunch:
+        if pem is not None:
+            identity = (folder.path / IDENTITY).absolute()
+            try:
+                write_credentials(identity, pem)
+            except OSError as error:
+                raise errors.StorageUnavailable(
+                    f"the certificate of launch {record.number} cannot be written to {identity}: {error.strerror}"
+                ) from error
+            order = replace(order, identity=str(identity))
         return RunningLaunch(record, folder, order, report_exit=self._report_exit, wait_registry=self.wait_registry)
 
     def leave(
@@ -266,17 +288,6 @@ class AgentService:
             key=request.key,
         )
 
-    def _admits(self, context: Context) -> bool:
-        return self._plan.allow_remote_launch or is_local_caller(context.peer)
-
-    def _admit(self, context: Context, what: str) -> None:
-        if not self._admits(context):
-            raise errors.LaunchRefused(
-                f"{context.peer} asked to {what}; this agent does that for callers on its own machine only",
-                why="whoever can launch can run any program as the agent's user",
-                todo="call from that machine, or start the agent with --allow-remote-launch in a network you trust",
-            )
-
     def _find(self, number: int) -> RunningLaunch:
         with self._lock:
             launch = self._launches.get(number)
@@ -288,15 +299,13 @@ class AgentService:
             raise _unknown(number)
         return launch
 
-    def _on_launch(self, request: wire.LaunchRequest, context: Context) -> wire.LaunchReply:
-        self._admit(context, "launch a script")
+    def _on_launch(self, request: wire.LaunchRequest, _: Context) -> wire.LaunchReply:
         if not self._incarnation():
             raise errors.NotReady("the agent has not registered yet", todo="ask again in a moment")
         launch = self.launch(request)
         return wire.LaunchReply(launch=launch.number, workers=launch.order.workers)
 
     def _on_watch(self, request: wire.WatchRequest, context: Context) -> Iterator[wire.LaunchEvent]:
-        self._admit(context, "watch a launch")
         launch = self._find(request.launch)
         wanted = request.next_event
         with self._stream():
@@ -311,7 +320,6 @@ class AgentService:
                     return
 
     def _on_read_output(self, request: wire.ReadOutputRequest, context: Context) -> Iterator[wire.OutputLines]:
-        self._admit(context, "read what a launch has printed")
         folder = self._folders.find(request.launch)
         record = None if folder is None else folder.record()
         if folder is None or record is None:
@@ -336,8 +344,7 @@ class AgentService:
         finally:
             self._streams.release()
 
-    def _on_stop(self, request: wire.StopRequest, context: Context) -> wire.StopReply:
-        self._admit(context, "stop a launch")
+    def _on_stop(self, request: wire.StopRequest, _: Context) -> wire.StopReply:
         if request.grace_ms > GRACE_MS_MAX:
             raise errors.TooLarge(f"a grace time of {request.grace_ms} ms; at most {GRACE_MS_MAX} ms are given")
         launch = self._find(request.launch)
@@ -346,7 +353,7 @@ class AgentService:
         return wire.StopReply()
 
     def _on_describe(self, request: wire.DescribeAgentRequest, context: Context) -> wire.DescribeAgentReply:
-        del request
+        del request, context
         with self._lock:
             ours = dict(self._launches)
         described = []
@@ -354,7 +361,7 @@ class AgentService:
             launch = ours.get(record.number)
             # an agent on the same folder describes what it runs itself
             if launch is not None or not folder.runs:
-                described.append(describe(record, launch, whole=self._admits(context)))
+                described.append(describe(record, launch))
         return wire.DescribeAgentReply(workers=self._plan.workers, launches=described)
 
 
@@ -370,9 +377,8 @@ def _unknown(number: int) -> errors.NotFound:
     return errors.NotFound(f"no launch {number}", why="the agent has restarted since, or has forgotten it")
 
 
-def describe(record: LaunchRecord, launch: RunningLaunch | None, *, whole: bool) -> wire.DescribedLaunch:
-    """`launch`: None if this process does not run it. `whole`: with the error of the launch, which may show what others
-    must not see."""
+def describe(record: LaunchRecord, launch: RunningLaunch | None) -> wire.DescribedLaunch:
+    """`launch`: None if this process does not run it."""
     runs = launch is not None and not launch.events.ended
     said = wire.DescribedLaunch(
         launch=record.number,
@@ -389,7 +395,7 @@ def describe(record: LaunchRecord, launch: RunningLaunch | None, *, whole: bool)
         said.ended_s = ended.time_s
         said.ending.stopped = ended.stopped
         said.ending.exit_code, said.ending.first_error_index = ended.exit_code, ended.first_error_index
-        said.ending.first_error = ended.first_error if whole else ""
+        said.ending.first_error = ended.first_error
     return said
 
 
@@ -410,24 +416,6 @@ def output_of(kept: KeptLine) -> wire.ProcessOutput:
         time_s=kept.time_s,
         by_agent=kept.kind == "agt",
     )
-
-
-def is_local_caller(peer: str) -> bool:
-    """Whether a caller, as gRPC names it (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`, `unix:...`), is on this
-    machine. Only loopback addresses and Unix sockets cannot be reached from outside."""
-    kind, _, rest = unquote(peer).partition(":")
-    if peer == "in-process" or kind in ("unix", "unix-abstract"):
-        return True
-    if kind not in ("ipv4", "ipv6"):
-        return False
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
 
 
 def _path(given: str, what: str) -> Path:

@@ -12,6 +12,8 @@ from shardyard.config.settings import Settings
 from shardyard.domain.errors import RunFinished, ShardyardError
 from shardyard.domain.ids import Incarnation, MemberRole
 from shardyard.runtime.malloc import tune_malloc
+from shardyard.security.identity import Role
+from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard.transport.membership_client import Membership
@@ -49,7 +51,9 @@ def connect(
     membership = _membership(os.environ)
     metrics = MetricLog()
     run = run_of(os.environ)
-    session = Session(network or GrpcNetwork(), settings.coordinator, settings, membership, metrics.take, run=run)
+    if network is None:
+        network = GrpcNetwork(own_credentials(settings, Role.WORKER))
+    session = Session(network, settings.coordinator, settings, membership, metrics.take, run=run)
     session.is_alone = on_close is not None
     files: TensorBoardWriter | None = None
     try:

@@ -25,6 +25,8 @@ from shardyard.domain.limits import METRICS_MAX
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.identity import Role
+from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.interfaces import Network
 from shardyard_worker.embedding.table import tables_of
@@ -92,7 +94,8 @@ def follow(settings: Settings, *, name: str, network: Network | None = None) -> 
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     number = os.environ.get(FOLLOWS_VARIABLE, "")
-    network = network or GrpcNetwork()
+    if network is None:
+        network = GrpcNetwork(own_credentials(settings, Role.READER, Role.WORKER))
     session = ReaderSession(
         network,
         settings.coordinator,

@@ -17,11 +17,13 @@ from typing import Any, Final, TypeVar
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain.errors import Internal
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.identity import Identity
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Handler
 from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.service.residual_collection import ResidualCollections
 from shardyard_coordinator.service.server_calls import ServerCalls
@@ -39,7 +41,7 @@ Response = TypeVar("Response")
 @dataclass(frozen=True)
 class Backend:
     """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `access`: where a job's may
-    be; `release`: of shardyard."""
+    be; `release`: of shardyard; `identities`: None without TLS."""
 
     mailbox: Mailbox
     calls: ServerCalls
@@ -51,6 +53,7 @@ class Backend:
     membership: MembershipSettings
     checkpoints: str | None
     release: str
+    identities: YardIdentities | None
 
     def ask(self, event: events.Event, answer: type[A]) -> A:
         """Gives a request to the machine, carries out what its answer waits for, and returns the answer. Raises what
@@ -94,10 +97,10 @@ class Backend:
 @dataclass(frozen=True)
 class Rpc:
     method: Method[Any, Any]
-    serve: Callable[[Backend, Any], Any]
+    serve: Callable[[Backend, Any, Identity | None], Any]
 
     def handler(self, backend: Backend) -> Handler:
-        return lambda request, _: self.serve(backend, request)
+        return lambda request, context: self.serve(backend, request, context.caller)
 
 
 def decided(
@@ -107,7 +110,7 @@ def decided(
     to_reply: Callable[[A], Response],
 ) -> Rpc:
     """An RPC that the machine decides."""
-    return Rpc(method, lambda backend, request: to_reply(backend.ask(to_event(request), answer)))
+    return Rpc(method, lambda backend, request, _: to_reply(backend.ask(to_event(request), answer)))
 
 
 def acknowledged(
@@ -118,4 +121,11 @@ def acknowledged(
 
 
 def served(method: Method[Request, Response], serve: Callable[[Backend, Request], Response]) -> Rpc:
+    return Rpc(method, lambda backend, request, _: serve(backend, request))
+
+
+def identified(
+    method: Method[Request, Response], serve: Callable[[Backend, Request, Identity | None], Response]
+) -> Rpc:
+    """An RPC whose reply depends on who calls."""
     return Rpc(method, serve)

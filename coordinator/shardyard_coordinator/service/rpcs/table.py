@@ -7,10 +7,17 @@ from typing import Final, NoReturn
 
 from shardyard.domain.errors import NotReady
 from shardyard.transport.interfaces import Service
-from shardyard_coordinator.service.rpcs import checkpoints, data, inspection, jobs, members
+from shardyard_coordinator.service.rpcs import checkpoints, data, identities, inspection, jobs, members
 from shardyard_coordinator.service.rpcs.rpc import Backend, Rpc
 
-RPCS: Final[tuple[Rpc, ...]] = (*members.RPCS, *jobs.RPCS, *data.RPCS, *checkpoints.RPCS, *inspection.RPCS)
+RPCS: Final[tuple[Rpc, ...]] = (
+    *identities.RPCS,
+    *members.RPCS,
+    *jobs.RPCS,
+    *data.RPCS,
+    *checkpoints.RPCS,
+    *inspection.RPCS,
+)
 
 
 def make_waiting_service(why: Callable[[], str]) -> Service:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.config.settings import CheckpointSettings, Settings
+from shardyard.config.settings import CheckpointSettings, SecuritySettings, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, MemberRole, Rank
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
@@ -395,7 +395,7 @@ def test_decisions_are_in_the_journal(yard: Yard) -> None:
 
 def test_process_serves_over_grpc_until_it_is_stopped(tmp_path: Path) -> None:
     stop, addresses = threading.Event(), queue.Queue[str]()
-    settings = Settings()
+    settings = Settings(security=SecuritySettings(tls=False))
 
     def run() -> None:
         process.serve(
@@ -409,7 +409,7 @@ def test_process_serves_over_grpc_until_it_is_stopped(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    peer = GrpcNetwork().connect(addresses.get(timeout=DEADLINE_S), name="coordinator")
+    peer = GrpcNetwork(None).connect(addresses.get(timeout=DEADLINE_S), name="coordinator")
     try:
         request = wire.RegisterRequest(role=wire.ROLE_WORKER, protocol=limits.PROTOCOL, host="box", pid=1)
         reply = peer.call(methods.REGISTER, request, timeout_ms=5_000)
@@ -445,7 +445,7 @@ def test_process_answers_that_it_is_not_ready_while_its_journal_cannot_be_opened
         process.serve(
             bind=address,
             advertise=None,
-            settings=Settings(),
+            settings=Settings(security=SecuritySettings(tls=False)),
             state=tmp_path / "state",
             stop=stop,
             ready=lambda _: ready.set(),
@@ -455,7 +455,7 @@ def test_process_answers_that_it_is_not_ready_while_its_journal_cannot_be_opened
     monkeypatch.setattr(process, "OPEN_AGAIN_S", 0.01)
     thread = threading.Thread(target=run)
     thread.start()
-    peer = GrpcNetwork().connect(address, name="coordinator")
+    peer = GrpcNetwork(None).connect(address, name="coordinator")
 
     def answer() -> str:
         try:

@@ -44,7 +44,8 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.FeedConflict: INVALID,
     errors.UnseekableDataset: INVALID,
     errors.ProtocolMismatch: grpc.StatusCode.UNIMPLEMENTED,
-    errors.LaunchRefused: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotTrusted: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotShareable: INVALID,
     errors.Refused: ABORTED,
     errors.StaleIncarnation: ABORTED,
@@ -84,12 +85,12 @@ class Thrower:
         service = Service("Coordinator")
         service.on(methods.STATUS, self._status)
         service.on(methods.LEAVE, lambda request, _: wire.LeaveReply())
-        self.listener = GrpcServer("127.0.0.1:0", [service], threads=1)
+        self.listener = GrpcServer("127.0.0.1:0", [service], None, threads=1)
         self.listener.start()
         network = InProcessNetwork()
         network.listen("here:1", [service])
         self.peers: dict[str, Peer] = {
-            "grpc": GrpcNetwork().connect(self.listener.address, name="thrower"),
+            "grpc": GrpcNetwork(None).connect(self.listener.address, name="thrower"),
             "in process": network.connect("here:1", name="thrower"),
         }
 

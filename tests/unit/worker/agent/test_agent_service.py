@@ -94,34 +94,6 @@ def test_bad_launch_is_refused_and_starts_nothing(
     assert list(describe(service).launches) == []
 
 
-def test_caller_on_another_machine_is_refused(service: AgentService, script: Path) -> None:
-    with pytest.raises(errors.LaunchRefused, match=r"10\.1\.2\.3.*--allow-remote-launch"):
-        ask(service, good(script), REMOTE)
-    assert list(describe(service).launches) == []
-
-
-@pytest.mark.parametrize("method", [methods.STOP, methods.WATCH])
-def test_caller_on_another_machine_can_neither_stop_nor_watch(
-    service: AgentService, script: Path, method: object
-) -> None:
-    launch = ask(service, good(script)).launch
-    request = wire.StopRequest(launch=launch) if method is methods.STOP else wire.WatchRequest(launch=launch)
-    with pytest.raises(errors.LaunchRefused):
-        list(service.service.handlers[method](request, REMOTE))  # type: ignore[index]
-
-
-def test_remote_launch_can_be_allowed(script: Path) -> None:
-    plan = AgentPlan("127.0.0.1:1", 2, script.parent, allow_remote_launch=True)
-    service = AgentService(plan, incarnation=lambda: 3, report_exit=lambda pid, code: None)
-    try:
-        reply = ask(service, good(script), REMOTE)
-        assert reply.workers == 2
-        ends = list(service.service.handlers[methods.WATCH](wire.WatchRequest(launch=reply.launch), REMOTE))
-        assert ends[-1].ended.exit_code == 0
-    finally:
-        service.close(grace_ms=100)
-
-
 def test_launch_nobody_knows_is_not_found(service: AgentService) -> None:
     with pytest.raises(errors.NotFound, match="launch 77"):
         service.service.handlers[methods.STOP](wire.StopRequest(launch=77), LOCAL)

@@ -10,7 +10,6 @@ import pytest
 from shardyard.runtime.restart_policy import BACKOFF_MS, LEFT_IN_ORDER
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block, gpus_to_give
-from shardyard_worker.agent.service import is_local_caller
 from shardyard_worker.agent.supervision import (
     STOP_GRACE_MS,
     Effect,
@@ -408,29 +407,3 @@ def test_threads_are_set_unless_the_environment_says() -> None:
 def test_gpus_are_those_that_cuda_would_show(visible: str | None, device: str, expected: tuple[str, ...]) -> None:
     base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert gpus_to_give(base, device, ("0", "1")) == expected
-
-
-@pytest.mark.parametrize(
-    ("peer", "local"),
-    [
-        ("ipv4:127.0.0.1:5000", True),
-        ("ipv4:127.8.8.8:5000", True),
-        ("ipv6:[::1]:5000", True),
-        ("ipv6:%5B::1%5D:5000", True),
-        ("ipv6:[::ffff:127.0.0.1]:5000", True),
-        ("unix:", True),
-        ("unix:/run/x.sock", True),
-        ("in-process", True),
-        ("ipv4:10.0.0.7:5000", False),
-        ("ipv6:[::ffff:10.0.0.7]:5000", False),
-        ("ipv6:[fe80::1%25lo]:5000", False),
-        ("ipv6:[2001:db8::1]:1", False),
-        ("ipv4:127.0.0.1.example.com:80", False),
-        ("vsock:1:2", False),
-        ("unixy:127.0.0.1:1", False),
-        ("", False),
-        ("127.0.0.1:5000", False),
-    ],
-)
-def test_only_callers_over_loopback_are_local(peer: str, local: bool) -> None:
-    assert is_local_caller(peer) is local

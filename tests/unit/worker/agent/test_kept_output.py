@@ -142,14 +142,6 @@ def test_running_launch_says_who_runs_and_where_its_events_are(agent: AgentServi
     assert (said.ended, said.running, len(said.pids)) == (False, 1, 1)
 
 
-def test_caller_on_another_machine_reads_no_output_and_no_error(agent: AgentService, script: Path) -> None:
-    number = launch(agent, script, FAILS)
-    wait(agent, number)
-    with pytest.raises(errors.LaunchRefused, match="read what a launch has printed"):
-        list(read(agent, REMOTE, launch=number))
-    assert described(agent, number, REMOTE).ending.first_error == ""
-
-
 def test_process_that_a_launch_does_not_have_is_refused(agent: AgentService, script: Path) -> None:
     number = launch(agent, script, "print('x')\n")
     wait(agent, number)

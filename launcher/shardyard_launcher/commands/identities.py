@@ -1,0 +1,78 @@
+"""`shardyard invite`, `join`: how a process of another machine gets its certificate.
+
+Must not know: what a certificate is, who may invite.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options, state_option, yard_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
+
+ROLES: Final = ("worker", "server", "agent", "reader", "operator", "viewer")
+_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_LIFETIME: Final = re.compile(r"([0-9]{1,6})([smhd])")
+
+
+@click.command()
+@click.option("--role", type=click.Choice(ROLES), required=True, help="What the process is to be.")
+@click.option("--name", default="", help="Its name in the yard (default: each gets one of its own).")
+@click.option(
+    "--for", "lifetime", default="10m", show_default=True, metavar="TIME", help="How long, as 90s, 10m or 2h."
+)
+@click.option("--uses", type=click.IntRange(min=1), default=1, show_default=True, help="How many processes may use it.")
+@click.option(
+    "--as", "address", metavar=ADDRESS, help="The coordinator's address in the line, as other machines know it."
+)
+@yard_options
+def invite(settings: Settings, role: str, name: str, lifetime: str, uses: int, address: str | None) -> int:
+    """Let a process of another machine join the yard.
+
+    The command prints a line. Run it on the other machine, where it gets a certificate. The line is a secret: whoever
+    has it can join in that role.
+    """
+    from shardyard.transport.enrolment import invite as open_invitation
+    from shardyard_launcher.yard.running_yard import connect_to_yard
+
+    lifetime_s = parse_lifetime(lifetime)
+    with connect_to_yard(settings) as client:
+        text = open_invitation(client.peer, role=role, name=name, lifetime_s=lifetime_s, uses=uses)
+        where = address or client.address
+    click.echo(f"shardyard join {where} {text}")
+    times = "once" if uses == 1 else f"{uses} times"
+    click.echo(f"it can be used {times}, within {lifetime}, for the role {role}", err=True)
+    return 0
+
+
+@click.command()
+@state_option
+@settings_options
+@click.argument("address", metavar=ADDRESS)
+@click.argument("invitation")
+def join(address: str, invitation: str, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
+    """Get a certificate for a yard, with the line that `shardyard invite` has printed there."""
+    from shardyard.security.local import folder_of, remember_yard
+    from shardyard.transport.enrolment import join as enrol
+    from shardyard.transport.enrolment import keep_credentials
+
+    settings = load_given(config, sets, {"yard.state": state, "coordinator": address}).loaded.settings
+    pem, role, name = enrol(address, invitation)
+    folder = keep_credentials(folder_of(Path(settings.yard.state), role), pem)
+    remember_yard(address, folder.parent)
+    click.echo(f"joined the yard at {address} as {role} {name}; the certificate is in {folder}")
+    return 0
+
+
+def parse_lifetime(text: str) -> int:
+    """Seconds. Raises UsageError."""
+    found = _LIFETIME.fullmatch(text)
+    if found is None:
+        raise click.UsageError(f"--for {text}: expected a number with s, m, h or d, such as 10m")
+    return int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,69 @@
+"""The door of a service: who calls, and whether its role may call this method.
+
+Invariant: a caller is what its certificate says and the yard's authority has signed; nothing in a request changes that.
+TLS has verified before that the certificate leads to an authority that this process trusts. A coordinator trusts the
+keys of open invitations as well, so it looks at the signature itself (`verify`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from shardyard.domain.errors import NotPermitted, NotTrusted
+from shardyard.security.identity import SCHEME, Identity
+from shardyard.security.roles import ALLOWED
+from shardyard.wire.method import Method
+
+Verify = Callable[[bytes], Identity | None]
+"""Who a certificate (PEM) is for; None if it is of no one."""
+
+_CERTIFICATE: Final = "x509_pem_cert"
+_NAMES: Final = "x509_subject_alternative_name"
+_KNOWN_MAX: Final = 4_096
+
+
+class Door:
+    """Safe for several threads. `verify`: None where TLS trusts the yard's authority only."""
+
+    def __init__(self, verify: Verify | None = None) -> None:
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._known: dict[bytes, Identity] = {}
+
+    def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]]) -> Identity:
+        """The caller. `connection`: gRPC's auth context. Raises NotTrusted and NotPermitted."""
+        certificate = next(iter(connection.get(_CERTIFICATE, ())), b"")
+        caller = self._known.get(certificate) or self._identify(certificate, connection)
+        allowed = ALLOWED.get(method.path, frozenset())
+        if caller.role not in allowed:
+            roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"
+            raise NotPermitted(f"{caller} may not call {method.path}; {roles} may")
+        return caller
+
+    def _identify(self, certificate: bytes, connection: Mapping[str, Iterable[bytes]]) -> Identity:
+        found = _named(connection) if self._verify is None else self._verify(certificate)
+        if not certificate or found is None:
+            raise NotTrusted("the caller's certificate does not say which member of the yard it is for")
+        with self._lock:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known[certificate] = found
+        return found
+
+    def forget(self) -> None:
+        """Certificates are looked at again from now on."""
+        with self._lock:
+            self._known.clear()
+
+
+def _named(connection: Mapping[str, Iterable[bytes]]) -> Identity | None:
+    for name in connection.get(_NAMES, ()):
+        text = name.decode(errors="replace")
+        if text.startswith(SCHEME):
+            try:
+                return Identity.parse(text)
+            except ValueError:
+                return None
+    return None

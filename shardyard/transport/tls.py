@@ -1,0 +1,114 @@
+"""TLS for gRPC, from a member's credentials.
+
+Both sides show certificates. The caller checks that the peer's certificate is for its role (coordinator.shardyard and
+so on), not for its address; the server's door checks the caller's role. Renewed certificates are used for connections
+that begin later; open ones stay.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from shardyard.domain import errors
+from shardyard.security.credentials import Credentials, Pem
+from shardyard.security.door import Door
+from shardyard.security.identity import Role, host_of
+
+SERVING_ROLES: Final = (Role.COORDINATOR.value, Role.SERVER.value, Role.AGENT.value)
+_LOOK_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class ServerSecurity:
+    """What a server shows, and whom it admits. `more_authorities`: what callers' certificates may lead to beside the
+    authorities of the credentials, as PEM."""
+
+    credentials: Credentials
+    door: Door = field(default_factory=Door)
+    more_authorities: Callable[[], bytes] = bytes
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        lock = threading.Lock()
+        served: list[tuple[Pem, bytes]] = [(self.credentials.pem, self.more_authorities())]
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            pem, more = served[0]
+            return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.authorities + more)
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called for each connection that begins."""
+            with lock:
+                now = (self.credentials.refresh(), self.more_authorities())
+                if now == served[0]:
+                    return None
+                served[0] = now
+                return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            changed,  # type: ignore[arg-type]  # None, if nothing has changed, is missing in grpc-stubs
+            require_client_authentication=True,
+        )
+
+
+def open_channel(
+    address: str, name: str, credentials: Credentials | None, options: tuple[tuple[str, int], ...]
+) -> grpc.Channel:
+    """`name`: begins with the peer's role."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    role = name.partition(" ")[0]
+    assert role in SERVING_ROLES, name
+    pem = credentials.pem
+    shown = grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)
+    return grpc.secure_channel(address, shown, options=(*options, ("grpc.ssl_target_name_override", host_of(role))))
+
+
+def explain_failure(said: str, peer: str, *, has_tls: bool, address: str) -> errors.NotTrusted | None:
+    """The error if a connection failed because of certificates; None: for another reason. `said`: gRPC's text."""
+    if not has_tls:
+        if ("Socket closed" in said or "reset" in said) and _speaks_tls(address):
+            return errors.NotTrusted(
+                f"{peer} wants a certificate, and security.tls is false here",
+                todo="remove security.tls from the settings of this process",
+            )
+        return None
+    if "Hostname Verification" in said:
+        return errors.NotTrusted(
+            f"{peer}: the certificate there is for another role",
+            todo="check the address: another member of the yard listens there",
+        )
+    if "certificate has expired" in said or "not yet valid" in said:
+        return errors.NotTrusted(
+            f"{peer}: its certificate is valid at another time than now",
+            todo="compare the clocks of both machines; a member renews its certificate while it can reach the "
+            "coordinator, and `shardyard up` or `shardyard coordinator` makes those of its machine anew",
+        )
+    if "WRONG_VERSION_NUMBER" in said:
+        return errors.NotTrusted(f"{peer} does not use TLS", todo="set security.tls to the same value everywhere")
+    if "SSL_ERROR_SSL" in said:
+        return errors.NotTrusted(
+            f"{peer}: its certificate is of another yard than the certificate of this process",
+            todo="this process takes its certificate from security.identity, or from the yard's state folder: use that "
+            "of the yard at this address",
+        )
+    return None
+
+
+def _speaks_tls(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S) as plain:
+            with context.wrap_socket(plain):
+                return True
+    except (OSError, ValueError):
+        return False
