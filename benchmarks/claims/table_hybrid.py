@@ -45,7 +45,7 @@ DAYS, CLICKS = 3, 40_000
 def side_of(name: str, task: Task) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), *(() if name == SYNC else ("--ahead",))]
     settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **MODES[name]}
-    with shardyard_side("shardyard.rows", *arguments, workers=1, settings=settings) as side:
+    with shardyard_side("shardyard.rows", *arguments, workers=1, settings=settings, tls=False) as side:
         with verified(side, task) as ready:
             yield ready
 

@@ -74,7 +74,7 @@ class Yard:
 
     def _staleness(self, name: str) -> int:
         """Opens connections for this call alone, so that this process serves none while workers train."""
-        network = GrpcNetwork()
+        network = GrpcNetwork(None)
         with ExitStack() as stack:
 
             def connected(address: str) -> Peer:
@@ -93,7 +93,7 @@ class Yard:
 
 @contextmanager
 def yard(*, workers: int, servers: int = 2, settings: Mapping[str, object] | None = None) -> Iterator[Yard]:
-    with shardyard_side(PROGRAM, workers=workers, servers=servers, settings=settings) as side:
+    with shardyard_side(PROGRAM, workers=workers, servers=servers, settings=settings, tls=False) as side:
         yield Yard(side)
 
 

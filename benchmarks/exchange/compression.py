@@ -225,8 +225,8 @@ def behind_link(mbit_s: int | None = None) -> Iterator[Watched]:
     with link(mbit_s) as made:
         settings = {"worker.same_host": "never"}
         place = {"bind": made.address, "prefix": made.prefix}
-        with shardyard_side(PROGRAM, workers=1, settings=settings, **place) as side:
-            network = GrpcNetwork()
+        with shardyard_side(PROGRAM, workers=1, settings=settings, **place, tls=False) as side:
+            network = GrpcNetwork(None)
             servers = {address: network.connect(address, name=f"server {address}") for address in side.servers}
             try:
                 yield Watched(side.workers[0], servers, side.coordinator)

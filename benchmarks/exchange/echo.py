@@ -67,7 +67,7 @@ def main() -> None:
         program = programs.start("shardyard.echo")
         programs.await_ready()
         addresses = program.ask("addresses")
-        stream = GrpcNetwork().connect(addresses["grpc"], name="echo").open(ECHO, timeout_ms=DEADLINE_MS)
+        stream = GrpcNetwork(None).connect(addresses["grpc"], name="echo").open(ECHO, timeout_ms=DEADLINE_MS)
         with socket.create_connection(("127.0.0.1", addresses["socket"])) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for name, (count, nbytes, trips) in SIZES.items():

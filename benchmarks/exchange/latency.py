@@ -4,9 +4,9 @@
     make bench BENCH=latency ARGS="--peers"            what the peer was tried with
 
 One parameter of 1,024 float32, SGD on the server; callers are processes. Against a torch.distributed.rpc server that
-does the same, with its default transport, and then both over TCP. The numbers are checked: with one caller after each
-step, with eight after each measurement. `worker_calls` is the number of Python functions that a worker calls in a step,
-as sys.setprofile counts them.
+does the same, with its default transport, and then both over TCP, without TLS. The numbers are checked: with one caller
+after each step, with eight after each measurement. `worker_calls` is the number of Python functions that a worker calls
+in a step, as sys.setprofile counts them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -52,9 +53,10 @@ def check(side: Side) -> None:
 
 def run(callers: int, transport: str, pairs: int, seconds: float) -> tuple[dict[str, list[Figures]], int]:
     """Measures the peer and Shardyard. Returns the worker's calls in a step, too."""
-    settings = {"worker.same_host": "never" if transport == "tcp" else "auto"}
+    is_tcp = transport == "tcp"
+    given: dict[str, Any] = {"settings": {"worker.same_host": "never" if is_tcp else "auto"}, "tls": not is_tcp}
     with ExitStack() as stack:
-        ours = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=callers, settings=settings))
+        ours = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=callers, **given))
         peer = stack.enter_context(
             peer_side("torch_peers.rounds_rpc", *SHAPE, "--transport", transport, workers=callers)
         )

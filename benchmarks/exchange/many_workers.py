@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a measurement (5)")
     options = parser.parse_args()
     arguments = ("--clients", str(MANY // PROCESSES))
-    with shardyard_side("shardyard.many_workers", *arguments, workers=PROCESSES) as side:
+    with shardyard_side("shardyard.many_workers", *arguments, workers=PROCESSES, tls=False) as side:
         measure(side, FEW, WARM_S)
         before_kib = resident_kib(side.service_pids)
         measure(side, MANY, WARM_S)

@@ -59,7 +59,7 @@ def run(mbit_s: int, pairs: int, steps: int) -> dict[str, list[Figures]]:
     digests: set[str] = set()
     with link(mbit_s) as made:
         place = {"bind": made.address, "prefix": made.prefix}
-        with shardyard_side(PROGRAM, workers=1, settings={"worker.same_host": "never"}, **place) as side:
+        with shardyard_side(PROGRAM, workers=1, settings={"worker.same_host": "never"}, **place, tls=False) as side:
             (worker,) = side.workers
             sides: dict[str, Callable[[], Figures]] = {
                 name: partial(measure, worker, exchange, steps, digests) for exchange, name in SIDES.items()
@@ -69,7 +69,9 @@ def run(mbit_s: int, pairs: int, steps: int) -> dict[str, list[Figures]]:
 
 def measure_large(exchange: str, place: dict[str, Any], steps: int) -> Figures:
     settings = {"worker.same_host": "never", "worker.exchange": exchange, "job.consistency.mode": "sync"}
-    with shardyard_side("shardyard.training", "--task", "25m", workers=WORKERS, settings=settings, **place) as side:
+    with shardyard_side(
+        "shardyard.training", "--task", "25m", workers=WORKERS, settings=settings, **place, tls=False
+    ) as side:
         side.ask("train", steps=2)
         found = {"step_ms": _step_ms(side.ask("train", steps=steps))}
         if exchange == "blocking":  # with the other, backward sends

@@ -5,10 +5,10 @@
 
 A round begins when different gradients have been written into the model's `.grad`s and ends when its parameters hold
 the new values; rounds do not overlap. (Ratios named `_with_writing` count the writing too.) Ours over the same-host
-path, with parameters copied out and as views, and over streams; against a torch.distributed.rpc server that does the
-same, with its default transport and forced to TCP. The peer is used in its fastest form: 16 concurrent calls, one a
-tensor. It copies what it gets into its parameters, as we do; our views are measured against its parameters rebound to
-what it got (`parameter.data = value`). Each round's numbers are checked.
+path, with parameters copied out and as views, and over streams, without TLS, since the peer has none. Against a
+torch.distributed.rpc server that does the same, with its default transport and forced to TCP. The peer is used in its
+fastest form: 16 concurrent calls, one a tensor. It copies what it gets into its parameters, as we do; our views are
+measured against its parameters rebound to what it got (`parameter.data = value`). Each round's numbers are checked.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from harness.measuring.pairs import Figures, column, measure_pairs, ratios, spread
 from harness.measuring.report import Panel, options_of, report
@@ -88,7 +89,8 @@ def run(names: Sequence[str], pairs: int, rounds: int) -> dict[str, list[Figures
         sides: dict[str, Callable[[], Figures]] = {}
         for name in names:
             if name in OURS:
-                side = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=1, settings=OURS[name]))
+                given: dict[str, Any] = {"settings": OURS[name], "tls": "streams" not in name}
+                side = stack.enter_context(shardyard_side("shardyard.rounds", *SHAPE, workers=1, **given))
             else:
                 side = stack.enter_context(peer_side("torch_peers.rounds_rpc", *SHAPE, *PEERS[name], workers=1))
             side.ask("measure", rounds=WARM_ROUNDS)

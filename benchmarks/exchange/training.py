@@ -99,7 +99,8 @@ class Trainers:
 def our_side(task: str, mode: str) -> Iterator[Side]:
     consistency, _, transport = mode.partition("_")
     settings = {"job.consistency.mode": consistency, "worker.same_host": "never" if transport else "auto"}
-    with shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings) as side:
+    tls = not transport  # the peers encrypt nothing
+    with shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings, tls=tls) as side:
         yield side
 
 

@@ -43,7 +43,7 @@ class MembersLost(Exception):
 
 def measure_yard(seconds: float) -> Figures:
     arguments = ("--members", str(MEMBERS // PROCESSES))
-    with shardyard_side("shardyard.members", *arguments, workers=PROCESSES) as side:
+    with shardyard_side("shardyard.members", *arguments, workers=PROCESSES, tls=False) as side:
         side.ask("enter")
         live(side, MembershipSettings().lease_ms / 1_000)
         return live(side, seconds)
@@ -55,7 +55,7 @@ def live(side: Side, seconds: float) -> Figures:
     lost = [text for answer in measured.answers for text in answer["lost"]]
     if lost:
         raise MembersLost("\n".join(lost))
-    peer = GrpcNetwork().connect(side.coordinator, name="the coordinator")
+    peer = GrpcNetwork(None).connect(side.coordinator, name="the coordinator")
     begin = time.perf_counter()
     status = peer.call(methods.STATUS, coordinator.StatusRequest(), timeout_ms=CALL_MS)
     status_ms = 1e3 * (time.perf_counter() - begin)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardyard.domain import errors
+from shardyard.security.credentials import Credentials
 from shardyard.transport.interfaces import Descriptors, Network, Peer, Stream
 from shardyard.wire.method import Method
 
@@ -35,6 +36,10 @@ class _SlowPeer:
     @property
     def name(self) -> str:
         return self._inner.name
+
+    @property
+    def credentials(self) -> Credentials | None:
+        return self._inner.credentials
 
     def call(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Any:
         time.sleep(self._delay_s)

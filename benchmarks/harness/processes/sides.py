@@ -79,16 +79,22 @@ def shardyard_side(
     settings: Mapping[str, object] | None = None,
     bind: str = "127.0.0.1",
     prefix: Sequence[str] = (),
+    tls: bool = True,
 ) -> Iterator[Side]:
     """A yard of processes on free ports of loopback, or of another address, and workers that join it, started behind
-    `prefix`. `settings` are the workers'; all others have their defaults."""
-    given = {"yard.servers": servers, "yard.workers": workers, "yard.bind": bind, "yard.coordinator_port": 0}
+    `prefix`. `settings` are the workers'; all others have their defaults. `tls`: False for comparisons over TCP with a
+    peer that encrypts nothing."""
+    given: dict[str, object] = {"yard.servers": servers, "yard.workers": workers, "yard.bind": bind}
+    given |= {"yard.coordinator_port": 0, "security.tls": tls, "security.insecure_network": not tls}
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder, Programs() as programs:
         # tied: the kernel ends its processes when this thread ends
         cluster = LocalCluster(configuration.load(None, {}, given).settings, Path(folder), tied=True)
         try:
             cluster.start(stop=threading.Event())
             environment = {"SHARDYARD_COORDINATOR": cluster.coordinator, "SHARDYARD_WORKERS": str(workers)}
+            environment["SHARDYARD__SECURITY__TLS"] = str(tls).lower()
+            if tls:
+                environment["SHARDYARD__SECURITY__IDENTITY"] = str(Path(folder, "identity", "worker"))
             options = [*arguments, "--workers", str(workers), "--settings", json.dumps(settings or {})]
             started = [
                 programs.start(module, *options, "--worker", str(worker), environment=environment, prefix=prefix)

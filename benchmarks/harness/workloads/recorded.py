@@ -56,7 +56,7 @@ class Recorder:
 class _RecordedPeer:
     def __init__(self, recorder: Recorder, inner: Peer, address: str) -> None:
         self._recorder, self._inner, self._address = recorder, inner, address
-        self.name, self.close = inner.name, inner.close
+        self.name, self.close, self.credentials = inner.name, inner.close, inner.credentials
         self.call, self.send, self.receive = inner.call, inner.send, inner.receive
 
     def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:

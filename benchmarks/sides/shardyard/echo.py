@@ -49,7 +49,7 @@ def main() -> None:
     tune_malloc()
     service = Service(SERVICE)
     service.on(ECHO, answer)
-    server = GrpcServer("127.0.0.1:0", [service])
+    server = GrpcServer("127.0.0.1:0", [service], None)
     server.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

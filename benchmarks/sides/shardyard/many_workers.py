@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     given = {**options.settings, "job.name": JOB, "worker.same_host": "never"}
     settings = configuration.load(None, os.environ, given).settings
-    network = GrpcNetwork()
+    network = GrpcNetwork(None)
     recorder = Recorder(network)
     with worker.connect(settings, network=recorder) as job:
         weight = torch.nn.Parameter(torch.zeros(ELEMENTS))

@@ -27,7 +27,7 @@ def main() -> None:
     targets = task.targets()
     if options.delay_ms:
         settings = configuration.load(None, os.environ, options.settings).settings
-        joined = worker.connect(settings, network=SlowNetwork(GrpcNetwork(), options.delay_ms / 1_000))
+        joined = worker.connect(settings, network=SlowNetwork(GrpcNetwork(None), options.delay_ms / 1_000))
     else:
         joined = sy.connect(settings=options.settings)
     with joined as job:
