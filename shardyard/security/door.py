@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from shardyard.domain.errors import NotPermitted, NotTrusted
+from shardyard.domain.errors import NotPermitted, NotReady, NotTrusted
 from shardyard.security.identity import SCHEME, Identity
+from shardyard.security.passes import PassVerifier, Speaker
 from shardyard.security.roles import ALLOWED
 from shardyard.wire.method import Method
 
@@ -25,22 +26,30 @@ _KNOWN_MAX: Final = 4_096
 
 
 class Door:
-    """Safe for several threads. `verify`: None where TLS trusts the yard's authority only."""
+    """Safe for several threads. `verify`: None where TLS trusts the yard's authority only. `checks_passes`: callers
+    show passes, which `passes` checks, once it is set."""
 
-    def __init__(self, verify: Verify | None = None) -> None:
+    def __init__(self, verify: Verify | None = None, *, checks_passes: bool = False) -> None:
         self._verify = verify
+        self._checks_passes = checks_passes
+        self.passes: PassVerifier | None = None
         self._lock = threading.Lock()
         self._known: dict[bytes, Identity] = {}
 
-    def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]]) -> Identity:
-        """The caller. `connection`: gRPC's auth context. Raises NotTrusted and NotPermitted."""
+    def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]], shown: bytes = b"") -> Speaker:
+        """The caller. `connection`: gRPC's auth context. `shown`: its pass. Raises NotTrusted, NotPermitted, and
+        NotReady while passes cannot be checked yet."""
         certificate = next(iter(connection.get(_CERTIFICATE, ())), b"")
         caller = self._known.get(certificate) or self._identify(certificate, connection)
         allowed = ALLOWED.get(method.path, frozenset())
         if caller.role not in allowed:
             roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"
             raise NotPermitted(f"{caller} may not call {method.path}; {roles} may")
-        return caller
+        if not shown or not self._checks_passes:
+            return Speaker(caller, None)
+        if self.passes is None:
+            raise NotReady("this server has not registered yet, so it cannot check passes")
+        return Speaker(caller, self.passes.verify(shown, caller))
 
     def _identify(self, certificate: bytes, connection: Mapping[str, Iterable[bytes]]) -> Identity:
         found = _named(connection) if self._verify is None else self._verify(certificate)

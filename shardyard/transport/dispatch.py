@@ -15,6 +15,7 @@ from typing import Any
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import failpoint
 from shardyard.runtime.log import bind
+from shardyard.security.passes import speaker
 from shardyard.transport.interfaces import AtOnce, Context, Handler, Pause, request_id
 from shardyard.wire.method import Method
 
@@ -44,6 +45,7 @@ def serve_with_pauses(
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
     scope.run(bind, request=id_)
+    scope.run(speaker.set, context.speaker)
     place = f"{REPLY}.{method.name.lower()}"
     try:
         given: object

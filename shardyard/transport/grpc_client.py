@@ -22,7 +22,7 @@ from shardyard.security.credentials import Credentials
 from shardyard.transport import TRIED
 from shardyard.transport.error_codes import from_rpc_error
 from shardyard.transport.grpc_private import Ended, PrivateCall
-from shardyard.transport.interfaces import REQUEST_ID_KEY, Stream, next_request_id
+from shardyard.transport.interfaces import PASS_KEY, REQUEST_ID_KEY, LocalAddress, Stream, next_request_id
 from shardyard.transport.local_socket import LocalStream
 from shardyard.transport.tls import explain_failure, open_channel
 from shardyard.wire.method import Method
@@ -62,16 +62,16 @@ class GrpcPeer:
         *,
         name: str,
         unavailable: type[errors.Unavailable],
-        deadlines: Deadlines,
-        credentials: Credentials | None,
+        network: GrpcNetwork,
     ) -> None:
         self._address = address
+        self._network = network
         self._name = name
         self._unavailable = unavailable
-        self._deadlines = deadlines
-        self.credentials = credentials
-        self._shown = None if credentials is None else credentials.pem
-        self._channel = open_channel(address, name, credentials, OPTIONS)
+        self._deadlines = network.deadlines
+        self.credentials = network.credentials
+        self._shown = None if self.credentials is None else self.credentials.pem
+        self._channel = open_channel(address, name, self.credentials, OPTIONS)
         self._former: list[grpc.Channel] = []
         """Channels with a former certificate. They may have open streams."""
         self._stubs: dict[str, Any] = {}
@@ -100,10 +100,10 @@ class GrpcPeer:
         finally:
             call.cancel()
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
-        if socket:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> Stream:
+        if socket is not None:
             return self._open_local(socket, method, timeout_ms)
-        metadata = ((REQUEST_ID_KEY, next_request_id()),)
+        metadata = self._metadata()
         try:
             self._knock()
             call = (
@@ -115,7 +115,11 @@ class GrpcPeer:
             raise self._closed(str(error)) from None
         return GrpcStream(self.name, method, call, self._failure, self._deadlines, timeout_ms)
 
-    def _open_local(self, address: str, method: Method[Any, Any], timeout_ms: int) -> LocalStream:
+    def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        own, job_pass = (REQUEST_ID_KEY, next_request_id()), self._network.job_pass
+        return (own, (PASS_KEY, job_pass)) if job_pass else (own,)
+
+    def _open_local(self, address: LocalAddress, method: Method[Any, Any], timeout_ms: int) -> LocalStream:
         with self._lock:
             if self._is_closed:
                 raise self._closed("it was closed here")
@@ -142,7 +146,7 @@ class GrpcPeer:
     def _begin(self, method: Method[Any, Any], sent: object, timeout_ms: int) -> Any:
         try:
             self._knock()
-            return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
+            return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=self._metadata())
         except ValueError as error:  # gRPC raises this for a closed channel
             raise self._closed(str(error)) from None
 
@@ -202,7 +206,7 @@ class GrpcPeer:
 class ThreadedCall:
     """Like PrivateCall, with the public interface of gRPC, which reads the requests in another thread."""
 
-    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         self._waiting: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._call = stub(self._requests(), metadata=metadata)
 
@@ -341,11 +345,10 @@ class GrpcNetwork:
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.credentials = credentials
-        self._deadlines = Deadlines()
+        self.job_pass = b""
+        self.deadlines = Deadlines()
 
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> GrpcPeer:
-        return GrpcPeer(
-            address, name=name, unavailable=unavailable, deadlines=self._deadlines, credentials=self.credentials
-        )
+        return GrpcPeer(address, name=name, unavailable=unavailable, network=self)

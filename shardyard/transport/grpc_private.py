@@ -55,7 +55,7 @@ class PrivateStatus(grpc.RpcError):
 class PrivateCall:
     """A call of a method with streams in both directions. Raises ValueError if the channel is closed."""
 
-    def __init__(self, channel: grpc.Channel, path: str, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, channel: grpc.Channel, path: str, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         operations = (
             ((cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS),), None),
             ((cygrpc.ReceiveStatusOnClientOperation(_NO_FLAGS),), _STATUS),

@@ -24,7 +24,7 @@ from shardyard.transport import TRIED
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.transport.grpc_private import ServedCall, StreamThreads
-from shardyard.transport.interfaces import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
+from shardyard.transport.interfaces import PASS_KEY, REQUEST_ID_KEY, AtOnce, Context, Handler, Service
 from shardyard.transport.tls import ServerSecurity
 from shardyard.wire.method import Method
 from shardyard.wire.methods import PACKAGE
@@ -202,6 +202,7 @@ def _answers(
     offer: Callable[[AtOnce], None] = lambda _: None,
 ) -> Iterator[bytes | None]:
     metadata = dict(call.invocation_metadata())
-    caller = None if door is None else door.admit(method, _auth_context(call))
-    context = Context(peer=call.peer(), is_active=call.is_active, offer=offer, caller=caller)
+    shown = metadata.get(PASS_KEY, b"")
+    speaker = None if door is None else door.admit(method, _auth_context(call), bytes(shown))  # type: ignore[arg-type]
+    context = Context(peer=call.peer(), is_active=call.is_active, offer=offer, speaker=speaker)
     return serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from shardyard.domain import errors
 from shardyard.transport.dispatch import serve
 from shardyard.transport.error_codes import from_detail, to_detail
-from shardyard.transport.interfaces import Context, Service, next_request_id
+from shardyard.transport.interfaces import Context, LocalAddress, Service, next_request_id
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -25,6 +25,8 @@ Response = TypeVar("Response")
 
 class InProcessNetwork:
     """Connects peers of this process by address. See shardyard.transport.interfaces.Network."""
+
+    job_pass = b""
 
     def __init__(self) -> None:
         self._services: dict[str, dict[str, tuple[Method[Any, Any], Any]]] = {}
@@ -82,7 +84,7 @@ class InProcessPeer:
     def is_gone(self) -> bool:
         return self._closed or self._network.handlers_at(self._address) is None
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> InProcessStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> InProcessStream:
         del timeout_ms, socket
         return InProcessStream(self, method)
 

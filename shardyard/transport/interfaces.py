@@ -12,17 +12,18 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shardyard.domain import errors
 from shardyard.security.credentials import Credentials
-from shardyard.security.identity import Identity
+from shardyard.security.passes import Speaker
 from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 REQUEST_ID_KEY = "shardyard-request-id"
+PASS_KEY = "shardyard-pass-bin"
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("shardyard_request_id", default="")
 """The id of the request that is served. Calls that are made for it carry the same id, and logs show it."""
 
@@ -37,6 +38,13 @@ def next_request_id() -> str:
 AtOnce = Callable[[Any], Any]
 """Answers a request that comes while the handler waits for the next one. Returns None if the answer would take more
 than a moment, or fails; the handler then serves the request. It is called by the thread that receives for all calls."""
+
+
+class LocalAddress(NamedTuple):
+    """A local socket, and what the caller sends over it first; empty: nothing."""
+
+    address: str
+    key: bytes = b""
 
 
 class Descriptors(Protocol):
@@ -63,8 +71,8 @@ class Context:
     """A handler with streams in both directions may offer an AtOnce. The network may use it."""
     descriptors: Descriptors | None = None
     """None: this network carries no descriptors."""
-    caller: Identity | None = None
-    """Whom the caller's certificate is for. None: this network has no certificates."""
+    speaker: Speaker | None = None
+    """The caller, by its certificate and its pass. None: this network has no certificates."""
 
 
 class Stream(Protocol):
@@ -111,7 +119,7 @@ class Peer(Protocol):
         self, method: Method[Request, Response], request: Request, *, timeout_ms: int
     ) -> Iterator[Response]: ...
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> Stream:
         """Opens a stream. `timeout_ms`: how long it may take to send one request. `socket`: the peer's local socket,
         which is to carry the stream. Raises NotShareable if this process cannot reach that."""
         ...
@@ -120,6 +128,9 @@ class Peer(Protocol):
 
 
 class Network(Protocol):
+    job_pass: bytes
+    """What calls of this process show to servers (shardyard.security.passes); empty: nothing."""
+
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> Peer:

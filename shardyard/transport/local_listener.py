@@ -34,6 +34,7 @@ from shardyard.transport.local_socket import (
     raw_address,
     user_of,
 )
+from shardyard.transport.stream_keys import StreamKeys
 from shardyard.wire.method import Method
 
 log = logging.getLogger("shardyard.serving")
@@ -48,16 +49,24 @@ class LocalListener:
     """Serves one method to the processes of this user on this machine.
 
     `folder`: where the socket gets its name, for processes that share a folder and not a network, such as containers.
-    None: a name that the kernel forgets with the process, for all processes of this network namespace. Raises
+    None: a name that the kernel forgets with the process, for all processes of this network namespace. `keys`: with one
+    of them a connection must begin; None: the yard runs without TLS, and each process of this user may connect. Raises
     NotShareable if this system has no such sockets, or the folder cannot be used.
     """
 
     def __init__(
-        self, method: Method[Any, Any], handler: Handler, *, connections_max: int, folder: Path | None = None
+        self,
+        method: Method[Any, Any],
+        handler: Handler,
+        *,
+        connections_max: int,
+        folder: Path | None = None,
+        keys: StreamKeys | None = None,
     ) -> None:
         if not available():
             raise errors.NotShareable(f"{sys.platform} has no local sockets that name their user")
         self._method, self._handler = method, handler
+        self._keys = keys
         self._connections_max = connections_max
         self._lock = threading.Lock()
         self._served: dict[Connection, threading.Thread] = {}
@@ -124,7 +133,7 @@ class LocalListener:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            ServedConnection(connection, self._method, self._handler).run()
+            ServedConnection(connection, self._method, self._handler, self._keys).run()
         except (OSError, errors.ShardyardError) as error:
             log.debug("%s: a connection has ended (%s)", self._method.path, error)
         finally:
@@ -137,8 +146,11 @@ class ServedConnection:
     """A connection, and the handler of its stream. The thread that calls `run` receives; it carries the handler on
     when a message has come, and another thread does when it has ended the handler's pause."""
 
-    def __init__(self, connection: Connection, method: Method[Any, Any], handler: Handler) -> None:
+    def __init__(
+        self, connection: Connection, method: Method[Any, Any], handler: Handler, keys: StreamKeys | None
+    ) -> None:
         self._connection = connection
+        self._keys = keys
         self._method, self._handler = method, handler
         self._handling = threading.Lock()
         """Held by the thread that carries the handler on. No circle of threads waits here: a thread takes the lock of
@@ -154,9 +166,15 @@ class ServedConnection:
         kind, hello = connection.receive(_HELLO_MS)
         if kind != WHOLE:
             return
-        context = Context(peer="local", is_active=connection.is_alive, descriptors=connection)
+        name, _, key = hello.partition(b" ")
+        try:
+            speaker = None if self._keys is None else self._keys.take(key)
+        except errors.NotPermitted as error:
+            connection.send(ERROR, to_detail(error).SerializeToString())
+            return
+        context = Context(peer="local", is_active=connection.is_alive, descriptors=connection, speaker=speaker)
         self._answers = serve_with_pauses(
-            self._method, self._handler, self._requests(), context, hello.decode(errors="replace")
+            self._method, self._handler, self._requests(), context, name.decode(errors="replace")
         )
         try:
             with self._handling:

@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 from shardyard.domain import errors
 from shardyard.domain.limits import KIB, MESSAGE_BYTES_MAX
 from shardyard.transport.error_codes import from_detail
-from shardyard.transport.interfaces import Descriptors, next_request_id
+from shardyard.transport.interfaces import Descriptors, LocalAddress, next_request_id
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -178,7 +178,7 @@ class LocalStream:
 
     def __init__(
         self,
-        address: str,
+        address: LocalAddress,
         method: Method[Any, Any],
         *,
         peer: str,
@@ -192,7 +192,7 @@ class LocalStream:
         self._peer, self._method, self._unavailable = peer, method, unavailable
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connected.connect(raw_address(address))
+            connected.connect(raw_address(address.address))
             user = user_of(connected)
             if user != os.geteuid():
                 raise errors.NotShareable(f"{peer} runs as user {user}; this process is user {os.geteuid()}")
@@ -207,7 +207,7 @@ class LocalStream:
             connected.close()
             raise
         with contextlib.suppress(OSError):  # `receive` tells why the other side has ended the stream
-            self._connection.send(WHOLE, next_request_id().encode())
+            self._connection.send(WHOLE, b" ".join((next_request_id().encode(), address.key)))
 
     @property
     def descriptors(self) -> Descriptors:

@@ -81,6 +81,7 @@ class MembershipClient:
         self._thread: threading.Thread | None = None
         self._beat = threading.Lock()
         self.lease_ms = self.drain_ms = 0
+        self.pass_key = b""
         """How long the coordinator waits for a heartbeat, and for this member to leave in order."""
         self._undecided = ""
         self.incarnation = Incarnation(0)
@@ -130,6 +131,7 @@ class MembershipClient:
                         raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms, self.lease_ms, self.drain_ms = reply.heartbeat_ms, reply.lease_ms, reply.drain_ms
+        self.pass_key = reply.pass_key
         # if one is lost, the next one still comes before the lease has run out
         self._deadline_ms = min(DEADLINE_MS, reply.lease_ms - 2 * reply.heartbeat_ms)
 

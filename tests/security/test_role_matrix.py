@@ -50,7 +50,7 @@ class Door:
             self.services.append(service)
 
     def handle(self, _: object, context: Context) -> None:
-        self.callers.append(context.caller)
+        self.callers.append(None if context.speaker is None else context.speaker.identity)
         raise errors.NotFound(REACHED)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from shardyard.domain import errors
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import from_detail, to_detail
-from shardyard.transport.interfaces import Context, Service
+from shardyard.transport.interfaces import Context, LocalAddress, Service
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -328,6 +328,8 @@ class Call:
 class SimulatedNetwork:
     """The network of one process. See shardyard.transport.interfaces.Network."""
 
+    job_pass = b""
+
     def __init__(self, wires: Wires, process: Process) -> None:
         self.wires = wires
         self.process = process
@@ -364,7 +366,7 @@ class SimulatedPeer:
     def receive(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Iterator[Any]:
         return self._run(method, [request], timeout_ms)
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> SimulatedStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> SimulatedStream:
         return SimulatedStream(self, method)
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ from shardyard.domain import errors
 from shardyard.security.authority import Authority, make_credentials
 from shardyard.security.credentials import Credentials, write_credentials
 from shardyard.security.door import Door
-from shardyard.security.identity import Identity, Role
+from shardyard.security.identity import Role
 from shardyard.security.local import find_credentials
+from shardyard.security.passes import Speaker
 from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Service
@@ -39,8 +40,8 @@ def coordinator_at(address: str) -> GrpcPeer:
 class OpenDoor(Door):
     """Knows who calls, and admits each of them to every method: for tests of the network alone."""
 
-    def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]]) -> Identity:
-        return super().admit(methods.ENROL, connection)
+    def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]], shown: bytes = b"") -> Speaker:
+        return super().admit(methods.ENROL, connection, shown)
 
 
 class Identities:

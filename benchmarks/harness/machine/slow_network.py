@@ -11,7 +11,7 @@ from typing import Any
 
 from shardyard.domain import errors
 from shardyard.security.credentials import Credentials
-from shardyard.transport.interfaces import Descriptors, Network, Peer, Stream
+from shardyard.transport.interfaces import Descriptors, LocalAddress, Network, Peer, Stream
 from shardyard.wire.method import Method
 
 SLOW = "server"
@@ -19,6 +19,8 @@ SLOW = "server"
 
 
 class SlowNetwork:
+    job_pass = b""
+
     def __init__(self, inner: Network, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s
 
@@ -53,7 +55,7 @@ class _SlowPeer:
         time.sleep(self._delay_s)
         return self._inner.receive(method, request, timeout_ms=timeout_ms)
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> Stream:
         return _SlowStream(self._inner.open(method, timeout_ms=timeout_ms, socket=socket), self._delay_s)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from shardyard.domain.ids import Caller, Incarnation, JobId, Term, Token
 from shardyard.domain.limits import PROTOCOL
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.transport.grpc_client import OPTIONS
-from shardyard.transport.interfaces import Descriptors, Network, Peer, Stream
+from shardyard.transport.interfaces import Descriptors, LocalAddress, Network, Peer, Stream
 from shardyard.wire import common_messages, frames, methods, push_messages
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderWriter
@@ -36,6 +36,8 @@ class NoValues(Exception):
 
 class Recorder:
     """A network that keeps the first exchange with a push, and the address of its server."""
+
+    job_pass = b""
 
     def __init__(self, inner: Network) -> None:
         self._inner = inner
@@ -59,7 +61,7 @@ class _RecordedPeer:
         self.name, self.close, self.credentials = inner.name, inner.close, inner.credentials
         self.call, self.send, self.receive = inner.call, inner.send, inner.receive
 
-    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: str = "") -> Stream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> Stream:
         return _RecordedStream(self, self._inner.open(method, timeout_ms=timeout_ms, socket=socket))
 
     def note(self, frame: Frame) -> None:

@@ -110,6 +110,10 @@ class Machine:
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members)
 
+    def find_member(self, incarnation: Incarnation) -> Member | None:
+        """The living member of this number."""
+        return self._members.get(incarnation)
+
     @property
     def jobs(self) -> tuple[JobState, ...]:
         """Unfinished jobs and the latest ended ones, in the order in which they began."""

@@ -15,6 +15,7 @@ from shardyard.domain import limits
 from shardyard.domain.errors import (
     InvalidRequest,
     NotFound,
+    NotReady,
     ProtocolMismatch,
     StaleIncarnation,
     TooLarge,
@@ -35,7 +36,8 @@ FORMER_MAX: Final = 1_024
 @dataclass(frozen=True, slots=True)
 class Registration:
     """What a process says about itself. `agent`: the incarnation of the agent that started it, if one did. `logs`: the
-    folder of a server's logs."""
+    folder of a server's logs. `principal`: the role and name in its certificate, which it does not say itself; empty
+    without certificates."""
 
     role: MemberRole
     address: str
@@ -46,6 +48,7 @@ class Registration:
     agent: Incarnation | None = None
     local_index: int = 0
     logs: str = ""
+    principal: str = ""
 
 
 @dataclass(slots=True)
@@ -104,7 +107,8 @@ class Membership:
         return len(self._members)
 
     def check(self, registration: Registration) -> None:
-        """Raises ProtocolMismatch, InvalidRequest or TooLarge if the process cannot become a member."""
+        """Raises ProtocolMismatch, InvalidRequest or TooLarge if the process cannot become a member, and NotReady while
+        another one has its address."""
         if registration.protocol != limits.PROTOCOL:
             raise ProtocolMismatch(
                 f"{registration.role.value} at {registration.address or registration.host or 'an unnamed host'}, of "
@@ -117,7 +121,14 @@ class Membership:
                 why="workers could not reach it",
                 todo="start it with an address that others can reach (--advertise HOST:PORT)",
             )
-        if len(self._members) >= self._members_max and self.replaced_by(registration) is None:
+        replaced = self.replaced_by(registration)
+        if replaced is not None and replaced.registration.principal != registration.principal:
+            raise NotReady(
+                f"{replaced.title} has this address, and another certificate",
+                why="a process takes the place of itself only",
+                todo="wait: if the other one has ended, its lease is over soon",
+            )
+        if len(self._members) >= self._members_max and replaced is None:
             raise TooLarge(
                 f"the yard has {len(self._members)} members already; at most {self._members_max} are taken",
                 todo="stop members that are not needed, or start a second coordinator",
@@ -136,6 +147,10 @@ class Membership:
         """Adds a process that passed `check`. The member that it replaces must have been removed."""
         assert self.replaced_by(registration) is None, registration
         return self._add(Incarnation(self._next), registration, now_ms)
+
+    def get(self, incarnation: Incarnation) -> Member | None:
+        """The living member; None if there is none of this number."""
+        return self._members.get(incarnation)
 
     def require(self, incarnation: Incarnation, role: MemberRole | None = None) -> Member:
         """The living member. Raises StaleIncarnation, WorkerQuarantined if the worker is excluded, or InvalidRequest if
@@ -303,4 +318,5 @@ def _registration_of(body: Body) -> Registration:
         agent=Incarnation(body.number("agent")) or None,
         local_index=body.number("local_index"),
         logs=body.text("logs"),
+        principal=body.text("principal"),
     )

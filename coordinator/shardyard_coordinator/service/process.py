@@ -20,7 +20,8 @@ from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
-from shardyard.security.local import forget_yard, remember_yard
+from shardyard.security.local import FOLDER, forget_yard, remember_yard
+from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
@@ -67,6 +68,7 @@ def serve(
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
             access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
             identities=identities,
+            signer=None if security is None else PassSigner((own / FOLDER).absolute()),
         )
         ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service], security)

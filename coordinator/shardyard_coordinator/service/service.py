@@ -17,6 +17,7 @@ from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Network
 from shardyard_coordinator.core import effects
@@ -38,7 +39,8 @@ TICK_MS: Final = 100
 class Coordinator:
     """Serves `service` from `start` until `stop`, continuing from the journal's records. The caller closes the journal
     after `stop`. `checkpoints`: the URL of the checkpoints of jobs that name none; `access`: where those of others may
-    be; `identities`: None without TLS. Raises ConfigurationError if the journal cannot be read."""
+    be; `identities`: None if the yard signs no certificates; `signer`: of passes, None
+    without TLS. Raises ConfigurationError if the journal cannot be read."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Coordinator:
         checkpoints: str | None = None,
         access: StorageAccess | None = None,
         identities: YardIdentities | None = None,
+        signer: PassSigner | None = None,
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
@@ -80,6 +83,7 @@ class Coordinator:
                 checkpoints=checkpoints,
                 release=version("shardyard"),
                 identities=identities,
+                signer=signer,
             )
         )
 

@@ -24,6 +24,7 @@ from shardyard.domain.ids import Caller, Generation, Incarnation
 from shardyard.domain.pulls import PullHeader, RequestedRows, RowCode
 from shardyard.domain.push_names import WorkerSource
 from shardyard.domain.pushes import PushHeader, PushKind
+from shardyard.security.passes import speaker
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.rows.pushed_rows import check_pushed, requested_bytes_max
@@ -42,8 +43,12 @@ def admit(
 ) -> HostedJob:
     """Finds the job that a request is about. Raises StaleIncarnation, StaleGeneration, NotFound, InvalidRequest.
 
-    `reads`: the caller may have no incarnation, like the coordinator and readers. Others must have one.
+    `reads`: the caller may have no incarnation, like the coordinator and readers. Others must have one. A caller with a
+    certificate must have a pass for the job and the incarnation, else NotPermitted.
     """
+    speaking = speaker.get()
+    if speaking is not None:
+        speaking.check(caller.job, caller.incarnation)
     with store.lock:
         identity = store.identity
         if server != identity.incarnation:

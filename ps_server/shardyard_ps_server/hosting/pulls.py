@@ -14,6 +14,7 @@ from shardyard.domain.errors import InvalidRequest, StaleGeneration
 from shardyard.domain.ids import Incarnation, JobId, Version
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader
 from shardyard.domain.pushes import ExchangeReply, GatheredPart
+from shardyard.security.passes import speaker
 from shardyard_ps_server.hosting.admission import admit
 from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.pins import await_pin
@@ -175,6 +176,9 @@ def pin(store: Store, request: PinRequest) -> tuple[tuple[PulledPart, ...], tupl
 
 def unpin(store: Store, job: JobId, name: bytes) -> None:
     """Releases a pin, if it exists."""
+    speaking = speaker.get()
+    if speaking is not None:
+        speaking.check(job, Incarnation(0))
     with store.lock:
         hosted = store.jobs.get(job)
     if hosted is not None:

@@ -18,7 +18,9 @@ from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.door import Door
 from shardyard.security.identity import Role
+from shardyard.security.passes import PassVerifier
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -96,6 +98,11 @@ class Server:
         enrolment.start()
         self._enrolment = enrolment
 
+    @property
+    def pass_key(self) -> bytes:
+        """The key with which the coordinator signs passes."""
+        return b"" if self._enrolment is None else self._enrolment.pass_key
+
     def drain(self, hurry: threading.Event) -> None:
         """Leaves in order: returns when the coordinator has given the partitions of unfinished jobs to other servers,
         when the time for that is over, or once `hurry` is set. `leave` follows."""
@@ -162,9 +169,10 @@ def _logs(folder: Path, now_s: float) -> LogRoot | None:
     return logs
 
 
-def _local_listener(servicer: Servicer, folder: Path | None) -> LocalListener | None:
+def _local_listener(servicer: Servicer, folder: Path | None, *, tls: bool) -> LocalListener | None:
+    keys = servicer.keys if tls else None
     try:
-        local = LocalListener(methods.PUSH_PULL, servicer.push_pull, connections_max=THREADS, folder=folder)
+        local = LocalListener(methods.PUSH_PULL, servicer.push_pull, connections_max=THREADS, folder=folder, keys=keys)
     except errors.NotShareable as error:
         log.warning("workers on this machine use streams: %s", error.what)
         return None
@@ -212,9 +220,9 @@ def serve(
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
         access=StorageAccess(settings.storage.allowed),
     )
-    security = None if credentials is None else ServerSecurity(credentials)
+    security = None if credentials is None else ServerSecurity(credentials, Door(checks_passes=True))
     listener = GrpcServer(bind, [server.service()], security, threads=THREADS)
-    local = _local_listener(server.servicer, settings.yard.sockets_folder)
+    local = _local_listener(server.servicer, settings.yard.sockets_folder, tls=security is not None)
     listener.start()
     if local is not None:
         local.start()
@@ -222,6 +230,8 @@ def serve(
         address = advertise or listener.address
         try:
             server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)
+            if security is not None:
+                security.door.passes = PassVerifier(server.pass_key)
         except errors.Unavailable:
             if stop.is_set():
                 return

@@ -18,6 +18,7 @@ from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, Partiti
 from shardyard.domain.pushes import PushHeader, PushKind
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.transport.interfaces import Context, Pause, Service
+from shardyard.transport.stream_keys import StreamKeys
 from shardyard.wire import (
     common_messages,
     layout_messages,
@@ -53,6 +54,8 @@ class Servicer:
         self._store = store
         self.socket = ""
         """The address of this server's local socket, if there is one."""
+        self.keys = StreamKeys()
+        """By which a connection to that socket is known to be of a caller of `attach`."""
 
     def service(self) -> Service:
         service = Service("ParameterServer")
@@ -241,8 +244,9 @@ class Servicer:
         context.offer(exchanges.answer_at_once)
         return exchanges.run(stream)
 
-    def attach(self, _request: wire.AttachRequest, _: Context) -> wire.AttachReply:
-        return wire.AttachReply(socket=self.socket)
+    def attach(self, _request: wire.AttachRequest, context: Context) -> wire.AttachReply:
+        key = b"" if context.speaker is None or not self.socket else self.keys.issue(context.speaker)
+        return wire.AttachReply(socket=self.socket, key=key)
 
     # ---- rows
 

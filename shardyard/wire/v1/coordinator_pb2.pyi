@@ -127,18 +127,20 @@ class RegisterRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ..., logs: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms", "drain_ms")
+    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms", "drain_ms", "pass_key")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_MS_FIELD_NUMBER: _ClassVar[int]
+    PASS_KEY_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     heartbeat_ms: int
     lease_ms: int
     drain_ms: int
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain_ms: _Optional[int] = ...) -> None: ...
+    pass_key: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain_ms: _Optional[int] = ..., pass_key: _Optional[bytes] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "value")
@@ -205,7 +207,8 @@ class Consistency(_message.Message):
     def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    __slots__ = ("pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    PASS_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +221,7 @@ class HeartbeatRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
+    pass_until_s: int
     caller: _common_pb2.Caller
     step: int
     samples: int
@@ -230,7 +234,7 @@ class HeartbeatRequest(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
     switches: int
     switch_reached: SwitchReached
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
+    def __init__(self, pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -277,7 +281,8 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    __slots__ = ("job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +303,7 @@ class HeartbeatReply(_message.Message):
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    job_pass: bytes
     term: int
     job_state: JobState
     failure: _common_pb2.ErrorDetail
@@ -318,7 +324,7 @@ class HeartbeatReply(_message.Message):
     consistency: Consistency
     switch_point: SwitchPoint
     undecided: str
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("left_ms", "empty")
@@ -399,7 +405,8 @@ class JoinJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ..., run_id: _Optional[str] = ..., run_number: _Optional[int] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
-    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "number", "world_size", "stop", "checkpoint", "consistency", "switch_point")
+    __slots__ = ("job_pass", "job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "number", "world_size", "stop", "checkpoint", "consistency", "switch_point")
+    JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +420,7 @@ class JoinJobReply(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
+    job_pass: bytes
     job: int
     settings_json: str
     started: bool
@@ -426,7 +434,7 @@ class JoinJobReply(_message.Message):
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
-    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., number: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_pass: _Optional[bytes] = ..., job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., number: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesRequest(_message.Message):
     __slots__ = ("caller", "variables", "optimizer", "tables")
@@ -853,7 +861,8 @@ class FollowJobRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., reader: _Optional[bytes] = ..., leaves: bool = ..., layout: bool = ...) -> None: ...
 
 class FollowJobReply(_message.Message):
-    __slots__ = ("job", "job_name", "state", "failure", "mode", "map", "layout", "url")
+    __slots__ = ("job_pass", "job", "job_name", "state", "failure", "mode", "map", "layout", "url")
+    JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -862,6 +871,7 @@ class FollowJobReply(_message.Message):
     MAP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    job_pass: bytes
     job: int
     job_name: str
     state: JobState
@@ -870,7 +880,7 @@ class FollowJobReply(_message.Message):
     map: _common_pb2.PartitionMap
     layout: _common_pb2.JobLayout
     url: str
-    def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_pass: _Optional[bytes] = ..., job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
 
 class BestModel(_message.Message):
     __slots__ = ("metric", "lowest", "value", "step", "url", "reported_s")

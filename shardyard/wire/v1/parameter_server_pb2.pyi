@@ -855,10 +855,12 @@ class AttachRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("socket",)
+    __slots__ = ("socket", "key")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     socket: str
-    def __init__(self, socket: _Optional[str] = ...) -> None: ...
+    key: bytes
+    def __init__(self, socket: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class DescribeServerRequest(_message.Message):
     __slots__ = ()

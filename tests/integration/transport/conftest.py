@@ -15,7 +15,7 @@ from shardyard.transport import grpc_server as listener_module
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.interfaces import Network, Stream
+from shardyard.transport.interfaces import LocalAddress, Network, Stream
 from shardyard.transport.local_listener import LocalListener
 from shardyard.transport.tls import ServerSecurity
 from shardyard.wire import methods
@@ -71,7 +71,7 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ident
         def open_local(method: Method[Any, Any], *, timeout_ms: int) -> Stream:
             """As workers do."""
             try:
-                return over_grpc(method, timeout_ms=timeout_ms, socket=address)
+                return over_grpc(method, timeout_ms=timeout_ms, socket=LocalAddress(address))
             except errors.NotShareable:
                 return over_grpc(method, timeout_ms=timeout_ms)
 

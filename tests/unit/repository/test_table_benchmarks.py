@@ -21,6 +21,7 @@ from sides.torch_peers import rows_rpc  # noqa: E402
 sys.path.remove(str(BENCHMARKS))
 
 import shardyard as sy  # noqa: E402
+from shardyard.transport.interfaces import LocalAddress  # noqa: E402
 
 TASK = rows.Task(rows=500, dim=4, ids=60)
 
@@ -115,7 +116,7 @@ def test_servers_alone_are_slow_and_answer_what_they_would(monkeypatch: pytest.M
 
         send = receive = exchange = call
 
-        def open(self, method: Any, *, timeout_ms: int, socket: str = "") -> Any:
+        def open(self, method: Any, *, timeout_ms: int, socket: LocalAddress | None = None) -> Any:
             return type("Stream", (), {"receive": lambda self, *, timeout_ms: 7, "descriptors": socket})()
 
         def close(self) -> None:
@@ -126,7 +127,7 @@ def test_servers_alone_are_slow_and_answer_what_they_would(monkeypatch: pytest.M
     assert [peer.call(None, 4, timeout_ms=1) for peer in (slow, quick)] == [5, 5]
     assert slept == [0.005]
     slow.send(None, 4, timeout_ms=1)
-    stream = slow.open(None, timeout_ms=1, socket="@there")
+    stream = slow.open(None, timeout_ms=1, socket=LocalAddress("@there"))
     assert stream.receive(timeout_ms=1) == 7
-    assert stream.descriptors == "@there"
+    assert stream.descriptors == LocalAddress("@there")
     assert len(slept) == 3

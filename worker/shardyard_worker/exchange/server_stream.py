@@ -21,7 +21,7 @@ from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.limits import CODE_HEAD_BYTES_MAX
 from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
-from shardyard.transport.interfaces import Descriptors, Peer, Stream
+from shardyard.transport.interfaces import Descriptors, LocalAddress, Peer, Stream
 from shardyard.transport.shared_memory import AttachedMemory
 from shardyard.wire import frames, methods
 from shardyard.wire.frames import Assembler, Frame
@@ -176,8 +176,9 @@ class ServerStream:
         """Opens the stream: over the server's local socket, if it has one that this process can reach."""
         if self._local:
             attached = self.peer.call(methods.ATTACH, wire.AttachRequest(), timeout_ms=self._deadline_ms)
+            socket = LocalAddress(attached.socket, attached.key) if attached.socket else None
             try:
-                return self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms, socket=attached.socket)
+                return self.peer.open(methods.PUSH_PULL, timeout_ms=self._deadline_ms, socket=socket)
             except errors.NotShareable as error:
                 self._local = False
                 log.info("server %s: payloads travel over gRPC (%s)", self.server, error.what)

@@ -59,6 +59,7 @@ class ReaderSession:
     """`job`: the number of a run; 0: the current or next run of the name. Call `begin` first, `close` last."""
 
     def __init__(self, network: Network, coordinator: str, *, job: JobId, name: str, grace_ms: int) -> None:
+        self._network = network
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._reader = secrets.token_bytes(16)
         self._grace_ms = grace_ms
@@ -190,6 +191,7 @@ class ReaderSession:
         with self.wait_registry.over(lambda: f"the {self._peer.name} to say where the job stands"):
             reply = self._peer.call(methods.FOLLOW_JOB, request, timeout_ms=CALL_TIMEOUT_MS)
         self.job, self.name = JobId(reply.job), reply.job_name
+        self._network.job_pass = reply.job_pass
         layout = known.layout if known is not None else None
         if layout is None and reply.HasField("layout"):
             layout = layout_messages.layout_from_wire(reply.layout)

@@ -21,6 +21,7 @@ from shardyard.domain.ids import Caller, Generation, JobId, RunName
 from shardyard.domain.push_names import RankLease
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.passes import end_of
 from shardyard.transport.error_codes import from_detail
 from shardyard.transport.interfaces import Network
 from shardyard.transport.membership_client import Membership, MembershipClient
@@ -154,6 +155,7 @@ class Session:
         if reply.HasField("consistency"):  # not all servers may use the settings' mode yet
             self.consistency = lease_messages.consistency_from_wire(reply.consistency)
         self._membership.job = JobId(reply.job)
+        self.network.job_pass = reply.job_pass
         self.seed = reply.seed
         self.logical_ranks = reply.logical_ranks
         self.chief = reply.chief
@@ -364,6 +366,7 @@ class Session:
         # a worker that does not compute yet reports the mode that it will begin with
         request.switches = self.consistency.number if self._acknowledged is None else self._acknowledged
         request.waiting_for = self.wait_registry.waiting_for
+        request.pass_until_s = end_of(self.network.job_pass)
         for name, value in sorted(self._metrics().items()):
             request.metrics.add(name=name, value=value)
 
@@ -378,6 +381,8 @@ class Session:
             self.generation = Generation(max(self.generation, reply.generation))
             listeners = list(self._listeners)
         self._take_news(reply)
+        if reply.job_pass:
+            self.network.job_pass = reply.job_pass
         if reply.HasField("drain"):
             self.drain.begin("the coordinator tells this worker to leave")
         for listener in listeners:

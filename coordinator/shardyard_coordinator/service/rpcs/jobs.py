@@ -10,6 +10,7 @@ from shardyard.config.settings import AUTO, NEVER
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, TooLarge
 from shardyard.domain.ids import Generation, Incarnation, JobId
+from shardyard.security.identity import Identity
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods, table_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -17,7 +18,7 @@ from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import JobView, Joined, StopTaken, SwitchTaken, VariablesPlaced
 from shardyard_coordinator.members.evaluations import Best, Evaluation
 from shardyard_coordinator.service.rpcs import parts
-from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, served
+from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, identified
 
 
 def join_job_event(request: wire.JoinJobRequest) -> events.JobJoined:
@@ -26,13 +27,15 @@ def join_job_event(request: wire.JoinJobRequest) -> events.JobJoined:
     return events.JobJoined(Incarnation(request.caller.incarnation), parts.job_name(request.name), settings, run)
 
 
-def _join_job(backend: Backend, request: wire.JoinJobRequest) -> wire.JoinJobReply:
+def _join_job(backend: Backend, request: wire.JoinJobRequest, caller: Identity | None) -> wire.JoinJobReply:
     """Looks at the URL here, because the machine knows of no storage."""
     event = join_job_event(request)
     url = event.settings.checkpoint.url
     if url not in (AUTO, NEVER):
         backend.access.check(url)
-    return join_job_reply(backend.ask(event, Joined))
+    reply = join_job_reply(backend.ask(event, Joined))
+    reply.job_pass = backend.sign_pass(JobId(reply.job), event.incarnation, caller)
+    return reply
 
 
 def join_job_reply(joined: Joined) -> wire.JoinJobReply:
@@ -104,7 +107,7 @@ def follow_job_event(request: wire.FollowJobRequest) -> events.ReaderHeard:
     return events.ReaderHeard(JobId(request.job) if request.job else None, name, reader, request.leaves)
 
 
-def _follow_job(backend: Backend, request: wire.FollowJobRequest) -> wire.FollowJobReply:
+def _follow_job(backend: Backend, request: wire.FollowJobRequest, caller: Identity | None) -> wire.FollowJobReply:
     view = backend.ask(follow_job_event(request), JobView)
     return wire.FollowJobReply(
         job=view.job,
@@ -115,6 +118,7 @@ def _follow_job(backend: Backend, request: wire.FollowJobRequest) -> wire.Follow
         map=None if view.map is None else layout_messages.map_to_wire(view.map),
         layout=layout_messages.layout_to_wire(view.layout) if request.layout and view.layout is not None else None,
         url=view.url or "",
+        job_pass=backend.sign_pass(view.job, Incarnation(0), caller),
     )
 
 
@@ -140,12 +144,12 @@ def _finite(value: float) -> float:
 
 
 RPCS = (
-    served(methods.JOIN_JOB, _join_job),
+    identified(methods.JOIN_JOB, _join_job),
     decided(methods.REGISTER_VARIABLES, register_variables_event, VariablesPlaced, register_variables_reply),
     acknowledged(methods.COMMIT_VARIABLES, commit_variables_event, wire.CommitVariablesReply),
     decided(methods.STOP_JOB, stop_job_event, StopTaken, stop_job_reply),
     decided(methods.SWITCH_CONSISTENCY, switch_consistency_event, SwitchTaken, switch_consistency_reply),
-    served(methods.FOLLOW_JOB, _follow_job),
+    identified(methods.FOLLOW_JOB, _follow_job),
     acknowledged(
         methods.REPORT_EVALUATION,
         lambda request: report_evaluation_event(request, int(time.time())),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain import limits
-from shardyard.domain.errors import TooLarge
+from shardyard.domain.errors import NotPermitted, TooLarge
 from shardyard.domain.ids import Incarnation, JobId, Term
+from shardyard.security.identity import Identity
+from shardyard.security.passes import LIFETIME_S, holder_of
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -16,10 +19,13 @@ from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.service.residual_collection import ResidualRequest
 from shardyard_coordinator.service.rpcs import parts
-from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, served
+from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, identified
 
 
-def register_event(request: wire.RegisterRequest) -> events.MemberRegistered:
+def register_event(request: wire.RegisterRequest, caller: Identity | None = None) -> events.MemberRegistered:
+    """Raises NotPermitted if the caller's certificate is for another role."""
+    if caller is not None and caller.role.value != common_messages.ROLES.from_wire(request.role).value:
+        raise NotPermitted(f"{caller} registers as {common_messages.ROLES.from_wire(request.role).value}")
     return events.MemberRegistered(
         Registration(
             role=common_messages.ROLES.from_wire(request.role),
@@ -31,23 +37,29 @@ def register_event(request: wire.RegisterRequest) -> events.MemberRegistered:
             agent=Incarnation(request.agent) if request.agent else None,
             local_index=request.local_index,
             logs=common_messages.text(request.logs, "a folder of logs", parts.NAME_CHARACTERS_MAX),
+            principal="" if caller is None else holder_of(caller),
         )
     )
 
 
-def register_reply(incarnation: Incarnation, term: Term, membership: MembershipSettings) -> wire.RegisterReply:
+def register_reply(
+    incarnation: Incarnation, term: Term, membership: MembershipSettings, pass_key: bytes = b""
+) -> wire.RegisterReply:
     return wire.RegisterReply(
         incarnation=incarnation,
         term=term,
         heartbeat_ms=membership.heartbeat_every_ms,
         lease_ms=membership.lease_ms,
         drain_ms=membership.drain_ms,
+        pass_key=pass_key,
     )
 
 
-def _register(backend: Backend, request: wire.RegisterRequest) -> wire.RegisterReply:
-    answer = backend.ask(register_event(request), effects.Registered)
-    return register_reply(answer.incarnation, backend.mailbox.term, backend.membership)
+def _register(backend: Backend, request: wire.RegisterRequest, caller: Identity | None) -> wire.RegisterReply:
+    answer = backend.ask(register_event(request, caller), effects.Registered)
+    is_server = request.role == wire.ROLE_SERVER and backend.signer is not None
+    key = backend.signer.public_key if is_server and backend.signer is not None else b""
+    return register_reply(answer.incarnation, backend.mailbox.term, backend.membership, key)
 
 
 def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
@@ -104,12 +116,14 @@ def heartbeat_reply(
     )
 
 
-def _heartbeat(backend: Backend, request: wire.HeartbeatRequest) -> wire.HeartbeatReply:
+def _heartbeat(backend: Backend, request: wire.HeartbeatRequest, caller: Identity | None) -> wire.HeartbeatReply:
     event = heartbeat_event(request)
     answer = backend.ask(event, effects.HeartbeatReply)
     residual = backend.residuals.wanted(JobId(request.caller.job), event.incarnation)
     reply = heartbeat_reply(answer, backend.mailbox.term, residual)
     reply.undecided = backend.mailbox.waiting_for
+    if request.pass_until_s and request.pass_until_s - time.time() < LIFETIME_S / 2:
+        reply.job_pass = backend.sign_pass(JobId(request.caller.job), event.incarnation, caller)
     return reply
 
 
@@ -145,8 +159,8 @@ def report_exit_event(request: wire.ReportExitRequest) -> events.ExitReported:
 
 
 RPCS = (
-    served(methods.REGISTER, _register),
-    served(methods.HEARTBEAT, _heartbeat),
+    identified(methods.REGISTER, _register),
+    identified(methods.HEARTBEAT, _heartbeat),
     decided(methods.LEAVE, leave_event, effects.Left, lambda left: wire.LeaveReply(residual_lost=left.residual_lost)),
     decided(methods.DRAIN, drain_event, effects.DrainTaken, drain_reply),
     acknowledged(methods.REPORT_EXIT, report_exit_event, wire.ReportExitReply),

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from shardyard.config.settings import MembershipSettings
-from shardyard.domain.errors import Internal
+from shardyard.domain.errors import Internal, NotPermitted
+from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.identity import Identity
+from shardyard.security.passes import PassSigner, holder_of
+from shardyard.security.roles import MEMBERS
 from shardyard.storage.access import StorageAccess
-from shardyard.transport.interfaces import Handler
+from shardyard.transport.interfaces import Context, Handler
 from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
@@ -41,7 +44,8 @@ Response = TypeVar("Response")
 @dataclass(frozen=True)
 class Backend:
     """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `access`: where a job's may
-    be; `release`: of shardyard; `identities`: None without TLS."""
+    be; `release`: of shardyard; `identities`: None if this yard signs no certificates;
+    `signer`: of passes, None without TLS."""
 
     mailbox: Mailbox
     calls: ServerCalls
@@ -54,6 +58,29 @@ class Backend:
     checkpoints: str | None
     release: str
     identities: YardIdentities | None
+    signer: PassSigner | None
+
+    def check_caller(self, request: Any, caller: Identity) -> None:
+        """Raises NotPermitted if a member speaks for another one. `caller`: by its certificate."""
+        said = request.caller if "caller" in request.DESCRIPTOR.fields_by_name else None
+        if said is None or caller.role not in MEMBERS:
+            return
+        with self.mailbox.machine() as machine:
+            member = machine.find_member(Incarnation(said.incarnation))
+            known = None if member is None else member.registration.principal
+        # of one that is no member any more, the machine says what is to be said
+        if not said.incarnation or (known is not None and known != holder_of(caller)):
+            raise NotPermitted(
+                f"{caller} speaks for member {Incarnation(said.incarnation)}, which is {known or 'nobody'}",
+                why="a process speaks for its own membership",
+                todo="register; members do so by themselves",
+            )
+
+    def sign_pass(self, job: JobId, incarnation: Incarnation, caller: Identity | None) -> bytes:
+        """What a worker or a reader shows to servers; empty without TLS."""
+        if self.signer is None or caller is None:
+            return b""
+        return self.signer.sign(job, incarnation, caller)
 
     def ask(self, event: events.Event, answer: type[A]) -> A:
         """Gives a request to the machine, carries out what its answer waits for, and returns the answer. Raises what
@@ -100,7 +127,13 @@ class Rpc:
     serve: Callable[[Backend, Any, Identity | None], Any]
 
     def handler(self, backend: Backend) -> Handler:
-        return lambda request, context: self.serve(backend, request, context.caller)
+        def handle(request: Any, context: Context) -> Any:
+            caller = None if context.speaker is None else context.speaker.identity
+            if caller is not None:
+                backend.check_caller(request, caller)
+            return self.serve(backend, request, caller)
+
+        return handle
 
 
 def decided(

@@ -19,7 +19,7 @@ from shardyard.domain import errors
 from shardyard.domain.limits import FRAME_BYTES, MESSAGE_BYTES_MAX
 from shardyard.transport import local_listener
 from shardyard.transport import local_socket as module
-from shardyard.transport.interfaces import Context
+from shardyard.transport.interfaces import Context, LocalAddress
 from shardyard.transport.local_listener import LocalListener
 from shardyard.transport.local_socket import DESCRIPTORS_MAX, PACKET_BYTES, Connection, LocalStream
 from shardyard.wire import methods
@@ -80,7 +80,11 @@ def listener(echo: Echo) -> Iterator[LocalListener]:
 
 def to(address: str, timeout_ms: int = TIMEOUT_MS) -> LocalStream:
     return LocalStream(
-        address, methods.PUSH_PULL, peer="server 1", unavailable=errors.ServerUnavailable, timeout_ms=timeout_ms
+        LocalAddress(address),
+        methods.PUSH_PULL,
+        peer="server 1",
+        unavailable=errors.ServerUnavailable,
+        timeout_ms=timeout_ms,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardyard.domain import errors
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.interfaces import Context, Pause, Service
+from shardyard.transport.interfaces import Context, LocalAddress, Pause, Service
 from shardyard.transport.local_listener import LocalListener
 from shardyard.transport.local_socket import LocalStream
 from shardyard.wire import methods
@@ -101,7 +101,11 @@ def handler_at(gate: Gate) -> Callable[[Iterator[Frame], Context], Iterator[Fram
 
 def to(address: str) -> LocalStream:
     return LocalStream(
-        address, methods.PUSH_PULL, peer="server 1", unavailable=errors.ServerUnavailable, timeout_ms=TIMEOUT_MS
+        LocalAddress(address),
+        methods.PUSH_PULL,
+        peer="server 1",
+        unavailable=errors.ServerUnavailable,
+        timeout_ms=TIMEOUT_MS,
     )
 
 

@@ -1,0 +1,262 @@
+"""A certificate of a member that was stolen speaks for that member and its own job, and for nobody else: promise S2.
+
+A yard of real processes, with a job of worker `ada`. Worker `eve` has a certificate of the yard too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardyard.config import configuration
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import Incarnation, JobId
+from shardyard.security.authority import Authority, make_credentials
+from shardyard.security.credentials import Credentials, write_credentials
+from shardyard.security.identity import Role
+from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
+from shardyard.transport.interfaces import LocalAddress
+from shardyard.wire import methods
+from shardyard.wire.frames import Frame
+from shardyard.wire.method import Method
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_worker.job import connect as worker
+from tests.support.shop import VALUES
+
+CALL_MS = 10_000
+
+
+class Yard:
+    def __init__(self, folder: Path) -> None:
+        given = {"yard.servers": 1, "yard.workers": 1, "yard.coordinator_port": 0}
+        self.folder = folder
+        self.cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
+        self.cluster.start(stop=threading.Event())
+
+    @property
+    def server(self) -> str:
+        return self.cluster.state.address_of("server")
+
+    def network(self, role: Role, name: str) -> GrpcNetwork:
+        folder = self.folder / "identity" / name
+        authority = Authority(self.folder / "identity" / "authority")
+        write_credentials(folder, make_credentials(authority, role, name, 3_600))
+        return GrpcNetwork(Credentials(folder))
+
+    def coordinator(self, network: GrpcNetwork) -> GrpcPeer:
+        return network.connect(self.cluster.coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    begun = Yard(tmp_path_factory.mktemp("yard") / "state")
+    yield begun
+    begun.cluster.stop()
+
+
+class Job:
+    """The job of ada, with 20 values. `check` says that nothing has touched it."""
+
+    def __init__(self, yard: Yard) -> None:
+        settings = {"coordinator": yard.cluster.coordinator, "job.name": "ada", "log.level": "error"}
+        loaded = configuration.load(None, {}, settings).settings
+        self.network = yard.network(Role.WORKER, "ada")
+        self.inner: Any = worker.connect(loaded, network=self.network)
+        self.inner.register({"w": torch.arange(20.0)}, lr=0.5)
+        self.values = self.inner.pull()["w"].clone()
+        session = self.inner._session
+        self.id, self.member = session.caller.job, session.caller.incarnation
+
+    @property
+    def caller(self) -> common.Caller:
+        return common.Caller(job=self.id, incarnation=self.member)
+
+    def check(self) -> None:
+        assert torch.equal(self.inner.pull()["w"], self.values)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture(scope="module")
+def job(yard: Yard) -> Iterator[Job]:
+    begun = Job(yard)
+    yield begun
+    begun.close()
+
+
+@pytest.fixture
+def eve(yard: Yard, job: Job) -> Iterator[GrpcNetwork]:
+    """A worker of the yard, which is a member of its own, in a job of its own."""
+    network = yard.network(Role.WORKER, "eve")
+    yield network
+    job.check()
+
+
+@pytest.fixture
+def coordinator(yard: Yard, eve: GrpcNetwork) -> Iterator[GrpcPeer]:
+    peer = yard.coordinator(eve)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def server(yard: Yard, eve: GrpcNetwork) -> Iterator[GrpcPeer]:
+    peer = eve.connect(yard.server, name="server 1")
+    yield peer
+    peer.close()
+
+
+def register(coordinator: GrpcPeer, role: wire.Role = wire.ROLE_WORKER, **more: Any) -> wire.RegisterReply:
+    request = wire.RegisterRequest(role=role, protocol=limits.PROTOCOL, host="box", pid=1, **more)
+    return coordinator.call(methods.REGISTER, request, timeout_ms=CALL_MS)
+
+
+def refused(peer: GrpcPeer, method: Method[Any, Any], request: Any, match: str) -> None:
+    def ask() -> None:
+        if method.streams_out:
+            list(peer.receive(method, request, timeout_ms=CALL_MS))
+        elif method.streams_in:
+            peer.send(method, [request], timeout_ms=CALL_MS)
+        else:
+            peer.call(method, request, timeout_ms=CALL_MS)
+
+    with pytest.raises(errors.NotPermitted, match=match):
+        ask()
+
+
+def test_member_cannot_speak_for_another_to_the_coordinator(coordinator: GrpcPeer, job: Job) -> None:
+    own = register(coordinator).incarnation
+    try:
+        for method, request in (
+            (methods.HEARTBEAT, wire.HeartbeatRequest(caller=job.caller, step=1 << 40)),
+            (methods.LEAVE, wire.LeaveRequest(caller=job.caller, error="it left")),
+            (methods.DRAIN, wire.DrainRequest(caller=job.caller)),
+            (methods.STOP_JOB, wire.StopJobRequest(caller=job.caller)),
+            (methods.TAKE_CHECKPOINT, wire.TakeCheckpointRequest(caller=job.caller)),
+            (methods.LEASE_DATA, wire.LeaseDataRequest(caller=job.caller)),
+            (methods.JOIN_JOB, wire.JoinJobRequest(caller=job.caller, name="ada")),
+            # nor for nobody, as a person does
+            (methods.STOP_JOB, wire.StopJobRequest(job_name="ada")),
+            (methods.TAKE_CHECKPOINT, wire.TakeCheckpointRequest(job_name="ada")),
+            (methods.DRAIN, wire.DrainRequest(member=str(Incarnation(job.member)))),
+        ):
+            refused(coordinator, method, request, "worker eve speaks for member")
+    finally:
+        coordinator.call(methods.LEAVE, wire.LeaveRequest(caller=common.Caller(incarnation=own)), timeout_ms=CALL_MS)
+
+
+def test_member_registers_in_the_role_of_its_certificate(coordinator: GrpcPeer) -> None:
+    for role in (wire.ROLE_SERVER, wire.ROLE_AGENT):
+        with pytest.raises(errors.NotPermitted, match="worker eve registers as"):
+            register(coordinator, role, address="127.0.0.1:9")
+
+
+def test_server_cannot_take_the_place_of_another(yard: Yard, eve: GrpcNetwork) -> None:
+    impostor = yard.coordinator(yard.network(Role.SERVER, "impostor"))
+    try:
+        with pytest.raises(errors.NotReady, match="has this address, and another certificate"):
+            register(impostor, wire.ROLE_SERVER, address=yard.server)
+    finally:
+        impostor.close()
+
+
+def push_of(job: Job, member: int) -> Frame:
+    header = server_wire.PushHeader(
+        caller=common.Caller(job=job.id, incarnation=member),
+        server=1,
+        generation=1,
+        name={"source": {"worker": member}, "first": 0, "last": 0},
+        kind=server_wire.PUSH_KIND_GRADIENT,
+        parts=[{"partition": 0, "payload_bytes": 80}],
+        weight=1.0,
+    )
+    return Frame(header.SerializeToString(), 0, VALUES[:80])
+
+
+@pytest.mark.parametrize("member", [0, 424_242, "ada"])
+def test_worker_without_a_pass_neither_reads_nor_writes_on_servers(server: GrpcPeer, job: Job, member: Any) -> None:
+    number = job.member if member == "ada" else member
+    caller = common.Caller(job=job.id, incarnation=number)
+    about: dict[str, Any] = {"caller": caller, "server": 1, "generation": 1}
+    for method, request in (
+        (methods.PULL, server_wire.PullRequest(**about, partitions=[0])),
+        (methods.OPEN_SOURCES, server_wire.OpenSourcesRequest(**about, sources=[{"source": {"worker": number}}])),
+        (methods.PIN, server_wire.PinRequest(**about, pin=b"p" * 16, lease_ms=1_000)),
+        (methods.UNPIN, server_wire.UnpinRequest(caller=caller, pin=b"p" * 16)),
+        (methods.READ_ROWS, server_wire.ReadRowsRequest(**about)),
+        (methods.READ_OPTIMIZER, server_wire.ReadOptimizerRequest(**about)),
+        (methods.PUSH, push_of(job, number)),
+    ):
+        refused(server, method, request, "and has no pass")
+
+
+def test_worker_with_a_pass_for_its_own_job_does_not_reach_another(
+    server: GrpcPeer, coordinator: GrpcPeer, eve: GrpcNetwork, job: Job
+) -> None:
+    own = register(coordinator).incarnation
+    caller = common.Caller(incarnation=own)
+    settings = configuration.load(None, {}, {"job.name": "eve"}).settings.job.model_dump_json()
+    try:
+        joined = coordinator.call(
+            methods.JOIN_JOB, wire.JoinJobRequest(caller=caller, name="eve", settings_json=settings), timeout_ms=CALL_MS
+        )
+        assert joined.job_pass
+        eve.job_pass = joined.job_pass
+        about: dict[str, Any] = {"server": 1, "generation": 1, "partitions": [0]}
+        theirs = server_wire.PullRequest(caller=job.caller, **about)
+        refused(server, methods.PULL, theirs, "has a pass for job")
+        refused(server, methods.PUSH, push_of(job, own), "has a pass for job")
+    finally:
+        coordinator.call(methods.LEAVE, wire.LeaveRequest(caller=caller), timeout_ms=CALL_MS)
+
+
+def test_pass_of_another_is_worth_nothing(server: GrpcPeer, eve: GrpcNetwork, job: Job) -> None:
+    eve.job_pass = job.network.job_pass
+    request = server_wire.PullRequest(caller=job.caller, server=1, generation=1, partitions=[0])
+    refused(server, methods.PULL, request, "worker eve shows a pass of worker/ada")
+
+
+def test_local_socket_is_opened_with_a_key_of_its_own(server: GrpcPeer, eve: GrpcNetwork, job: Job) -> None:
+    """The socket can be seen by every process of the user. A key opens it once, for the caller that has got it."""
+    attached = server.call(methods.ATTACH, server_wire.AttachRequest(), timeout_ms=CALL_MS)
+    assert len(attached.key) == 16
+
+    def opened(key: bytes) -> Any:
+        return server.open(methods.PUSH_PULL, timeout_ms=CALL_MS, socket=LocalAddress(attached.socket, key))
+
+    for key in (b"", b"x" * 16):
+        with contextlib.closing(_Stream(opened(key))) as stream:
+            with pytest.raises(errors.NotPermitted, match="without a key of this server"):
+                stream.inner.receive(timeout_ms=CALL_MS)
+    with contextlib.closing(_Stream(opened(attached.key))) as stream:
+        stream.inner.send([push_of(job, job.member)])
+        with pytest.raises(errors.NotPermitted, match="has no pass"):
+            stream.inner.receive(timeout_ms=CALL_MS)
+    with contextlib.closing(_Stream(opened(attached.key))) as stream:
+        with pytest.raises(errors.NotPermitted, match="without a key of this server"):
+            stream.inner.receive(timeout_ms=CALL_MS)
+
+
+class _Stream:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def close(self) -> None:
+        self.inner.cancel()
+
+
+def test_job_of_ada_goes_on(job: Job) -> None:
+    job.inner.push({"w": torch.ones(20)})
+    job.values = job.values - 0.5
+    job.check()
+    assert JobId(job.id)
