@@ -1,4 +1,4 @@
-"""Streams with fewer changes of threads, for the caller and for the server.
+"""Calls with fewer changes of threads, for the caller and for the server.
 
 gRPC's Python API passes each message from thread to thread, which is most of the cost of a small message. Here the
 caller takes the events of its call itself, and a served stream needs one change of threads for each message. This uses
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -23,6 +26,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 _NO_FLAGS: Final = 0
 _CHECK_S: Final = 0.5
+STALL_S: Final = 60.0
 _SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", "status", "metadata"
 
 
@@ -150,28 +154,53 @@ class PrivateCall:
         raise Ended(self._status)
 
 
-class StreamThreads:
-    """Threads for the handlers of streams, at most `most`. They start when they are needed, and stay. Each message of a
+class InThisThread(ThreadPoolExecutor):
+    """Runs what it is given at once, in the thread that gives it: what a call does before its first message is whole
+    takes no thread."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - as the executor does, which this stands in for
+            done.set_exception(error)
+        return done
+
+
+class CallThreads:
+    """Threads for the handlers of calls, at most `most`. They start when they are needed, and stay. Each message of a
     stream may need one, so this makes no Future for it, as a ThreadPoolExecutor does.
+
+    Of one caller, at most half of them run at a time, so that it takes no thread from all others. The rest of what it
+    has asked for waits, in its order.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, name: str = "serve-call") -> None:
         self._most = most
-        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._most_of_one = max(1, most // 2)
+        self._name = name
+        self._works: queue.SimpleQueue[tuple[Callable[[], None], str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
         self._threads: list[threading.Thread] = []
+        self._running: dict[str, int] = {}
+        """How many threads a caller has, or is about to have."""
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Runs `work` in a thread that is free, or in a new one; if there are `most`, in the next that becomes free."""
-        self._works.put(work)
+    def run(self, work: Callable[[], None], caller: str = "") -> None:
+        """Runs `work` in a thread that is free, or in a new one; if there are `most`, in the next that becomes free.
+        `caller`: whose it is; empty: of nobody in particular."""
         with self._lock:
-            if self._free:
-                self._free -= 1
-            elif len(self._threads) < self._most:
-                name = f"serve-stream-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-                self._threads[-1].start()
+            if caller:
+                running = self._running.get(caller, 0)
+                if running >= self._most_of_one:
+                    self._waiting.setdefault(caller, deque()).append(work)
+                    return
+                self._running[caller] = running + 1
+            self._begin(work, caller)
 
     def close(self) -> None:
         """Ends the threads after the works that were given."""
@@ -180,39 +209,72 @@ class StreamThreads:
         for thread in self._threads:
             thread.join()
 
+    # ---- with the lock held
+
+    def _begin(self, work: Callable[[], None], caller: str) -> None:
+        self._works.put((work, caller))
+        if self._free:
+            self._free -= 1
+        elif len(self._threads) < self._most:
+            name = f"{self._name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _end(self, caller: str) -> None:
+        self._free += 1
+        if not caller:
+            return
+        waiting = self._waiting.get(caller)
+        if waiting:
+            self._begin(waiting.popleft(), caller)
+            if not waiting:
+                del self._waiting[caller]
+        elif self._running[caller] == 1:
+            del self._running[caller]
+        else:
+            self._running[caller] -= 1
+
+    # ---- in a thread
+
     def _serve(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (given := self._works.get()) is not None:
+            work, caller = given
             work()
             with self._lock:
-                self._free += 1
+                self._end(caller)
 
 
 class ServedCall:
-    """A call of a method with streams in both directions, on the side that serves it.
+    """A call, on the side that serves it. Whatever the method is to its caller, it is served as one with streams in
+    both directions, which look the same on the wire.
 
     The handler decides how requests and answers alternate. Where it waits for the next request, it yields None: the
     answer that is held back is sent and the request is asked for in one operation, and the call has no thread until it
     is there. `at_once` may answer it in the thread that takes the server's events, without a thread for the
     handler. Where the handler needs more messages of a request that has begun, it asks `requests` and keeps its thread.
 
-    `end` sends the status that the context has.
+    A caller that sends or reads nothing for STALL_S, within a message or between the messages of one request, loses the
+    call, so that it does not keep the thread. `end` sends the status that the context has. `caller`: whose threads it
+    takes, once that is known. `holds_back`: an answer may wait for the handler's next word, with which it is sent.
     """
 
-    def __init__(self, context: Any, end: Callable[[None], None], threads: StreamThreads) -> None:
+    def __init__(self, context: Any, end: Callable[[None], None], threads: CallThreads, *, holds_back: bool) -> None:
+        self.caller = ""
+        self._holds_back = holds_back
         context.send_initial_metadata(())
         self._context = context
         self._call = context._rpc_event.call
         self._end, self._threads = end, threads
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: bytes | None = None
-        self._answers: Iterator[bytes | None] = iter(())
+        self._answers: Generator[bytes | None, None, None]
         self._lock = threading.Lock()
         self._is_waiting = False
         self._has_ended = False
         self._arrived: tuple[bytes | None] | None = None
         self.at_once: Callable[[bytes], bytes | None] | None = None
 
-    def serve(self, answers: Iterator[bytes | None]) -> None:
+    def serve(self, answers: Generator[bytes | None, None, None]) -> None:
         """Runs the handler, whose answers these are, until it waits for a request for the first time, or ends."""
         self._answers = answers
         self._has_ended = not self._context.add_callback(self._over)
@@ -237,7 +299,12 @@ class ServedCall:
             if message is not None:
                 self._flush()
                 self._held = message
-            elif self._ask_for_request():
+                if not self._holds_back:
+                    self._flush()
+                if self._has_ended:  # nobody reads them, so the handler makes no more
+                    self._answers.close()
+                    break
+            elif self._arrived is None and self._ask_for_request():
                 return
         self._flush()
         self._end(None)
@@ -269,10 +336,13 @@ class ServedCall:
         if not self._context.is_active():
             return None
         self._call.start_server_batch(operations, then)
+        give_up = time.monotonic() + STALL_S
         while True:
             try:
                 return self._events.get(timeout=_CHECK_S)
             except queue.Empty:
+                if time.monotonic() > give_up:
+                    self._context.cancel()
                 if not self._context.is_active():
                     return None
 
@@ -302,7 +372,7 @@ class ServedCall:
                 return
             self._is_waiting = False
         self._arrived = (message,)
-        self._threads.run(self._run_handler)
+        self._threads.run(self._run_handler, self.caller)
 
     def _done(self, event: Any) -> tuple[None, tuple[()]]:
         self._events.put(event)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextvars
 import errno
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,15 +20,17 @@ from shardyard.domain import errors
 from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.door import Door
+from shardyard.security.passes import holder_of
 from shardyard.transport import TRIED
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
-from shardyard.transport.grpc_private import ServedCall, StreamThreads
+from shardyard.transport.grpc_private import CallThreads, InThisThread, ServedCall
 from shardyard.transport.interfaces import PASS_KEY, REQUEST_ID_KEY, AtOnce, Context, Handler, Service
 from shardyard.transport.tls import ServerSecurity
 from shardyard.wire.method import Method
 from shardyard.wire.methods import PACKAGE
 
+VITAL_THREADS: Final = 16
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -36,6 +38,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", 1_024),  # of one connection
 )
 
 
@@ -53,13 +57,19 @@ class GrpcServer:
     """Serves services at an address until it is stopped.
 
     `security`: the server's certificate and whom it admits; None: without TLS, and everybody may call everything.
-    `threads`: the most calls whose handlers run at a time, and the most streams. A stream that waits for a request is
-    not one of them.
+    `threads`: the most calls whose handlers run at a time. One that waits for a request is not one of them. `vital`:
+    paths of methods with threads of their own, which are served however many other calls there are.
     Raises AddressInUse if the port is taken, ConfigurationError if this machine does not have the address.
     """
 
     def __init__(
-        self, bind: str, services: Sequence[Service], security: ServerSecurity | None, *, threads: int = 64
+        self,
+        bind: str,
+        services: Sequence[Service],
+        security: ServerSecurity | None,
+        *,
+        threads: int = 64,
+        vital: Collection[str] = (),
     ) -> None:
         host, port = split_address(bind)
         refusal = _refusal(host, port)
@@ -67,7 +77,9 @@ class GrpcServer:
             raise refusal
         self._door = None if security is None else security.door
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
-        self._streams = StreamThreads(threads)
+        self._vital = frozenset(vital)
+        self._threads, self._vital_threads = CallThreads(threads), CallThreads(VITAL_THREADS, "serve-vital")
+        self._at_first = InThisThread()
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -110,7 +122,8 @@ class GrpcServer:
             with wait_registry.over(lambda: f"the calls that {self.address} still serves to end"):
                 self._server.stop(grace_ms / 1000).wait()
                 self._pool.shutdown(wait=True)
-                self._streams.close()
+                self._threads.close()
+                self._vital_threads.close()
         finally:
             wait_registry.close()
 
@@ -119,8 +132,9 @@ class GrpcServer:
         self._started = True
 
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
-        if method.streams_in and method.streams_out and TRIED:
-            return _stream_handler(method, handler, self._streams, self._door)
+        if TRIED:
+            threads = self._vital_threads if method.path in self._vital else self._threads
+            return _call_handler(method, handler, threads, self._door, self._at_first)
         return _grpc_handler(method, handler, self._door)
 
 
@@ -144,7 +158,8 @@ def _refusal(host: str, port: int) -> errors.ShardyardError | None:
 def _grpc_handler(method: Method[Any, Any], handler: Handler, door: Door | None) -> grpc.RpcMethodHandler[Any, Any]:
     def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            for answer in _answers(method, handler, sent, call, door):
+            context, id_ = _context_of(method, call, door)
+            for answer in serve(method, handler, sent, context, id_):
                 if answer is not None:
                     yield answer
         except errors.ShardyardError as error:
@@ -162,21 +177,28 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler, door: Door | None)
     return once(run_once)
 
 
-def _stream_handler(
-    method: Method[Any, Any], handler: Handler, threads: StreamThreads, door: Door | None
+def _call_handler(
+    method: Method[Any, Any], handler: Handler, threads: CallThreads, door: Door | None, at_first: InThisThread
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Handles a method with streams in both directions. A call has a thread only while its handler runs."""
+    """Handles a method of any kind. A call has a thread only while its handler runs, and none before its first message
+    is whole."""
 
     def run(_: Any, call: grpc.ServicerContext, end: Callable[[None], None]) -> None:
-        served = ServedCall(call, end, threads)
+        served = ServedCall(call, end, threads, holds_back=method.streams_in and method.streams_out)
 
         def offer(at_once: AtOnce) -> None:
             scope = contextvars.copy_context()
             served.at_once = lambda message: scope.run(serve_at_once, method, at_once, message)
 
-        def answers() -> Iterator[bytes | None]:
+        def answers() -> Generator[bytes | None, None, None]:
             try:
-                yield from _answers(method, handler, served.requests(), call, door, offer)
+                context, id_ = _context_of(method, call, door, offer)
+                served.caller = "" if context.speaker is None else holder_of(context.speaker.identity)
+                yield None
+                requests = served.requests()
+                sent = requests if method.streams_in else next(requests, None)
+                if sent is not None:
+                    yield from serve(method, handler, sent, context, id_)
             except errors.ShardyardError as error:
                 call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
                 call.set_code(status_of(error))
@@ -185,6 +207,7 @@ def _stream_handler(
         served.serve(answers())
 
     run.experimental_non_blocking = True  # type: ignore[attr-defined]  # the call goes on after `run` has returned
+    run.experimental_thread_pool = at_first  # type: ignore[attr-defined]
     return grpc.stream_stream_rpc_method_handler(run)
 
 
@@ -193,16 +216,15 @@ def _auth_context(call: Any) -> Mapping[str, Iterable[bytes]]:
     return found
 
 
-def _answers(
+def _context_of(
     method: Method[Any, Any],
-    handler: Handler,
-    sent: Any,
     call: grpc.ServicerContext,
     door: Door | None,
     offer: Callable[[AtOnce], None] = lambda _: None,
-) -> Iterator[bytes | None]:
+) -> tuple[Context, str]:
+    """The context of a call, and its request's id. Raises what the door does."""
     metadata = dict(call.invocation_metadata())
     shown = metadata.get(PASS_KEY, b"")
     speaker = None if door is None else door.admit(method, _auth_context(call), bytes(shown))  # type: ignore[arg-type]
     context = Context(peer=call.peer(), is_active=call.is_active, offer=offer, speaker=speaker)
-    return serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))
+    return context, str(metadata.get(REQUEST_ID_KEY, ""))

@@ -26,6 +26,7 @@ from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.tls import ServerSecurity
+from shardyard.wire import methods
 from shardyard_coordinator.service.identities import security_of
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.rpcs.table import make_waiting_service
@@ -33,6 +34,8 @@ from shardyard_coordinator.service.service import Coordinator
 
 log = logging.getLogger("shardyard.coordinator")
 
+VITAL: Final = frozenset((methods.HEARTBEAT.path, methods.LEAVE.path))
+"""What members live by. It is served however many other calls there are."""
 OPEN_AGAIN_S: Final = 0.5
 """The pause between two tries to open a journal whose disk is full."""
 
@@ -71,7 +74,7 @@ def serve(
             signer=None if security is None else PassSigner((own / FOLDER).absolute()),
         )
         ending.callback(coordinator.stop)
-        listener = GrpcServer(bind, [coordinator.service], security)
+        listener = GrpcServer(bind, [coordinator.service], security, vital=VITAL)
         ending.callback(listener.stop)
         coordinator.start()
         listener.start()

@@ -21,6 +21,7 @@ from shardyard.runtime.waits import ExplainedWait
 from shardyard.security.door import Door
 from shardyard.security.identity import Role
 from shardyard.security.passes import PassVerifier
+from shardyard.security.roles import ALLOWED
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -40,6 +41,8 @@ from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogRoot
 log = logging.getLogger("shardyard.server")
 
 DRAIN_POLL_MS: Final = 50
+ORDERS: Final = frozenset(path for path, roles in ALLOWED.items() if roles == {Role.COORDINATOR})
+"""What the coordinator orders. It is carried out however many workers there are."""
 THREADS: Final = limits.EXCHANGE_STREAMS_MAX + 64
 """One for each stream that may wait within an exchange, for example for the other pushes of a step, and some for calls.
 They are started when they are needed."""
@@ -221,7 +224,7 @@ def serve(
         access=StorageAccess(settings.storage.allowed),
     )
     security = None if credentials is None else ServerSecurity(credentials, Door(checks_passes=True))
-    listener = GrpcServer(bind, [server.service()], security, threads=THREADS)
+    listener = GrpcServer(bind, [server.service()], security, threads=THREADS, vital=ORDERS)
     local = _local_listener(server.servicer, settings.yard.sockets_folder, tls=security is not None)
     listener.start()
     if local is not None:

@@ -1,0 +1,248 @@
+"""Callers that send nothing, or read nothing: they cost no thread for ever, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from shardyard.security.identity import Role
+from shardyard.transport import grpc_private
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_private import CallThreads
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.interfaces import Context, Service
+from shardyard.transport.tls import ServerSecurity
+from shardyard.wire import frames, methods
+from shardyard.wire.frames import Frame
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from tests.support.identities import Identities, OpenDoor, raw_channel
+from tests.support.waiting import wait_until
+
+CALL_MS = 10_000
+IDLE = 200
+"""Calls at a time, on servers with two threads."""
+
+
+@contextmanager
+def serving(*services: Service, **more: Any) -> Iterator[str]:
+    listener = GrpcServer("127.0.0.1:0", list(services), None, threads=2, **more)
+    listener.start()
+    try:
+        yield listener.address
+    finally:
+        listener.stop()
+
+
+def coordinator(on_status: Callable[[], None] = lambda: None) -> Service:
+    def status(_: wire.StatusRequest, __: Context) -> wire.StatusReply:
+        on_status()
+        return wire.StatusReply(term=7)
+
+    service = Service("Coordinator")
+    service.on(methods.STATUS, status)
+    service.on(methods.HEARTBEAT, lambda _, __: wire.HeartbeatReply(term=8))
+    return service
+
+
+def ask(address: str) -> int:
+    peer = GrpcNetwork(None).connect(address, name="coordinator")
+    try:
+        return peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_MS).term
+    finally:
+        peer.close()
+
+
+def serving_threads() -> int:
+    return sum(thread.name.startswith("serve") for thread in threading.enumerate())
+
+
+def silent(stop: threading.Event) -> Iterator[bytes]:
+    """A caller that has begun and sends nothing."""
+    stop.wait(60)
+    yield from ()
+
+
+@pytest.mark.parametrize("path", [methods.STATUS.path, methods.HEARTBEAT.path])
+def test_calls_without_a_message_take_no_thread(path: str) -> None:
+    """Unary calls, as 64 of them on one connection stopped a coordinator."""
+    stop, before = threading.Event(), serving_threads()
+    with serving(coordinator()) as address, raw_channel(address, "coordinator", None) as channel:
+        calls = [channel.stream_unary(path).future(silent(stop)) for _ in range(IDLE)]
+        try:
+            assert ask(address) == 7
+            assert serving_threads() - before <= 3
+        finally:
+            stop.set()
+            for call in calls:
+                call.cancel()
+
+
+def test_streams_without_a_message_take_no_thread() -> None:
+    stop, before = threading.Event(), serving_threads()
+    service = Service("ParameterServer")
+    service.on(methods.PUSH_PULL, lambda stream, _: iter(()))
+    service.on(methods.PUSH, lambda stream, _: server_wire.PushReply(parts=[{"next": sum(1 for _ in stream)}]))
+    with serving(service, coordinator()) as address, raw_channel(address, "server", None) as channel:
+        calls = [channel.stream_stream(methods.PUSH_PULL.path)(silent(stop)) for _ in range(IDLE)]
+        calls += [channel.stream_unary(methods.PUSH.path).future(silent(stop)) for _ in range(IDLE)]
+        try:
+            assert ask(address) == 7
+            assert serving_threads() - before <= 3
+        finally:
+            stop.set()
+            for call in calls:
+                call.cancel()
+
+
+def test_caller_that_reads_nothing_loses_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread waits for room in the connection's window, at most so long."""
+    monkeypatch.setattr(grpc_private, "STALL_S", 0.2)
+    ended: list[int] = []
+
+    def pull(_: server_wire.PullRequest, __: Context) -> Iterator[Frame]:
+        try:
+            while True:
+                yield Frame(b"", 0, bytes(1 << 20))
+        finally:
+            ended.append(1)
+
+    service = Service("ParameterServer")
+    service.on(methods.PULL, pull)
+    with serving(service, coordinator()) as address, raw_channel(address, "server", None) as channel:
+        calls = [channel.unary_stream(methods.PULL.path)(b"") for _ in range(4)]
+        wait_until(lambda: len(ended) == 4, "the handlers of calls that nobody reads to end")
+        assert ask(address) == 7
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+
+
+def test_answer_of_a_handler_that_waits_for_the_next_is_sent_at_once() -> None:
+    """As a watched launch, which prints a line and then nothing for long."""
+    go_on = threading.Event()
+
+    def pull(_: server_wire.PullRequest, __: Context) -> Iterator[Frame]:
+        yield Frame(b"", 1, b"")
+        go_on.wait(60)
+        yield Frame(b"", 2, b"")
+
+    service = Service("ParameterServer")
+    service.on(methods.PULL, pull)
+    with serving(service) as address:
+        peer = GrpcNetwork(None).connect(address, name="server 1")
+        answers = peer.receive(methods.PULL, server_wire.PullRequest(), timeout_ms=CALL_MS)
+        assert next(answers).offset == 1
+        go_on.set()
+        assert [each.offset for each in answers] == [2]
+        peer.close()
+
+
+def test_caller_that_stops_within_a_request_loses_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_private, "STALL_S", 0.2)
+    stop, took = threading.Event(), []
+
+    def push(stream: Iterator[Frame], _: Context) -> server_wire.PushReply:
+        took.append(sum(1 for _ in stream))
+        return server_wire.PushReply()
+
+    def half() -> Iterator[bytes]:
+        yield frames.encode(Frame(b"h", 0, b"data"))
+        stop.wait(60)
+
+    service = Service("ParameterServer")
+    service.on(methods.PUSH, push)
+    with serving(service, coordinator()) as address, raw_channel(address, "server", None) as channel:
+        calls = [channel.stream_unary(methods.PUSH.path).future(half()) for _ in range(4)]
+        try:
+            wait_until(lambda: len(took) == 4, "the handlers to be released")
+            assert ask(address) == 7
+            for call in calls:
+                with pytest.raises(grpc.RpcError):
+                    call.result(10)
+        finally:
+            stop.set()
+
+
+def test_heartbeats_are_served_while_all_other_threads_are_taken() -> None:
+    hold, began = threading.Event(), threading.Semaphore(0)
+
+    def block() -> None:
+        began.release()
+        hold.wait(60)
+
+    vital = frozenset((methods.HEARTBEAT.path,))
+    with serving(coordinator(block), vital=vital) as address, raw_channel(address, "coordinator", None) as channel:
+        calls = [channel.unary_unary(methods.STATUS.path).future(b"") for _ in range(8)]
+        try:
+            assert began.acquire(timeout=10)
+            assert began.acquire(timeout=10)
+            peer = GrpcNetwork(None).connect(address, name="coordinator")
+            for _ in range(20):
+                assert peer.call(methods.HEARTBEAT, wire.HeartbeatRequest(), timeout_ms=2_000).term == 8
+            peer.close()
+            assert not began.acquire(timeout=0.1), "the others have no thread"
+        finally:
+            hold.set()
+            for call in calls:
+                call.result(20)
+
+
+def test_one_caller_takes_half_of_the_threads_at_most(tmp_path: Any) -> None:
+    """Of 4 threads, one that blocks has 2; a second caller is served meanwhile. All is done in the end."""
+    hold, running = threading.Event(), threading.Semaphore(0)
+
+    def block() -> None:
+        running.release()
+        hold.wait(60)
+
+    identities = Identities(tmp_path)
+    greedy, modest = identities.of(Role.WORKER, "greedy"), identities.of(Role.WORKER, "modest")
+    security = ServerSecurity(identities.of(Role.COORDINATOR), OpenDoor())
+    listener = GrpcServer("127.0.0.1:0", [coordinator(block)], security, threads=4)
+    listener.start()
+    try:
+        with raw_channel(listener.address, "coordinator", greedy) as channel:
+            calls = [channel.unary_unary(methods.STATUS.path).future(b"") for _ in range(10)]
+            for _ in range(2):
+                assert running.acquire(timeout=10)
+            assert not running.acquire(timeout=0.3)
+            peer = GrpcNetwork(modest).connect(listener.address, name="coordinator")
+            assert peer.call(methods.HEARTBEAT, wire.HeartbeatRequest(), timeout_ms=CALL_MS).term == 8
+            peer.close()
+            hold.set()
+            for call in calls:
+                call.result(20)
+    finally:
+        hold.set()
+        listener.stop()
+
+
+def test_work_of_a_caller_is_done_in_its_order_and_none_is_lost() -> None:
+    threads, done, lock = CallThreads(4), [], threading.Lock()
+
+    def work(caller: str, number: int) -> Callable[[], None]:
+        def run() -> None:
+            time.sleep(0.0005)
+            with lock:
+                done.append((caller, number))
+
+        return run
+
+    for number in range(200):
+        for caller in ("a", "b", ""):
+            threads.run(work(caller, number), caller)
+    wait_until(lambda: len(done) == 600, "all works")
+    threads.close()
+    assert threads._running == {}
+    assert threads._waiting == {}
+    for caller in ("a", "b"):
+        mine = [number for who, number in done if who == caller]
+        # two run at a time, so neighbours may change places
+        assert all(abs(number - place) <= 2 for place, number in enumerate(mine)), mine
