@@ -1,16 +1,21 @@
 """The yard's authority: a key that signs the certificates of its members.
 
-Owns: the files ca.key and ca.crt. Invariants: the key stays in the coordinator's folder, readable by its user only; a
-certificate says whom it is for as a URI (shardyard.security.identity), which the authority decides and not the process
-that asks for it. Must not know: who may ask.
+Owns: the files ca.key and ca.crt, and the list of certificates. Invariants: the key stays in the coordinator's folder,
+readable by its user only; a certificate says whom it is for as a URI (shardyard.security.identity), which the authority
+decides and not the process that asks for it. Must not know: who may ask.
 
 ECDSA with P-256 and SHA-256; certificates of X.509 (RFC 5280), requests of PKCS #10 (RFC 2986).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
+import os
 import secrets
+import time
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -27,10 +32,24 @@ from shardyard.security.identity import Identity, Role
 
 KEY: Final = "ca.key"
 CERTIFICATE: Final = "ca.crt"
+ISSUED: Final = "issued.jsonl"
+"""The list of certificates: a line for each."""
+ISSUED_BYTES_MAX: Final = 4 << 20
 LIFETIME_S: Final = 10 * 365 * 86_400
 CLOCKS_APART_S: Final = 300
 """Certificates are valid from so long ago, since the clocks of two machines differ."""
 REQUEST_BYTES_MAX: Final = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCertificate:
+    """Times in seconds since 1970."""
+
+    role: str
+    name: str
+    serial: str
+    issued_s: int
+    until_s: int
 
 
 class Authority:
@@ -69,7 +88,7 @@ class Authority:
         return self._key.public_key()
 
     def issue(self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float) -> bytes:
-        """A certificate, as PEM."""
+        """A certificate, as PEM. Raises OSError if it cannot be listed."""
         identity = Identity(self.yard, role, name)
         builder = certificate_of(name, self.yard, public_key, lifetime_s, is_authority=False)
         names = [x509.UniformResourceIdentifier(identity.uri), x509.DNSName(identity.host)]
@@ -79,7 +98,35 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self._key, hashes.SHA256())
         )
+        self._record(role, name, signed)
         return signed.public_bytes(serialization.Encoding.PEM)
+
+    def issued(self) -> list[IssuedCertificate]:
+        """Those that have not ended, in the order in which they were made."""
+        try:
+            lines = (self.folder / ISSUED).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        now_s, found = time.time(), []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError):  # a line that was cut off
+                each = IssuedCertificate(**json.loads(line))
+                if each.until_s > now_s:
+                    found.append(each)
+        return found
+
+    def _record(self, role: Role, name: str, signed: x509.Certificate) -> None:
+        """Adds a line to the list of certificates. Raises OSError: what is not listed is not given out."""
+        begun_s = signed.not_valid_before_utc.timestamp() + CLOCKS_APART_S
+        made = IssuedCertificate(
+            role.value, name, f"{signed.serial_number:x}", int(begun_s), int(signed.not_valid_after_utc.timestamp())
+        )
+        path = self.folder / ISSUED
+        if path.exists() and path.stat().st_size > ISSUED_BYTES_MAX:
+            kept = "".join(json.dumps(asdict(each)) + "\n" for each in self.issued())
+            replace_file(path, kept.encode())
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "w") as stream:
+            stream.write(json.dumps(asdict(made)) + "\n")
 
     def has_issued(self, certificate: x509.Certificate) -> bool:
         try:

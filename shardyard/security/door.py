@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shardyard.domain.errors import NotPermitted, NotReady, NotTrusted
 from shardyard.security.identity import SCHEME, Identity
-from shardyard.security.passes import PassVerifier, Speaker
+from shardyard.security.passes import PassVerifier, Speaker, holder_of
 from shardyard.security.roles import ALLOWED
 from shardyard.wire.method import Method
 
@@ -33,6 +33,8 @@ class Door:
         self._verify = verify
         self._checks_passes = checks_passes
         self.passes: PassVerifier | None = None
+        self.revoked: frozenset[str] = frozenset()
+        """Whose certificates are refused, as role/name."""
         self._lock = threading.Lock()
         self._known: dict[bytes, Identity] = {}
 
@@ -41,6 +43,8 @@ class Door:
         NotReady while passes cannot be checked yet."""
         certificate = next(iter(connection.get(_CERTIFICATE, ())), b"")
         caller = self._known.get(certificate) or self._identify(certificate, connection)
+        if self.revoked and holder_of(caller) in self.revoked:
+            raise NotTrusted(f"the certificate of {caller} was revoked", todo="ask an operator of the yard for another")
         allowed = ALLOWED.get(method.path, frozenset())
         if caller.role not in allowed:
             roles = ", ".join(sorted(role.value for role in allowed)) or "nobody"

@@ -20,6 +20,8 @@ _TABLE: Final[tuple[tuple[Method[Any, Any], tuple[Role, ...]], ...]] = (
     # the coordinator: members
     (methods.ENROL, tuple(Role)),
     (methods.INVITE, (_OPERATOR,)),
+    (methods.LIST_IDENTITIES, (_OPERATOR, _VIEWER)),
+    (methods.REVOKE_IDENTITY, (_OPERATOR,)),
     (methods.REGISTER, MEMBERS),
     (methods.HEARTBEAT, MEMBERS),
     (methods.LEAVE, MEMBERS),

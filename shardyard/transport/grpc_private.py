@@ -274,6 +274,10 @@ class ServedCall:
         self._arrived: tuple[bytes | None] | None = None
         self.at_once: Callable[[bytes], bytes | None] | None = None
 
+    def cancel(self) -> None:
+        """Ends the call. Any thread may call this."""
+        self._context.cancel()
+
     def serve(self, answers: Generator[bytes | None, None, None]) -> None:
         """Runs the handler, whose answers these are, until it waits for a request for the first time, or ends."""
         self._answers = answers

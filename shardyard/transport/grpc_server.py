@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import errno
 import socket
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -80,6 +81,7 @@ class GrpcServer:
         self._vital = frozenset(vital)
         self._threads, self._vital_threads = CallThreads(threads), CallThreads(VITAL_THREADS, "serve-vital")
         self._at_first = InThisThread()
+        self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -112,6 +114,14 @@ class GrpcServer:
         for name in ("", *self._names):
             self._health.set(name, kind)
 
+    def revoke(self, holders: frozenset[str]) -> None:
+        """From now on the certificates of these members (role/name) are refused, and their open calls end."""
+        if self._door is not None:
+            self._door.revoked = holders
+        for call in list(self._calls):
+            if call.caller in holders:
+                call.cancel()
+
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
         self._health.enter_graceful_shutdown()
@@ -134,7 +144,7 @@ class GrpcServer:
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
         if TRIED:
             threads = self._vital_threads if method.path in self._vital else self._threads
-            return _call_handler(method, handler, threads, self._door, self._at_first)
+            return _call_handler(method, handler, threads, self._door, self._at_first, self._calls)
         return _grpc_handler(method, handler, self._door)
 
 
@@ -178,13 +188,20 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler, door: Door | None)
 
 
 def _call_handler(
-    method: Method[Any, Any], handler: Handler, threads: CallThreads, door: Door | None, at_first: InThisThread
+    method: Method[Any, Any],
+    handler: Handler,
+    threads: CallThreads,
+    door: Door | None,
+    at_first: InThisThread,
+    calls: weakref.WeakSet[ServedCall],
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Handles a method of any kind. A call has a thread only while its handler runs, and none before its first message
-    is whole."""
+    is whole. `calls`: gets those that are served."""
 
     def run(_: Any, call: grpc.ServicerContext, end: Callable[[None], None]) -> None:
         served = ServedCall(call, end, threads, holds_back=method.streams_in and method.streams_out)
+
+        calls.add(served)
 
         def offer(at_once: AtOnce) -> None:
             scope = contextvars.copy_context()

@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from shardyard.domain import errors
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.passes import Speaker, holder_of
 from shardyard.transport.dispatch import serve_with_pauses
 from shardyard.transport.error_codes import to_detail
 from shardyard.transport.interfaces import Context, Handler, Pause
@@ -70,6 +71,8 @@ class LocalListener:
         self._connections_max = connections_max
         self._lock = threading.Lock()
         self._served: dict[Connection, threading.Thread] = {}
+        self._callers: dict[Connection, str] = {}
+        """Whose certificate has opened a connection, as role/name."""
         self._stopped = False
         name = f"shardyard-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = None if folder is None else folder / f"{name}.sock"
@@ -88,6 +91,13 @@ class LocalListener:
 
     def start(self) -> None:
         self._accepts.start()
+
+    def revoke(self, holders: frozenset[str]) -> None:
+        """Ends the connections of these members (role/name)."""
+        with self._lock:
+            served = [each for each, caller in self._callers.items() if caller in holders]
+        for connection in served:
+            connection.cancel()
 
     def stop(self) -> None:
         """Ends all connections, and waits for their threads."""
@@ -133,13 +143,19 @@ class LocalListener:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            ServedConnection(connection, self._method, self._handler, self._keys).run()
+            served = ServedConnection(connection, self._method, self._handler, self._keys)
+            served.run(lambda speaker: self._note(connection, speaker))
         except (OSError, errors.ShardyardError) as error:
             log.debug("%s: a connection has ended (%s)", self._method.path, error)
         finally:
             connection.close()
             with self._lock:
                 del self._served[connection]
+                self._callers.pop(connection, None)
+
+    def _note(self, connection: Connection, speaker: Speaker) -> None:
+        with self._lock:
+            self._callers[connection] = holder_of(speaker.identity)
 
 
 class ServedConnection:
@@ -160,8 +176,9 @@ class ServedConnection:
         self._pause: Pause | None = None
         self._has_ended = False
 
-    def run(self) -> None:
-        """Serves the stream until it ends. Raises OSError, ShardyardError."""
+    def run(self, known: Callable[[Speaker], None]) -> None:
+        """Serves the stream until it ends. `known` gets the caller, if there are certificates. Raises OSError,
+        ShardyardError."""
         connection = self._connection
         kind, hello = connection.receive(_HELLO_MS)
         if kind != WHOLE:
@@ -172,6 +189,8 @@ class ServedConnection:
         except errors.NotPermitted as error:
             connection.send(ERROR, to_detail(error).SerializeToString())
             return
+        if speaker is not None:
+            known(speaker)
         context = Context(peer="local", is_active=connection.is_alive, descriptors=connection, speaker=speaker)
         self._answers = serve_with_pauses(
             self._method, self._handler, self._requests(), context, name.decode(errors="replace")

@@ -52,11 +52,11 @@ class Membership:
 class MembershipClient:
     """A process as a member of a yard.
 
-    `report` fills a heartbeat with what the role measured. `on_reply` gets the coordinator's answer. `on_lost` is
-    called when the member was fenced (StaleIncarnation), or when the coordinator has not answered for `grace_ms`
-    (CoordinatorLost). NotReady is an answer too: the process is there. Until then the member continues, and the log
-    says at once, and again later, what it waits for. It also says what a coordinator waits for that answers and
-    decides nothing.
+    `report` fills a heartbeat with what the role measured. `on_reply` gets the coordinator's answer. `on_revoked` gets
+    whose certificates are refused, as role/name, whenever that has changed. `on_lost` is called when the member was
+    fenced (StaleIncarnation), or when the coordinator has not answered for `grace_ms` (CoordinatorLost). NotReady is an
+    answer too: the process is there. Until then the member continues, and the log says at once, and again later, what
+    it waits for. It also says what a coordinator waits for that answers and decides nothing.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class MembershipClient:
         on_lost: Callable[[errors.ShardyardError], None],
         report: Callable[[wire.HeartbeatRequest], None] | None = None,
         grace_ms: int = COORDINATOR_GRACE_MS,
+        on_revoked: Callable[[frozenset[str]], None] | None = None,
     ) -> None:
+        self._on_revoked = on_revoked
         self._peer = peer
         self._renewal_s = 0.0
         self._membership = membership
@@ -82,6 +84,7 @@ class MembershipClient:
         self._beat = threading.Lock()
         self.lease_ms = self.drain_ms = 0
         self.pass_key = b""
+        self._revoked_version = 0
         """How long the coordinator waits for a heartbeat, and for this member to leave in order."""
         self._undecided = ""
         self.incarnation = Incarnation(0)
@@ -158,7 +161,11 @@ class MembershipClient:
         request = wire.HeartbeatRequest(caller=common_messages.caller_to_wire(self.caller))
         if self._report is not None:
             self._report(request)
+        request.revoked_version = self._revoked_version
         reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=timeout_ms)
+        if reply.HasField("revoked") and self._on_revoked is not None:
+            self._on_revoked(frozenset(reply.revoked.holders))
+            self._revoked_version = reply.revoked.version
         self.term = Term(max(self.term, reply.term))
         self._note_undecided(reply.undecided)
         if not self._stop.is_set():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from cryptography import x509
 
 from shardyard.config.settings import AUTO, SecuritySettings
+from shardyard.domain.errors import InvalidRequest
 from shardyard.security.authority import Authority, new_key
 from shardyard.security.credentials import Credentials, replace_file
 from shardyard.security.door import Door
@@ -22,6 +24,7 @@ from shardyard.security.identity import SCHEME, Identity, Role
 from shardyard.security.invitations import LIFETIME_MAX_S, USES_MAX, X962, Invitations, JoinLine, Point
 from shardyard.security.issuing import issue_local
 from shardyard.security.local import AUTHORITY, FOLDER
+from shardyard.security.revocations import Revocations
 from shardyard.transport.tls import ServerSecurity
 
 log = logging.getLogger("shardyard.coordinator")
@@ -45,7 +48,11 @@ class YardIdentities:
         self._folder_of_invitations = Path(settings.invitations) if settings.invitations else None
         self._renewed_s = self._left_s = -math.inf
         self.tick()
+        self.revocations = Revocations(authority)
+        self.on_revoked: Callable[[frozenset[str]], None] = lambda _: None
+        """Gets whose certificates are refused, as role/name, whenever that has changed."""
         self.door = Door(self._identify)
+        self.door.revoked = self.revocations.holders
         self.credentials = Credentials(own)
         self.security = ServerSecurity(self.credentials, self.door, self.invitations.certificates)
 
@@ -53,6 +60,15 @@ class YardIdentities:
     def point(self) -> bytes:
         """The authority's public key."""
         return self.authority.public_key.public_bytes(X962, Point)
+
+    def revoke(self, role: Role, name: str, *, revoked: bool) -> None:
+        """Refuses the certificates of a member from now on, or takes that back. Raises InvalidRequest, TooLarge,
+        OSError."""
+        if role in (Role.COORDINATOR, Role.INVITED):
+            raise InvalidRequest(f"the certificate of {role.value} {name} cannot be revoked")
+        self.revocations.change(f"{role.value}/{name}", revoked=revoked)
+        self.door.revoked = self.revocations.holders
+        self.on_revoked(self.revocations.holders)
 
     def tick(self) -> None:
         """Renews the certificates of this machine, and the invitations, when it is time. Called often."""

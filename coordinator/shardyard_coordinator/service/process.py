@@ -76,6 +76,8 @@ def serve(
         ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service], security, vital=VITAL)
         ending.callback(listener.stop)
+        if identities is not None:
+            identities.on_revoked = listener.revoke
         coordinator.start()
         listener.start()
         listener.set_ready(ready=True)

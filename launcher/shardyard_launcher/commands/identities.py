@@ -1,10 +1,12 @@
-"""`shardyard invite`, `join`: how a process of another machine gets its certificate.
+"""`shardyard invite`, `join`, `identities`: certificates, for other machines and as a list.
 
-Must not know: what a certificate is, who may invite.
+Must not know: what a certificate is, who may have one.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -68,6 +70,71 @@ def join(address: str, invitation: str, state: str | None, config: str | None, s
     remember_yard(address, folder.parent)
     click.echo(f"joined the yard at {address} as {role} {name}; the certificate is in {folder}")
     return 0
+
+
+@click.group()
+def identities() -> None:
+    """Show and revoke certificates of a yard."""
+
+
+@identities.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@yard_options
+def list_command(settings: Settings, as_json: bool) -> int:
+    """List the certificates that the yard has signed and that have not ended."""
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.terminal.tables import new_table, show
+    from shardyard_launcher.yard.running_yard import connect_to_yard
+
+    with connect_to_yard(settings) as client:
+        reply = client.call(methods.LIST_IDENTITIES, wire.ListIdentitiesRequest(), "to list its certificates")
+    if as_json:
+        names = ("role", "name", "serial", "issued_s", "until_s", "revoked")
+        click.echo(json.dumps([{name: getattr(each, name) for name in names} for each in reply.identities], indent=2))
+        return 0
+    table = new_table("role", "name", "issued", "until", "serial", "")
+    for each in reply.identities:
+        times = (_moment(each.issued_s), _moment(each.until_s))
+        table.add_row(each.role, each.name, *times, each.serial[:16], "revoked" if each.revoked else "")
+    show(table)
+    return 0
+
+
+@identities.command()
+@click.argument("role", type=click.Choice(ROLES))
+@click.argument("name")
+@yard_options
+def revoke(settings: Settings, role: str, name: str) -> int:
+    """Refuse the certificates of a member from now on, those of open connections too."""
+    _revoke(settings, role, name, allow=False)
+    click.echo(f"certificates of {role} {name} are refused; servers and agents learn of it with their next heartbeat")
+    return 0
+
+
+@identities.command()
+@click.argument("role", type=click.Choice(ROLES))
+@click.argument("name")
+@yard_options
+def allow(settings: Settings, role: str, name: str) -> int:
+    """Take a revocation back."""
+    _revoke(settings, role, name, allow=True)
+    click.echo(f"certificates of {role} {name} are accepted")
+    return 0
+
+
+def _revoke(settings: Settings, role: str, name: str, *, allow: bool) -> None:
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.yard.running_yard import connect_to_yard
+
+    with connect_to_yard(settings) as client:
+        request = wire.RevokeIdentityRequest(role=role, name=name, allow=allow)
+        client.call(methods.REVOKE_IDENTITY, request, "to change what it refuses")
+
+
+def _moment(time_s: int) -> str:
+    return datetime.datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
 
 
 def parse_lifetime(text: str) -> int:

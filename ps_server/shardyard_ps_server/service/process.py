@@ -54,7 +54,7 @@ class Server:
     `on_lost` is called when the coordinator is gone or has declared this server dead, when a log cannot be written,
     or when a push was applied only in part. `on_drain` is called when the coordinator says that this server is to leave
     in order. `logs`: the folder of logs; None: jobs that need one are refused.
-    `budget`: the memory for rows of tables; None: there is no bound.
+    `budget`: the memory for rows of tables; None: there is no bound. `on_revoked`: as of MembershipClient.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class Server:
         logs: LogRoot | None = None,
         budget: Budget | None = None,
         access: StorageAccess | None = None,
+        on_revoked: Callable[[frozenset[str]], None] | None = None,
     ) -> None:
+        self._on_revoked = on_revoked
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
         self.store = Store(logs=logs, on_failure=on_lost, budget=budget, access=access or StorageAccess())
@@ -95,6 +97,7 @@ class Server:
             on_lost=self._on_lost,
             report=self._report,
             grace_ms=self._grace_ms,
+            on_revoked=self._on_revoked,
         )
         enrolment.register(patience_ms=patience_ms, stop=stop)
         self.store.become(enrolment.incarnation, enrolment.term)
@@ -213,6 +216,12 @@ def serve(
         if stop.is_set():
             return
         raise
+
+    def on_revoked(holders: frozenset[str]) -> None:
+        listener.revoke(holders)
+        if local is not None:
+            local.revoke(holders)
+
     server = Server(
         GrpcNetwork(credentials),
         coordinator,
@@ -222,6 +231,7 @@ def serve(
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
         access=StorageAccess(settings.storage.allowed),
+        on_revoked=on_revoked,
     )
     security = None if credentials is None else ServerSecurity(credentials, Door(checks_passes=True))
     listener = GrpcServer(bind, [server.service()], security, threads=THREADS, vital=ORDERS)

@@ -104,6 +104,46 @@ class InviteReply(_message.Message):
     authority: bytes
     def __init__(self, id: _Optional[str] = ..., yard: _Optional[str] = ..., authority: _Optional[bytes] = ...) -> None: ...
 
+class ListIdentitiesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IssuedIdentity(_message.Message):
+    __slots__ = ("role", "name", "serial", "issued_s", "until_s", "revoked")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_S_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    serial: str
+    issued_s: int
+    until_s: int
+    revoked: bool
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., serial: _Optional[str] = ..., issued_s: _Optional[int] = ..., until_s: _Optional[int] = ..., revoked: bool = ...) -> None: ...
+
+class ListIdentitiesReply(_message.Message):
+    __slots__ = ("identities",)
+    IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    identities: _containers.RepeatedCompositeFieldContainer[IssuedIdentity]
+    def __init__(self, identities: _Optional[_Iterable[_Union[IssuedIdentity, _Mapping]]] = ...) -> None: ...
+
+class RevokeIdentityRequest(_message.Message):
+    __slots__ = ("role", "name", "allow")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    allow: bool
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., allow: bool = ...) -> None: ...
+
+class RevokeIdentityReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -206,8 +246,17 @@ class Consistency(_message.Message):
     staleness: int
     def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
 
+class Revoked(_message.Message):
+    __slots__ = ("version", "holders")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    __slots__ = ("revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    REVOKED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PASS_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +270,7 @@ class HeartbeatRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
+    revoked_version: int
     pass_until_s: int
     caller: _common_pb2.Caller
     step: int
@@ -234,7 +284,7 @@ class HeartbeatRequest(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
     switches: int
     switch_reached: SwitchReached
-    def __init__(self, pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
+    def __init__(self, revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -281,7 +331,8 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    __slots__ = ("revoked", "job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +354,7 @@ class HeartbeatReply(_message.Message):
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    revoked: Revoked
     job_pass: bytes
     term: int
     job_state: JobState
@@ -324,7 +376,7 @@ class HeartbeatReply(_message.Message):
     consistency: Consistency
     switch_point: SwitchPoint
     undecided: str
-    def __init__(self, job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
+    def __init__(self, revoked: _Optional[_Union[Revoked, _Mapping]] = ..., job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("left_ms", "empty")

@@ -57,7 +57,9 @@ class AgentMembership:
         coordinator_grace_ms: int,
         waiting_for: Callable[[], str],
         stop: threading.Event,
+        on_revoked: Callable[[frozenset[str]], None],
     ) -> None:
+        self._on_revoked = on_revoked
         self._stop = stop
         self._grace_ms = coordinator_grace_ms
         self._waiting_for = waiting_for
@@ -133,6 +135,7 @@ class AgentMembership:
             on_lost=self._on_lost,
             report=self._report,
             grace_ms=self._grace_ms,
+            on_revoked=self._on_revoked,
         )
 
     def _on_reply(self, reply: coordinator_wire.HeartbeatReply) -> None:
@@ -206,6 +209,7 @@ def serve(
             coordinator_grace_ms=grace_ms,
             waiting_for=lambda: service.wait_registry.waiting_for,
             stop=stop,
+            on_revoked=listener.revoke,
         )
         listener.start()
         membership.enrol()

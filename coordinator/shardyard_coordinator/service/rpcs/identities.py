@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 
 from shardyard.domain.errors import InvalidRequest, NotFound, NotPermitted, StorageUnavailable
@@ -12,6 +13,8 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.rpcs.rpc import Backend, identified
+
+log = logging.getLogger("shardyard.coordinator")
 
 
 def _enrol(backend: Backend, request: wire.EnrolRequest, caller: Identity | None) -> wire.EnrolReply:
@@ -62,4 +65,38 @@ def _known(backend: Backend, caller: Identity | None) -> tuple[YardIdentities, I
     return backend.identities, caller
 
 
-RPCS = (identified(methods.ENROL, _enrol), identified(methods.INVITE, _invite))
+def _list(backend: Backend, _: wire.ListIdentitiesRequest, caller: Identity | None) -> wire.ListIdentitiesReply:
+    identities, _caller = _known(backend, caller)
+    revoked = identities.revocations.holders
+    reply = wire.ListIdentitiesReply()
+    for each in identities.authority.issued():
+        reply.identities.add(
+            role=each.role,
+            name=each.name,
+            serial=each.serial,
+            issued_s=each.issued_s,
+            until_s=each.until_s,
+            revoked=f"{each.role}/{each.name}" in revoked,
+        )
+    return reply
+
+
+def _revoke(backend: Backend, request: wire.RevokeIdentityRequest, caller: Identity | None) -> wire.RevokeIdentityReply:
+    identities, caller = _known(backend, caller)
+    try:
+        role, name = Role(request.role), checked_name(request.name)
+        identities.revoke(role, name, revoked=not request.allow)
+    except ValueError as error:
+        raise InvalidRequest(f"no identity: {error}") from error
+    except OSError as error:
+        raise StorageUnavailable(f"the revocation cannot be recorded: {error.strerror}") from error
+    log.warning("%s has %s %s %s", caller, "allowed" if request.allow else "revoked", role.value, name)
+    return wire.RevokeIdentityReply()
+
+
+RPCS = (
+    identified(methods.ENROL, _enrol),
+    identified(methods.INVITE, _invite),
+    identified(methods.LIST_IDENTITIES, _list),
+    identified(methods.REVOKE_IDENTITY, _revoke),
+)

@@ -9,7 +9,7 @@ from shardyard.config.settings import MembershipSettings
 from shardyard.domain import limits
 from shardyard.domain.errors import NotPermitted, TooLarge
 from shardyard.domain.ids import Incarnation, JobId, Term
-from shardyard.security.identity import Identity
+from shardyard.security.identity import Identity, Role
 from shardyard.security.passes import LIFETIME_S, holder_of
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, lease_messages, methods
@@ -122,6 +122,12 @@ def _heartbeat(backend: Backend, request: wire.HeartbeatRequest, caller: Identit
     residual = backend.residuals.wanted(JobId(request.caller.job), event.incarnation)
     reply = heartbeat_reply(answer, backend.mailbox.term, residual)
     reply.undecided = backend.mailbox.waiting_for
+    identities = backend.identities
+    if identities is not None and caller is not None and caller.role in (Role.SERVER, Role.AGENT):
+        revocations = identities.revocations
+        if request.revoked_version != revocations.version:
+            reply.revoked.version = revocations.version
+            reply.revoked.holders.extend(sorted(revocations.holders))
     if request.pass_until_s and request.pass_until_s - time.time() < LIFETIME_S / 2:
         reply.job_pass = backend.sign_pass(JobId(request.caller.job), event.incarnation, caller)
     return reply
