@@ -21,6 +21,7 @@
     |-- StorageUnavailable          a disk or an object store refuses a request or cannot be reached
     |-- CheckpointDamaged           a file of a checkpoint differs from what was written
     |-- LogDamaged                  a file of a server's log differs from what was written
+    |-- AuditDamaged                a line of the yard's audit was changed or removed
     |-- JobFailed                   the job ended with an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed  NonFiniteGradient
     |-- NotTrusted                  a certificate is missing, or is not of this yard
@@ -290,6 +291,11 @@ class CheckpointDamaged(ShardyardError):
 class LogDamaged(ShardyardError):
     why = "a file of a server's log is not what was written, so acknowledged pushes cannot be restored from it"
     todo = "replace the file by a copy, or go back to a checkpoint with `shardyard checkpoint restore`"
+
+
+class AuditDamaged(ShardyardError):
+    why = "each line of the audit has the digest of the line before it, and here one differs"
+    todo = "keep the file as it is, and compare it with a copy; if it is moved away, the coordinator begins a new one"
 
 
 class JobFailed(ShardyardError):

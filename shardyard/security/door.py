@@ -35,6 +35,8 @@ class Door:
         self.passes: PassVerifier | None = None
         self.revoked: frozenset[str] = frozenset()
         """Whose certificates are refused, as role/name."""
+        self.on_refused: Callable[[str, str, str], None] = lambda *_: None
+        """Gets the path of a method, the caller's address, and why the caller was refused."""
         self._lock = threading.Lock()
         self._known: dict[bytes, Identity] = {}
 

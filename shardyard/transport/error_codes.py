@@ -37,6 +37,7 @@ TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.StorageUnavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.CheckpointDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.LogDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.AuditDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.JobFailed, grpc.StatusCode.CANCELLED),
     (errors.NotTrusted, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotPermitted, grpc.StatusCode.PERMISSION_DENIED),

@@ -21,7 +21,7 @@ from shardyard.domain import errors
 from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.door import Door
-from shardyard.security.passes import holder_of
+from shardyard.security.passes import Speaker, holder_of
 from shardyard.transport import TRIED
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
@@ -242,6 +242,12 @@ def _context_of(
     """The context of a call, and its request's id. Raises what the door does."""
     metadata = dict(call.invocation_metadata())
     shown = metadata.get(PASS_KEY, b"")
-    speaker = None if door is None else door.admit(method, _auth_context(call), bytes(shown))  # type: ignore[arg-type]
+    speaker: Speaker | None = None
+    if door is not None:
+        try:
+            speaker = door.admit(method, _auth_context(call), bytes(shown))  # type: ignore[arg-type]
+        except (errors.NotTrusted, errors.NotPermitted) as error:
+            door.on_refused(method.path, call.peer(), error.what)
+            raise
     context = Context(peer=call.peer(), is_active=call.is_active, offer=offer, speaker=speaker)
     return context, str(metadata.get(REQUEST_ID_KEY, ""))

@@ -143,6 +143,8 @@ def test_server_learns_of_it_with_a_heartbeat(yard: LocalCluster) -> None:
                 eve.call(methods.DESCRIBE_SERVER, _describe(), timeout_ms=5_000)
             except errors.NotTrusted:
                 return True
+            except errors.ServerUnavailable:  # it was under way when the server learned it
+                return False
             return False
 
         wait_until(is_refused, "the server to learn it", deadline_s=2.0)
@@ -175,3 +177,26 @@ def test_revocations_are_bounded_and_a_damaged_file_is_refused(tmp_path: Path) -
     (tmp_path / FILE).write_text("{")
     with pytest.raises(errors.ConfigurationError, match="without it revoked certificates are valid"):
         Revocations(tmp_path)
+
+
+def test_audit_says_who_did_what_and_who_was_refused(yard: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    viewer = network(yard, Role.VIEWER, "curious").connect(yard.coordinator, name="coordinator")
+    try:
+        with pytest.raises(errors.NotPermitted):
+            viewer.call(methods.STOP_JOB, wire.StopJobRequest(job_name="ada"), timeout_ms=5_000)
+    finally:
+        viewer.close()
+    assert command(yard, "invite", "--role", "worker", "--name", "guest-7") == 0
+    assert command(yard, "identities", "revoke", "worker", "guest-7") == 0
+    capsys.readouterr()
+    assert main(["audit", "--yard", "--state", str(yard._folder)]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each for each in found if each["event"] == "Register" and each["who"] == "server/server-0"]
+    (refused,) = [each for each in found if "curious" in each["outcome"]]
+    assert (refused["event"], refused["outcome"][:38]) == ("StopJob", "viewer curious may not call /shardyard")
+    assert refused["where"].startswith("ipv4:127.0.0.1:")
+    invited, revoked = found[-2:]
+    assert (invited["event"], invited["who"], invited["name"]) == ("Invite", "operator/operator", "guest-7")
+    assert (revoked["event"], revoked["name"], revoked["outcome"]) == ("RevokeIdentity", "guest-7", "allowed")
+    assert main(["audit", "--verify", "--state", str(yard._folder)]) == 0
+    assert f"{len(found)} lines, each follows the one before it" in capsys.readouterr().out

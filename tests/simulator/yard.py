@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,9 @@ def prepare(plan: Plan) -> Ending | None:
 
 
 class _Listener:
-    def __init__(self, bind: str, services: Any, *, threads: int = 64) -> None:
+    def __init__(
+        self, bind: str, services: Any, security: None, *, threads: int = 64, vital: Collection[str] = ()
+    ) -> None:
         self.address = bind
         self.port = int(bind.rpartition(":")[2])
         self._services = services
@@ -234,5 +236,5 @@ class _Listener:
         current_yard().wires.leave(self.address)
 
 
-def _network() -> SimulatedNetwork:
+def _network(_credentials: None) -> SimulatedNetwork:
     return SimulatedNetwork(current_yard().wires, current().process)

@@ -6,6 +6,7 @@ returns, none of its threads runs, and another process can open the journal. Mus
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
+from shardyard.security.audit_log import AuditLog
 from shardyard.security.local import FOLDER, forget_yard, remember_yard
 from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
@@ -58,6 +60,8 @@ def serve(
     tune_malloc()
     own = Path(settings.yard.state) if state is None else state
     identities, security = security_of(settings.security, own)
+    folder = (own / FOLDER).absolute()
+    audit_log = None if security is None else _open_audit(folder, security)
     with ExitStack() as ending:
         journal = _open_journal(state, bind, stop, security)
         if journal is None:
@@ -71,7 +75,8 @@ def serve(
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
             access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
             identities=identities,
-            signer=None if security is None else PassSigner((own / FOLDER).absolute()),
+            signer=None if security is None else PassSigner(folder),
+            audit_log=audit_log,
         )
         ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service], security, vital=VITAL)
@@ -118,6 +123,18 @@ def _open_journal(
             except StorageUnavailable as error:
                 last = error.what
     return None
+
+
+def _open_audit(folder: Path, security: ServerSecurity) -> AuditLog:
+    """The yard's audit, to which the door writes whom it refuses. Raises StorageUnavailable."""
+    audit_log = AuditLog(folder)
+
+    def note(path: str, where: str, why: str) -> None:
+        with contextlib.suppress(OSError):  # the caller is refused in any case
+            audit_log.add(path.rpartition("/")[2], who="", where=where, outcome=why)
+
+    security.door.on_refused = note
+    return audit_log
 
 
 def _with_port(advertise: str, port: int) -> str:

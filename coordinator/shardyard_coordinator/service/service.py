@@ -17,6 +17,7 @@ from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.audit_log import AuditLog
 from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Network
@@ -53,6 +54,7 @@ class Coordinator:
         access: StorageAccess | None = None,
         identities: YardIdentities | None = None,
         signer: PassSigner | None = None,
+        audit_log: AuditLog | None = None,
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
@@ -84,6 +86,7 @@ class Coordinator:
                 release=version("shardyard"),
                 identities=identities,
                 signer=signer,
+                audit_log=audit_log,
             )
         )
 

@@ -36,7 +36,9 @@ _IDS: Final = ("worker", "incarnation", "agent")
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", required=False)
+@click.option("--yard", "of_yard", is_flag=True, help="Write the audit of the yard itself instead: who did what to it.")
+@click.option("--verify", "only_verify", is_flag=True, help="Check that no line of the yard's audit was changed.")
 @click.option("--format", "form", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @click.option(
     "-o",
@@ -46,7 +48,7 @@ _IDS: Final = ("worker", "incarnation", "agent")
     help="Write to this file (default: standard output).",
 )
 @yard_options
-def audit(settings: Settings, job: str, form: str, output: Path | None) -> int:
+def audit(settings: Settings, job: str | None, of_yard: bool, only_verify: bool, form: str, output: Path | None) -> int:
     """Write the history of a job.
 
     It says which worker did which work, and what was lost or restored. JOB is a job's name (its latest run) or id. The
@@ -54,11 +56,34 @@ def audit(settings: Settings, job: str, form: str, output: Path | None) -> int:
     """
     from shardyard.storage.storage import write_file
 
+    if of_yard or only_verify:
+        return _audit_yard(Path(settings.yard.state), only_verify=only_verify)
+    if job is None:
+        raise click.UsageError("name a job, or give --yard")
     lines = _csv(read(settings, job)) if form == "csv" else _jsonl(read(settings, job))
     if output is None:
         sys.stdout.writelines(lines)
     else:
         write_file(output, iter(lambda: "".join(itertools.islice(lines, LINES_AT_ONCE)).encode(), b""))
+    return 0
+
+
+def _audit_yard(state: Path, *, only_verify: bool) -> int:
+    """Shows or checks the audit in a state folder of this machine."""
+    from shardyard.domain.errors import NotFound
+    from shardyard.security import audit_log
+    from shardyard.security.local import FOLDER
+    from shardyard_launcher.yard.state_file import JOURNAL
+
+    places = [state / JOURNAL / FOLDER / audit_log.FILE, state / FOLDER / audit_log.FILE]
+    path = next((each for each in places if each.is_file()), None)
+    if path is None:
+        raise NotFound(f"there is no audit of a yard in {state}", todo="give the coordinator's folder with --state")
+    if only_verify:
+        click.echo(f"{path}: {audit_log.verify(path)} lines, each follows the one before it")
+        return 0
+    for entry in audit_log.read(path):
+        click.echo(json.dumps(entry))
     return 0
 
 

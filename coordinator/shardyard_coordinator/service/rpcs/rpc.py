@@ -10,17 +10,20 @@ bounded (shardyard.domain.limits). It raises MalformedPayload, TooLarge, Invalid
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from shardyard.config.settings import MembershipSettings
-from shardyard.domain.errors import Internal, NotPermitted
+from shardyard.domain.errors import Internal, NotPermitted, NotTrusted, ShardyardError
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.waits import WaitRegistry
-from shardyard.security.identity import Identity
+from shardyard.security.audit_log import AuditLog
+from shardyard.security.identity import Identity, Role
+from shardyard.security.issuing import PEOPLE
 from shardyard.security.passes import PassSigner, holder_of
-from shardyard.security.roles import MEMBERS
+from shardyard.security.roles import ALLOWED, MEMBERS
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Context, Handler
 from shardyard.wire.method import Method
@@ -32,6 +35,10 @@ from shardyard_coordinator.service.residual_collection import ResidualCollection
 from shardyard_coordinator.service.server_calls import ServerCalls
 from shardyard_coordinator.service.server_client import ServerClient
 
+log = logging.getLogger("shardyard.coordinator")
+
+_SAID: Final = ("job_name", "name", "role", "member", "launch", "url", "number", "reason", "address")
+"""What the audit has of a request."""
 ROUNDS_MAX: Final = 4
 """How often one request is given to the machine. It is given again after its partitions were created or opened; once
 more is enough."""
@@ -45,7 +52,7 @@ Response = TypeVar("Response")
 class Backend:
     """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `access`: where a job's may
     be; `release`: of shardyard; `identities`: None if this yard signs no certificates;
-    `signer`: of passes, None without TLS."""
+    `signer`: of passes, None without TLS; `audit_log`: of the yard, None without TLS."""
 
     mailbox: Mailbox
     calls: ServerCalls
@@ -59,6 +66,18 @@ class Backend:
     release: str
     identities: YardIdentities | None
     signer: PassSigner | None
+    audit_log: AuditLog | None
+
+    def audit(self, method: Method[Any, Any], request: Any, caller: Identity, where: str, outcome: str) -> None:
+        """Writes down who did what. If the file cannot be written, the log has it."""
+        if self.audit_log is None:
+            return
+        said = {name: str(getattr(request, name))[:128] for name in _SAID if name in request.DESCRIPTOR.fields_by_name}
+        more = {name: value for name, value in said.items() if value}
+        try:
+            self.audit_log.add(method.name, who=holder_of(caller), where=where, outcome=outcome, **more)
+        except OSError as error:
+            log.error("the audit cannot be written (%s): %s of %s, %s", error, method.name, caller, outcome)
 
     def check_caller(self, request: Any, caller: Identity) -> None:
         """Raises NotPermitted if a member speaks for another one. `caller`: by its certificate."""
@@ -129,11 +148,26 @@ class Rpc:
     def handler(self, backend: Backend) -> Handler:
         def handle(request: Any, context: Context) -> Any:
             caller = None if context.speaker is None else context.speaker.identity
-            if caller is not None:
+            if caller is None:
+                return self.serve(backend, request, None)
+            try:
                 backend.check_caller(request, caller)
-            return self.serve(backend, request, caller)
+                answer = self.serve(backend, request, caller)
+            except ShardyardError as error:
+                if isinstance(error, NotPermitted | NotTrusted) or self._is_audited(caller):
+                    backend.audit(self.method, request, caller, context.peer, error.what)
+                raise
+            if self._is_audited(caller):
+                backend.audit(self.method, request, caller, context.peer, "allowed")
+            return answer
 
         return handle
+
+    def _is_audited(self, caller: Identity) -> bool:
+        """Whether what the caller does here is written down: what people do, and who comes."""
+        if caller.role in PEOPLE:
+            return Role.VIEWER not in ALLOWED[self.method.path]
+        return self.method.name in ("Enrol", "Register")
 
 
 def decided(

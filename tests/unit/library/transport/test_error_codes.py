@@ -45,6 +45,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.UnseekableDataset: INVALID,
     errors.ProtocolMismatch: grpc.StatusCode.UNIMPLEMENTED,
     errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
+    errors.AuditDamaged: grpc.StatusCode.DATA_LOSS,
     errors.NotTrusted: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotShareable: INVALID,
     errors.Refused: ABORTED,
