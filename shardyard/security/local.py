@@ -13,6 +13,7 @@ Must not know: how certificates are made.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 from pathlib import Path
 from typing import Final
@@ -56,6 +57,16 @@ def find_credentials(
 def folder_of(state: Path, role: str) -> Path:
     """Where the processes of a role find their credentials, in a state folder."""
     return (state / FOLDER / role).absolute()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def known_yards() -> Path:

@@ -22,7 +22,7 @@ from shardyard.runtime.log import bind_process
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.security.audit_log import AuditLog
-from shardyard.security.local import FOLDER, forget_yard, remember_yard
+from shardyard.security.local import FOLDER, forget_yard, is_loopback, remember_yard
 from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -77,6 +77,7 @@ def serve(
             identities=identities,
             signer=None if security is None else PassSigner(folder),
             audit_log=audit_log,
+            open_to="" if security is not None or is_loopback(bind.rpartition(":")[0]) else bind,
         )
         ending.callback(coordinator.stop)
         listener = GrpcServer(bind, [coordinator.service], security, vital=VITAL)

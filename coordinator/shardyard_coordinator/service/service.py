@@ -8,7 +8,9 @@ Owns: the parts, the ticker thread. Must not know: what is decided, how messages
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from importlib.metadata import version
 from typing import Final
 
@@ -35,6 +37,7 @@ from shardyard_coordinator.service.server_client import ServerClient
 log = logging.getLogger("shardyard.coordinator")
 
 TICK_MS: Final = 100
+WARN_EVERY_S: Final = 60
 
 
 class Coordinator:
@@ -55,10 +58,12 @@ class Coordinator:
         identities: YardIdentities | None = None,
         signer: PassSigner | None = None,
         audit_log: AuditLog | None = None,
+        open_to: str = "",
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
         self._identities = identities
+        self._open_to, self._warned_s = open_to, -math.inf
         access = access or StorageAccess()
         self._wait_registry = WaitRegistry(logger=log)
         self._mailbox = Mailbox(
@@ -87,6 +92,7 @@ class Coordinator:
                 identities=identities,
                 signer=signer,
                 audit_log=audit_log,
+                open_to=open_to,
             )
         )
 
@@ -122,11 +128,21 @@ class Coordinator:
             try:
                 if self._identities is not None:
                     self._identities.tick()
+                self._warn_if_open()
                 self._calls.tick()
             except ShardyardError as error:
                 log.debug("no tick: %s", error)
             except Exception:
                 log.exception("a tick failed")
+
+    def _warn_if_open(self) -> None:
+        """Says each minute that everybody on the network may use this yard."""
+        if self._open_to and time.monotonic() - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            log.warning(
+                "the yard is open: whoever reaches %s can train, stop jobs, and run programs (security.tls is false)",
+                self._open_to,
+            )
 
     def _workers_of(self, job: JobId) -> frozenset[Incarnation]:
         with self._mailbox.machine() as machine:

@@ -7,7 +7,6 @@ ADDRESS` goes to standard output once the role can be used. Roles are imported o
 from __future__ import annotations
 
 import gc
-import ipaddress
 import os
 import platform
 import signal
@@ -236,16 +235,6 @@ def addresses(bind: str, advertise: str | None) -> tuple[str, str | None]:
     return f"{host}:{port}", f"{told_host or platform.node()}:{told_port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on a host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
 def _free_port(host: str) -> int:
     kind = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as probe:
@@ -277,6 +266,7 @@ def _tie(ends_with: int | None, awaits_go: bool) -> None:
 def _protect(settings: Settings, bind: str) -> None:
     """Raises ConfigurationError if everybody on the network could use this process."""
     from shardyard.domain import errors
+    from shardyard.security.local import is_loopback
 
     host = bind.rpartition(":")[0]
     if settings.security.tls or is_loopback(host):

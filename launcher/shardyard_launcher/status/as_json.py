@@ -23,6 +23,7 @@ def to_json(report: YardReport) -> str:
         {
             "coordinator": report.coordinator,
             **_pick(status, "term", "uptime_ms", "waiting_for"),
+            "open_to": status.open_to,
             "full_disk": _optional(status, "full_disk", _full_disk),
             "members": [_member(member) for member in status.members],
             "jobs": [_job(report, job) for job in report.jobs],

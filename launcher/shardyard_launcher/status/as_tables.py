@@ -35,6 +35,7 @@ def as_tables(report: YardReport) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
         *([_waiting(status.waiting_for)] if status.waiting_for else []),
+        *([Text(f"  {words.describe_open(status.open_to)}", style=RED)] if status.open_to else []),
         *([Text(f"  {words.describe_full_disk(status.full_disk)}", style=RED)] if status.HasField("full_disk") else []),
         _title("members"),
         _members_table(report),

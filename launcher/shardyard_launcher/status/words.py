@@ -71,6 +71,11 @@ def describe_restored(restored: wire.RestoredStatus) -> str:
     return f"{said}, {restored.leased_again:,} data shard{'s'[: restored.leased_again != 1]} leased anew"
 
 
+def describe_open(address: str) -> str:
+    """For a yard without TLS that listens on the network."""
+    return f"the yard is open: whoever reaches {address} can train, stop jobs, and run programs (security.tls is false)"
+
+
 def describe_full_disk(full: wire.FullDisk) -> str:
     """For example `the disk of the journal FILE is full: 0 B free, for 34 s; room for 3.9 MiB of decisions is left`."""
     left = f"room for {describe_size(full.room_bytes)} of decisions is left" if full.room_bytes else "decisions wait"

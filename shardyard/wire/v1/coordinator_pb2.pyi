@@ -1169,7 +1169,7 @@ class FullDisk(_message.Message):
     def __init__(self, file: _Optional[str] = ..., free_bytes: _Optional[int] = ..., room_bytes: _Optional[int] = ..., full_ms: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release", "full_disk")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release", "full_disk", "open_to")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
@@ -1179,6 +1179,7 @@ class StatusReply(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     FULL_DISK_FIELD_NUMBER: _ClassVar[int]
+    OPEN_TO_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
@@ -1188,7 +1189,8 @@ class StatusReply(_message.Message):
     protocol: int
     release: str
     full_disk: FullDisk
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., full_disk: _Optional[_Union[FullDisk, _Mapping]] = ...) -> None: ...
+    open_to: str
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., full_disk: _Optional[_Union[FullDisk, _Mapping]] = ..., open_to: _Optional[str] = ...) -> None: ...
 
 class ListQuarantinedRequest(_message.Message):
     __slots__ = ("job",)

@@ -52,7 +52,8 @@ Response = TypeVar("Response")
 class Backend:
     """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `access`: where a job's may
     be; `release`: of shardyard; `identities`: None if this yard signs no certificates;
-    `signer`: of passes, None without TLS; `audit_log`: of the yard, None without TLS."""
+    `signer`: of passes, None without TLS; `audit_log`: of the yard, None without TLS;
+    `open_to`: where it listens on the network without TLS."""
 
     mailbox: Mailbox
     calls: ServerCalls
@@ -67,6 +68,7 @@ class Backend:
     identities: YardIdentities | None
     signer: PassSigner | None
     audit_log: AuditLog | None
+    open_to: str
 
     def audit(self, method: Method[Any, Any], request: Any, caller: Identity, where: str, outcome: str) -> None:
         """Writes down who did what. If the file cannot be written, the log has it."""
