@@ -26,7 +26,7 @@ NODE_STAMP := $(NODE)/node_modules/.installed
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client kernels up down status protos protos-check docs check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client kernels up down status protos protos-check docs sbom check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -81,6 +81,16 @@ check: $(STAMP) protos-check docs ## ruff, mypy --strict, import-linter, generat
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+SBOM := build/sbom
+sbom: ## list what an installation with torch consists of (CycloneDX), in build/sbom/sbom.json
+	@rm -rf $(SBOM) && mkdir -p $(SBOM)
+	@$(PYTHON) -m venv $(SBOM)/installed && $(SBOM)/installed/bin/pip install --quiet --disable-pip-version-check \
+		-c constraints.txt '.[worker]'
+	@$(PYTHON) -m venv $(SBOM)/tool && $(SBOM)/tool/bin/pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	@$(SBOM)/tool/bin/cyclonedx-py environment $(SBOM)/installed/bin/python --pyproject pyproject.toml \
+		--of JSON --output-reproducible -o $(SBOM)/sbom.json
+	@echo "$(SBOM)/sbom.json"
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@$(BIN)/python -m shardyard_ps_server.jit

@@ -25,7 +25,7 @@ from shardyard.security.identity import Role
 
 FOLDER: Final = "identity"
 AUTHORITY: Final = "authority"
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - it is looked for, not bound
 
 
 def find_credentials(

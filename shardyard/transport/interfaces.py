@@ -23,7 +23,7 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 REQUEST_ID_KEY = "shardyard-request-id"
-PASS_KEY = "shardyard-pass-bin"
+PASS_KEY = "shardyard-pass-bin"  # noqa: S105 - a name
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("shardyard_request_id", default="")
 """The id of the request that is served. Calls that are made for it carry the same id, and logs show it."""
 

@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PRIVATE = 0o077
 """The umask of coordinators and servers: what they write, no other user can read. An agent keeps its own, since its
 training processes inherit it."""
-_WILDCARDS = ("0.0.0.0", "[::]")
+_WILDCARDS = ("0.0.0.0", "[::]")  # noqa: S104 - it is looked for, not bound
 
 
 def launcher_options(command: F) -> F:

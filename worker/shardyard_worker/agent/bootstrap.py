@@ -53,7 +53,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     sys.modules["__main__"] = main
     with io.open_code(script) as stream:
         source = stream.read()
-    exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - that is its work
 
 
 def record(error: BaseException, shown: types.TracebackType | None) -> None:

@@ -48,7 +48,7 @@ class RetryPolicy:
         self._waiting_for = waiting_for
         self._last = ""
         # jitter only spreads retries over time, so it needs no seed
-        self._random = random.Random()
+        self._random = random.Random()  # noqa: S311
 
     @property
     def explanation(self) -> str:
