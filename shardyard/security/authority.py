@@ -43,10 +43,9 @@ REQUEST_BYTES_MAX: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class IssuedCertificate:
-    """Times in seconds since 1970."""
+    """`holder`: role, owner and name, parted by slashes. Times in seconds since 1970."""
 
-    role: str
-    name: str
+    holder: str
     serial: str
     issued_s: int
     until_s: int
@@ -87,9 +86,11 @@ class Authority:
     def public_key(self) -> ec.EllipticCurvePublicKey:
         return self._key.public_key()
 
-    def issue(self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float) -> bytes:
+    def issue(
+        self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float, owner: str = ""
+    ) -> bytes:
         """A certificate, as PEM. Raises OSError if it cannot be listed."""
-        identity = Identity(self.yard, role, name)
+        identity = Identity(self.yard, role, name, owner)
         builder = certificate_of(name, self.yard, public_key, lifetime_s, is_authority=False)
         names = [x509.UniformResourceIdentifier(identity.uri), x509.DNSName(identity.host)]
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -98,7 +99,7 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        self._record(role, name, signed)
+        self._record(identity, signed)
         return signed.public_bytes(serialization.Encoding.PEM)
 
     def issued(self) -> list[IssuedCertificate]:
@@ -115,11 +116,11 @@ class Authority:
                     found.append(each)
         return found
 
-    def _record(self, role: Role, name: str, signed: x509.Certificate) -> None:
+    def _record(self, identity: Identity, signed: x509.Certificate) -> None:
         """Adds a line to the list of certificates. Raises OSError: what is not listed is not given out."""
         begun_s = signed.not_valid_before_utc.timestamp() + CLOCKS_APART_S
         made = IssuedCertificate(
-            role.value, name, f"{signed.serial_number:x}", int(begun_s), int(signed.not_valid_after_utc.timestamp())
+            identity.holder, f"{signed.serial_number:x}", int(begun_s), int(signed.not_valid_after_utc.timestamp())
         )
         path = self.folder / ISSUED
         if path.exists() and path.stat().st_size > ISSUED_BYTES_MAX:
@@ -136,10 +137,10 @@ class Authority:
         return True
 
 
-def make_credentials(authority: Authority, role: Role, name: str, lifetime_s: float) -> Pem:
+def make_credentials(authority: Authority, role: Role, name: str, lifetime_s: float, owner: str = "") -> Pem:
     """A new key with its certificate."""
     key = new_key()
-    certificate = authority.issue(role, name, key.public_key(), lifetime_s)
+    certificate = authority.issue(role, name, key.public_key(), lifetime_s, owner)
     return Pem(key_to_pem(key), certificate, authority.certificate)
 
 

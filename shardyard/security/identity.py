@@ -32,28 +32,39 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`yard`: the id of the yard. `name` tells members of one role apart.
+    """`yard`: the id of the yard. `name` tells members of one role apart. `owner`: whose jobs it may touch; empty: all.
 
-    >>> Identity.parse("spiffe://yard-1/server/server-0")
-    Identity(yard='yard-1', role=<Role.SERVER: 'server'>, name='server-0')
+    >>> Identity.parse("spiffe://yard-1/worker/ada/w-0")
+    Identity(yard='yard-1', role=<Role.WORKER: 'worker'>, name='w-0', owner='ada')
     """
 
     yard: str
     role: Role
     name: str
+    owner: str = ""
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
         """Raises ValueError."""
         yard, _, path = uri.removeprefix(SCHEME).partition("/")
-        role, _, name = path.partition("/")
+        role, _, rest = path.partition("/")
+        owner, parted, name = rest.rpartition("/")
         if not uri.startswith(SCHEME) or not _YARD.fullmatch(yard):
-            raise ValueError(f"{uri!r} is not of the form {SCHEME}YARD/ROLE/NAME")
-        return cls(yard, Role(role), checked_name(name))
+            raise ValueError(f"{uri!r} is not of the form {SCHEME}YARD/ROLE/NAME or {SCHEME}YARD/ROLE/OWNER/NAME")
+        return cls(yard, Role(role), checked_name(name), checked_name(owner) if parted else "")
 
     @property
     def uri(self) -> str:
-        return f"{SCHEME}{self.yard}/{self.role.value}/{self.name}"
+        return f"{SCHEME}{self.yard}/{self.holder}"
+
+    @property
+    def holder(self) -> str:
+        """Role, owner and name: what tells it from others of the yard."""
+        return "/".join(filter(None, (self.role.value, self.owner, self.name)))
+
+    def may_touch(self, owner: str) -> bool:
+        """Whether what is this owner's is for this member too."""
+        return self.owner in ("", owner)
 
     @property
     def host(self) -> str:
@@ -61,7 +72,7 @@ class Identity:
         return host_of(self.role.value)
 
     def __str__(self) -> str:
-        return f"{self.role.value} {self.name}"
+        return f"{self.role.value} {self.owner}{'/' * bool(self.owner)}{self.name}"
 
 
 def host_of(role: str) -> str:

@@ -46,11 +46,12 @@ X962 = serialization.Encoding.X962
 @dataclass(frozen=True, slots=True)
 class Invitation:
     """`id`: names it. `key`: its public key, a compressed point, in hexadecimal. `until_s`: since 1970. `name`: of the
-    member; empty: each that comes gets one of its own."""
+    member; empty: each that comes gets one of its own. `owner`: as of Identity."""
 
     id: str
     role: str
     name: str
+    owner: str
     key: str
     until_s: float
     uses_left: int
@@ -87,15 +88,25 @@ class Invitations:
                 f"{self._path} cannot be read: {error}", todo="remove it: then open invitations are no longer valid"
             ) from error
 
-    def add(self, role: Role, name: str, key: bytes, lifetime_s: float, uses: int, *, replaces: str = "") -> Invitation:
+    def add(
+        self,
+        role: Role,
+        name: str,
+        key: bytes,
+        lifetime_s: float,
+        uses: int,
+        *,
+        owner: str = "",
+        replaces: str = "",
+    ) -> Invitation:
         """Opens an invitation for the private half of `key`. `replaces`: its id, if it takes the place of the one
         before. Raises InvalidRequest, TooLarge, OSError."""
         if role in (Role.COORDINATOR, Role.INVITED):
             raise InvalidRequest(f"nobody is invited as {role.value}")
         try:
             ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), key)
-            if name:
-                checked_name(name)
+            for each in filter(None, (name, owner)):
+                checked_name(each)
         except ValueError as error:
             raise InvalidRequest(f"an invitation that cannot be: {error}") from error
         if not (0 < lifetime_s <= LIFETIME_MAX_S and 1 <= uses <= USES_MAX):
@@ -108,7 +119,7 @@ class Invitations:
             self._forget()
             if len(self._open) >= OPEN_MAX and replaces not in self._open:
                 raise TooLarge(f"{OPEN_MAX} invitations are open already", todo="wait until some are over")
-            made = Invitation(replaces or secrets.token_hex(4), role.value, name, key.hex(), until_s, uses)
+            made = Invitation(replaces or secrets.token_hex(4), role.value, name, owner, key.hex(), until_s, uses)
             self._write({**self._open, made.id: made})
         return made
 

@@ -36,13 +36,13 @@ _HEAD: Final = struct.Struct("<BQQQ")
 _FORM: Final = 1
 _SIGNATURE_BYTES: Final = 64
 _DOMAIN: Final = b"shardyard job pass\0"
-PASS_BYTES_MAX: Final = _HEAD.size + 32 + NAME_CHARACTERS_MAX + _SIGNATURE_BYTES
+PASS_BYTES_MAX: Final = _HEAD.size + 32 + 2 * NAME_CHARACTERS_MAX + _SIGNATURE_BYTES
 _KNOWN_MAX: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class JobPass:
-    """`incarnation`: 0 for a reader, which has none. `holder`: role/name. `until_s`: since 1970."""
+    """`incarnation`: 0 for a reader, which has none. `holder`: role, owner and name. `until_s`: since 1970."""
 
     job: JobId
     incarnation: Incarnation
@@ -162,4 +162,4 @@ def end_of(shown: bytes) -> int:
 
 
 def holder_of(identity: Identity) -> str:
-    return f"{identity.role.value}/{identity.name}"
+    return identity.holder

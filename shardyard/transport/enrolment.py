@@ -131,7 +131,7 @@ def join(address: str, invitation: str) -> tuple[Pem, str, str]:
     return Pem(key_to_pem(key), reply.certificate, reply.authorities), reply.role, reply.name
 
 
-def invite(peer: Peer, *, role: str, name: str, lifetime_s: int, uses: int) -> str:
+def invite(peer: Peer, *, role: str, name: str, lifetime_s: int, uses: int, owner: str = "") -> str:
     """Opens an invitation. Returns what follows the address in the line for the other machine. Raises what the
     coordinator answers."""
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -141,19 +141,19 @@ def invite(peer: Peer, *, role: str, name: str, lifetime_s: int, uses: int) -> s
 
     key = new_key()
     point = key.public_key().public_bytes(X962, Point)
-    request = wire.InviteRequest(role=role, name=name, key=point, lifetime_s=lifetime_s, uses=uses)
+    request = wire.InviteRequest(role=role, name=name, key=point, lifetime_s=lifetime_s, uses=uses, owner=owner)
     reply = peer.call(methods.INVITE, request, timeout_ms=ENROL_MS)
     authority = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), reply.authority)
     return JoinLine("", reply.id, key, reply.yard, authority).text
 
 
-def enrol_launch(peer: Peer, launch: str) -> Pem | None:
+def enrol_launch(peer: Peer, launch: str, owner: str = "") -> Pem | None:
     """For an agent: credentials for the processes of a launch. None: the yard has its certificates from elsewhere.
     Raises what the coordinator answers."""
     from shardyard.security.authority import key_to_pem, make_request, new_key
 
     key = new_key()
-    request = wire.EnrolRequest(request=make_request(key), launch=launch)
+    request = wire.EnrolRequest(request=make_request(key), launch=launch, owner=owner)
     try:
         reply = peer.call(methods.ENROL, request, timeout_ms=ENROL_MS)
     except errors.NotFound:

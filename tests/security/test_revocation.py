@@ -66,7 +66,7 @@ def test_worker_that_is_revoked_reaches_nothing_any_more(yard: LocalCluster, sam
     eve, ada = joined(yard, name, **{"worker.same_host": same_host}), joined(yard, f"ada-{same_host}")
     try:
         eve.push({"w": torch.ones(20)})
-        assert command(yard, "identities", "revoke", "worker", name) == 0
+        assert command(yard, "identities", "revoke", f"worker/{name}") == 0
         refusals: list[str] = []
 
         def is_refused() -> bool:
@@ -84,20 +84,20 @@ def test_worker_that_is_revoked_reaches_nothing_any_more(yard: LocalCluster, sam
     finally:
         eve.close()
         ada.close()
-        command(yard, "identities", "allow", "worker", name)
+        command(yard, "identities", "allow", f"worker/{name}")
 
 
 def test_revoked_operator_does_nothing_until_that_is_taken_back(yard: LocalCluster) -> None:
     guest = network(yard, Role.OPERATOR, "guest").connect(yard.coordinator, name="coordinator")
     try:
         guest.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000)
-        assert command(yard, "identities", "revoke", "operator", "guest") == 0
+        assert command(yard, "identities", "revoke", "operator/guest") == 0
         with pytest.raises(errors.NotTrusted, match="the certificate of operator guest was revoked"):
             guest.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000)
         # nor is it renewed
         with pytest.raises(errors.NotTrusted, match="revoked"):
             guest.call(methods.ENROL, wire.EnrolRequest(), timeout_ms=5_000)
-        assert command(yard, "identities", "allow", "operator", "guest") == 0
+        assert command(yard, "identities", "allow", "operator/guest") == 0
         guest.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000)
     finally:
         guest.close()
@@ -105,29 +105,29 @@ def test_revoked_operator_does_nothing_until_that_is_taken_back(yard: LocalClust
 
 def test_certificates_are_listed(yard: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     network(yard, Role.VIEWER, "listed")
-    command(yard, "identities", "revoke", "viewer", "listed")
+    command(yard, "identities", "revoke", "viewer/listed")
     capsys.readouterr()
     assert command(yard, "identities", "list", "--json") == 0
-    found = {(each["role"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
-    assert found["viewer", "listed"]["revoked"]
-    assert not found["coordinator", "coordinator"]["revoked"]
-    assert {"server-0", "worker", "operator"} <= {name for _, name in found}
+    found = {each["holder"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["viewer/listed"]["revoked"]
+    assert not found["coordinator/coordinator"]["revoked"]
+    assert {"server/server-0", "worker/worker", "operator/operator"} <= set(found)
     assert command(yard, "identities", "list") == 0
     shown = capsys.readouterr().out
     assert "listed" in shown
     assert "revoked" in shown
-    command(yard, "identities", "allow", "viewer", "listed")
+    command(yard, "identities", "allow", "viewer/listed")
 
 
 def test_coordinator_itself_is_not_revoked(yard: LocalCluster) -> None:
     operator = GrpcNetwork(Credentials(yard._folder / "identity" / "operator"))
     peer = operator.connect(yard.coordinator, name="coordinator")
     try:
-        request = wire.RevokeIdentityRequest(role="coordinator", name="coordinator")
+        request = wire.RevokeIdentityRequest(holder="coordinator/coordinator")
         with pytest.raises(errors.InvalidRequest, match="cannot be revoked"):
             peer.call(methods.REVOKE_IDENTITY, request, timeout_ms=5_000)
         with pytest.raises(errors.InvalidRequest, match="no identity"):
-            peer.call(methods.REVOKE_IDENTITY, wire.RevokeIdentityRequest(role="king"), timeout_ms=5_000)
+            peer.call(methods.REVOKE_IDENTITY, wire.RevokeIdentityRequest(holder="king/a"), timeout_ms=5_000)
     finally:
         peer.close()
 
@@ -136,7 +136,7 @@ def test_server_learns_of_it_with_a_heartbeat(yard: LocalCluster) -> None:
     eve = network(yard, Role.VIEWER, "late").connect(yard.state.address_of("server"), name="server 1")
     try:
         eve.call(methods.DESCRIBE_SERVER, _describe(), timeout_ms=5_000)
-        command(yard, "identities", "revoke", "viewer", "late")
+        command(yard, "identities", "revoke", "viewer/late")
 
         def is_refused() -> bool:
             try:
@@ -187,7 +187,7 @@ def test_audit_says_who_did_what_and_who_was_refused(yard: LocalCluster, capsys:
     finally:
         viewer.close()
     assert command(yard, "invite", "--role", "worker", "--name", "guest-7") == 0
-    assert command(yard, "identities", "revoke", "worker", "guest-7") == 0
+    assert command(yard, "identities", "revoke", "worker/guest-7") == 0
     capsys.readouterr()
     assert main(["audit", "--yard", "--state", str(yard._folder)]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -197,6 +197,6 @@ def test_audit_says_who_did_what_and_who_was_refused(yard: LocalCluster, capsys:
     assert refused["where"].startswith("ipv4:127.0.0.1:")
     invited, revoked = found[-2:]
     assert (invited["event"], invited["who"], invited["name"]) == ("Invite", "operator/operator", "guest-7")
-    assert (revoked["event"], revoked["name"], revoked["outcome"]) == ("RevokeIdentity", "guest-7", "allowed")
+    assert (revoked["event"], revoked["holder"], revoked["outcome"]) == ("RevokeIdentity", "worker/guest-7", "allowed")
     assert main(["audit", "--verify", "--state", str(yard._folder)]) == 0
     assert f"{len(found)} lines, each follows the one before it" in capsys.readouterr().out

@@ -97,6 +97,7 @@ class JobJoined(Event):
     name: str
     settings: JobSettings
     run: RunName | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

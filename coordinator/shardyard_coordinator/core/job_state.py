@@ -60,7 +60,7 @@ class JobState:
     until then it can only begin again.
     `reads_steps`: a read of the ledgers is under way. `departing`: what it waits for, while a
     server leaves it. `missing`: the servers for which its partitions wait. `rows_seen`: by server, the rows of
-    each table."""
+    each table. `owner`: whose it is; empty: of nobody in particular."""
 
     id: JobId
     settings: JobSettings
@@ -76,6 +76,7 @@ class JobState:
     mode: ModeSetting
     book: CheckpointBook
     log_owners: LogOwners | None
+    owner: str = ""
     phase: JobPhase = JobPhase.STARTING
     failure: errors.ShardyardError | None = None
     deployment: Deployment = field(default_factory=Deployment)

@@ -129,8 +129,8 @@ class JobDirectory:
 
     # ---- starting and forgetting jobs
 
-    def start(self, settings: JobSettings, by: str, now_ms: int) -> tuple[JobState, list[Effect]]:
-        """`by`: the worker that starts it. Raises TooLarge, ConfigurationError."""
+    def start(self, settings: JobSettings, by: str, now_ms: int, owner: str = "") -> tuple[JobState, list[Effect]]:
+        """`by`: the worker that starts it, and whose it is. Raises TooLarge, ConfigurationError."""
         unfinished = sum(not job.phase.ended for job in self)
         if unfinished >= limits.JOBS_MAX:
             raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
@@ -140,7 +140,8 @@ class JobDirectory:
             # a number that members of a former run do not know, in case this coordinator knows nothing of that run
             self._next_job = max(self._next_job, origin.job + 1)
         job = self._add(JobId(self._next_job), settings, now_ms)
-        record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
+        job.owner = owner
+        record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json"), "owner": owner})
         resumed = [] if origin is None else recovery.begin_with(job, origin)
         return job, [record, *resumed, LogMessage(f"{job.title} was started by {by}")]
 
@@ -196,7 +197,9 @@ class JobDirectory:
             case "job_started":
                 number = JobId(body.number("job", least=1))
                 require(number not in self._jobs, f"job {number} is started twice")
-                self._add(number, _settings_of(body), now_ms).readers.forget(now_ms)
+                job = self._add(number, _settings_of(body), now_ms)
+                job.owner = body.text("owner")
+                job.readers.forget(now_ms)
             case "restore_ordered":
                 origin = restore_point.of_record(body)
                 self._origins[origin.name] = origin

@@ -25,7 +25,7 @@ Restore = Callable[[JobState, str, Body, int], object]
 def entries(job: JobState) -> list[Entry]:
     """Records that rebuild this job, in this order."""
     return [
-        ("job_started", {"settings": job.settings.model_dump(mode="json")}),
+        ("job_started", {"settings": job.settings.model_dump(mode="json"), "owner": job.owner}),
         *job.runs.entries(),
         *job.roster.entries(),
         *job.mode.entries(),

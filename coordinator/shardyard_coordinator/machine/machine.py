@@ -332,10 +332,16 @@ class Machine:
         effects: list[Effect] = []
         found = self._jobs.to_join(event.name, event.run)
         if found is not None:
+            if event.owner not in ("", found.owner):
+                raise errors.NotPermitted(
+                    f"{found.title} is of {found.owner or 'the yard'}, and {worker.title} is of {event.owner}",
+                    why="the workers of an owner join the jobs of that owner",
+                    todo="give the job another name (SHARDYARD_JOB)",
+                )
             found.require_joinable()
             job = found
         else:
-            job, effects = self._jobs.start(event.settings, worker.title, now_ms)
+            job, effects = self._jobs.start(event.settings, worker.title, now_ms, event.owner)
         worker.job = job.id
         effects += life.join(job, worker.incarnation, event.run, now_ms)
         return [*effects, Reply(job_views.joined(job, worker.incarnation, started=found is None))]

@@ -61,12 +61,12 @@ class YardIdentities:
         """The authority's public key."""
         return self.authority.public_key.public_bytes(X962, Point)
 
-    def revoke(self, role: Role, name: str, *, revoked: bool) -> None:
+    def revoke(self, held: Identity, *, revoked: bool) -> None:
         """Refuses the certificates of a member from now on, or takes that back. Raises InvalidRequest, TooLarge,
         OSError."""
-        if role in (Role.COORDINATOR, Role.INVITED):
-            raise InvalidRequest(f"the certificate of {role.value} {name} cannot be revoked")
-        self.revocations.change(f"{role.value}/{name}", revoked=revoked)
+        if held.role in (Role.COORDINATOR, Role.INVITED):
+            raise InvalidRequest(f"the certificate of {held} cannot be revoked")
+        self.revocations.change(held.holder, revoked=revoked)
         self.door.revoked = self.revocations.holders
         self.on_revoked(self.revocations.holders)
 

@@ -25,6 +25,7 @@ _LIFETIME: Final = re.compile(r"([0-9]{1,6})([smhd])")
 
 @click.command()
 @click.option("--role", type=click.Choice(ROLES), required=True, help="What the process is to be.")
+@click.option("--owner", default="", help="Whose jobs it may touch (default: all, or those of your own owner).")
 @click.option("--name", default="", help="Its name in the yard (default: each gets one of its own).")
 @click.option(
     "--for", "lifetime", default="10m", show_default=True, metavar="TIME", help="How long, as 90s, 10m or 2h."
@@ -34,7 +35,7 @@ _LIFETIME: Final = re.compile(r"([0-9]{1,6})([smhd])")
     "--as", "address", metavar=ADDRESS, help="The coordinator's address in the line, as other machines know it."
 )
 @yard_options
-def invite(settings: Settings, role: str, name: str, lifetime: str, uses: int, address: str | None) -> int:
+def invite(settings: Settings, role: str, name: str, owner: str, lifetime: str, uses: int, address: str | None) -> int:
     """Let a process of another machine join the yard.
 
     The command prints a line. Run it on the other machine, where it gets a certificate. The line is a secret: whoever
@@ -45,7 +46,7 @@ def invite(settings: Settings, role: str, name: str, lifetime: str, uses: int, a
 
     lifetime_s = parse_lifetime(lifetime)
     with connect_to_yard(settings) as client:
-        text = open_invitation(client.peer, role=role, name=name, lifetime_s=lifetime_s, uses=uses)
+        text = open_invitation(client.peer, role=role, name=name, lifetime_s=lifetime_s, uses=uses, owner=owner)
         where = address or client.address
     click.echo(f"shardyard join {where} {text}")
     times = "once" if uses == 1 else f"{uses} times"
@@ -90,46 +91,47 @@ def list_command(settings: Settings, as_json: bool) -> int:
     with connect_to_yard(settings) as client:
         reply = client.call(methods.LIST_IDENTITIES, wire.ListIdentitiesRequest(), "to list its certificates")
     if as_json:
-        names = ("role", "name", "serial", "issued_s", "until_s", "revoked")
+        names = ("holder", "serial", "issued_s", "until_s", "revoked")
         click.echo(json.dumps([{name: getattr(each, name) for name in names} for each in reply.identities], indent=2))
         return 0
-    table = new_table("role", "name", "issued", "until", "serial", "")
+    table = new_table("holder", "issued", "until", "serial", "")
     for each in reply.identities:
         times = (_moment(each.issued_s), _moment(each.until_s))
-        table.add_row(each.role, each.name, *times, each.serial[:16], "revoked" if each.revoked else "")
+        table.add_row(each.holder, *times, each.serial[:16], "revoked" if each.revoked else "")
     show(table)
     return 0
 
 
 @identities.command()
-@click.argument("role", type=click.Choice(ROLES))
-@click.argument("name")
+@click.argument("holder")
 @yard_options
-def revoke(settings: Settings, role: str, name: str) -> int:
-    """Refuse the certificates of a member from now on, those of open connections too."""
-    _revoke(settings, role, name, allow=False)
-    click.echo(f"certificates of {role} {name} are refused; servers and agents learn of it with their next heartbeat")
+def revoke(settings: Settings, holder: str) -> int:
+    """Refuse the certificates of a member from now on, those of open connections too.
+
+    HOLDER is a role and a name, as `shardyard identities list` shows them, such as worker/gamma.8f2c77aa.
+    """
+    _revoke(settings, holder, allow=False)
+    click.echo(f"certificates of {holder} are refused; servers and agents learn of it with their next heartbeat")
     return 0
 
 
 @identities.command()
-@click.argument("role", type=click.Choice(ROLES))
-@click.argument("name")
+@click.argument("holder")
 @yard_options
-def allow(settings: Settings, role: str, name: str) -> int:
+def allow(settings: Settings, holder: str) -> int:
     """Take a revocation back."""
-    _revoke(settings, role, name, allow=True)
-    click.echo(f"certificates of {role} {name} are accepted")
+    _revoke(settings, holder, allow=True)
+    click.echo(f"certificates of {holder} are accepted")
     return 0
 
 
-def _revoke(settings: Settings, role: str, name: str, *, allow: bool) -> None:
+def _revoke(settings: Settings, holder: str, *, allow: bool) -> None:
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
     from shardyard_launcher.yard.running_yard import connect_to_yard
 
     with connect_to_yard(settings) as client:
-        request = wire.RevokeIdentityRequest(role=role, name=name, allow=allow)
+        request = wire.RevokeIdentityRequest(holder=holder, allow=allow)
         client.call(methods.REVOKE_IDENTITY, request, "to change what it refuses")
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max", "restarts_window_ms", "key", "unattended")
+    __slots__ = ("script", "arguments", "working_directory", "environment", "workers", "restarts_max", "restarts_window_ms", "key", "unattended", "owner")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class LaunchRequest(_message.Message):
     RESTARTS_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     UNATTENDED_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     script: str
     arguments: _containers.RepeatedScalarFieldContainer[str]
     working_directory: str
@@ -33,7 +34,8 @@ class LaunchRequest(_message.Message):
     restarts_window_ms: int
     key: int
     unattended: bool
-    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ..., restarts_window_ms: _Optional[int] = ..., key: _Optional[int] = ..., unattended: bool = ...) -> None: ...
+    owner: str
+    def __init__(self, script: _Optional[str] = ..., arguments: _Optional[_Iterable[str]] = ..., working_directory: _Optional[str] = ..., environment: _Optional[_Mapping[str, str]] = ..., workers: _Optional[int] = ..., restarts_max: _Optional[int] = ..., restarts_window_ms: _Optional[int] = ..., key: _Optional[int] = ..., unattended: bool = ..., owner: _Optional[str] = ...) -> None: ...
 
 class LaunchReply(_message.Message):
     __slots__ = ("launch", "workers")

@@ -61,12 +61,14 @@ FEEDBACK_STAGE_COPIED: FeedbackStage
 FEEDBACK_STAGE_ENDED: FeedbackStage
 
 class EnrolRequest(_message.Message):
-    __slots__ = ("request", "launch")
+    __slots__ = ("request", "launch", "owner")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     request: bytes
     launch: str
-    def __init__(self, request: _Optional[bytes] = ..., launch: _Optional[str] = ...) -> None: ...
+    owner: str
+    def __init__(self, request: _Optional[bytes] = ..., launch: _Optional[str] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class EnrolReply(_message.Message):
     __slots__ = ("certificate", "authorities", "role", "name")
@@ -81,18 +83,20 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ..., authorities: _Optional[bytes] = ..., role: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class InviteRequest(_message.Message):
-    __slots__ = ("role", "name", "key", "lifetime_s", "uses")
+    __slots__ = ("role", "name", "key", "lifetime_s", "uses", "owner")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     key: bytes
     lifetime_s: int
     uses: int
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., key: _Optional[bytes] = ..., lifetime_s: _Optional[int] = ..., uses: _Optional[int] = ...) -> None: ...
+    owner: str
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., key: _Optional[bytes] = ..., lifetime_s: _Optional[int] = ..., uses: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class InviteReply(_message.Message):
     __slots__ = ("id", "yard", "authority")
@@ -109,20 +113,18 @@ class ListIdentitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class IssuedIdentity(_message.Message):
-    __slots__ = ("role", "name", "serial", "issued_s", "until_s", "revoked")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("holder", "serial", "issued_s", "until_s", "revoked")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     ISSUED_S_FIELD_NUMBER: _ClassVar[int]
     UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    name: str
+    holder: str
     serial: str
     issued_s: int
     until_s: int
     revoked: bool
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., serial: _Optional[str] = ..., issued_s: _Optional[int] = ..., until_s: _Optional[int] = ..., revoked: bool = ...) -> None: ...
+    def __init__(self, holder: _Optional[str] = ..., serial: _Optional[str] = ..., issued_s: _Optional[int] = ..., until_s: _Optional[int] = ..., revoked: bool = ...) -> None: ...
 
 class ListIdentitiesReply(_message.Message):
     __slots__ = ("identities",)
@@ -131,14 +133,12 @@ class ListIdentitiesReply(_message.Message):
     def __init__(self, identities: _Optional[_Iterable[_Union[IssuedIdentity, _Mapping]]] = ...) -> None: ...
 
 class RevokeIdentityRequest(_message.Message):
-    __slots__ = ("role", "name", "allow")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("holder", "allow")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ALLOW_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    name: str
+    holder: str
     allow: bool
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., allow: bool = ...) -> None: ...
+    def __init__(self, holder: _Optional[str] = ..., allow: bool = ...) -> None: ...
 
 class RevokeIdentityReply(_message.Message):
     __slots__ = ()

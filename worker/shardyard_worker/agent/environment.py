@@ -42,6 +42,7 @@ class LaunchOrder:
     """Names the launch, over all restarts of its processes."""
     identity: str = ""
     """The folder with the certificate of the processes; empty: the yard runs without TLS."""
+    owner: str = ""
     key: int = 0
     """Names the request, which may be sent again; 0: it is not."""
 

@@ -65,7 +65,8 @@ class Ending:
 class LaunchRecord:
     """Times are in seconds since 1970. `ended`: None while it runs, and for ever if its agent was killed. `request`:
     what to launch again in that case, as base64; empty if its launcher does that. `resumed_s`: when that was done, as
-    far back as it counts. `left`: its agent has left in order, and the script goes on."""
+    far back as it counts. `left`: its agent has left in order, and the script goes on. `owner`: whose it is; empty: of
+    nobody in particular."""
 
     number: int
     script: str
@@ -76,6 +77,7 @@ class LaunchRecord:
     request: str = ""
     resumed_s: tuple[float, ...] = ()
     left: bool = False
+    owner: str = ""
 
 
 class LaunchFolder:
@@ -115,6 +117,7 @@ class LaunchFolder:
                 request=str(entry["request"]),
                 resumed_s=tuple(map(float, entry["resumed_s"])),
                 left=entry.get("left") is True,
+                owner=str(entry.get("owner", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -188,7 +188,7 @@ def serve(
         state=state,
         device=settings.worker.device,
         threads=settings.worker.threads,
-        certify=lambda launch: None if credentials is None else enrol_launch(peer, launch),
+        certify=lambda launch, owner: None if credentials is None else enrol_launch(peer, launch, owner),
     )
     membership: AgentMembership | None = None
     # a thread of its own, so that watching processes never waits for the coordinator

@@ -27,6 +27,7 @@ from shardyard.domain import errors, limits
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.credentials import Pem, write_credentials
+from shardyard.security.identity import Role
 from shardyard.security.local import FOLDER as IDENTITY
 from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
@@ -66,9 +67,9 @@ class AgentPlan:
     state: Path
     device: str = "auto"
     threads: int = 1
-    certify: Callable[[str], Pem | None] = lambda _: None
-    """Makes a certificate for the processes of a launch, which its argument names. Raises what the coordinator answers.
-    None: the yard runs without TLS."""
+    certify: Callable[[str, str], Pem | None] = lambda *_: None
+    """Makes a certificate for the processes of a launch. Its arguments name the launch and its owner. Raises what the
+    coordinator answers. None: the yard runs without TLS."""
 
 
 class AgentService:
@@ -104,7 +105,7 @@ class AgentService:
             known = self._known(order)
         if known is not None:
             return known
-        pem = self._plan.certify(order.run_id)
+        pem = self._plan.certify(order.run_id, request.owner)
         with self._lock:
             known = self._known(order)
             if known is not None:
@@ -161,13 +162,15 @@ class AgentService:
         record = replace(record, resumed_s=(*kept, now_s))
         with contextlib.suppress(OSError):
             folder.write(replace(record, left=False))
-        return self._running(record, folder, order, self._plan.certify(order.run_id))
+        return self._running(record, folder, order, self._plan.certify(order.run_id, record.owner))
 
     def _begin(self, order: LaunchOrder, request: str, pem: Pem | None) -> RunningLaunch:
         begun_s = time.time()
 
         def describe(number: int) -> LaunchRecord:
-            return LaunchRecord(number, str(order.script), order.arguments, order.workers, begun_s, request=request)
+            return LaunchRecord(
+                number, str(order.script), order.arguments, order.workers, begun_s, request=request, owner=order.owner
+            )
 
         try:
             folder = self._folders.create(describe)
@@ -286,6 +289,7 @@ class AgentService:
             agent=self._incarnation(),
             run_id=request.environment.get(RUN_ID_VARIABLE) or run_id_of(os.environ),
             key=request.key,
+            owner=request.owner,
         )
 
     def _find(self, number: int) -> RunningLaunch:
@@ -299,14 +303,16 @@ class AgentService:
             raise _unknown(number)
         return launch
 
-    def _on_launch(self, request: wire.LaunchRequest, _: Context) -> wire.LaunchReply:
+    def _on_launch(self, request: wire.LaunchRequest, context: Context) -> wire.LaunchReply:
         if not self._incarnation():
             raise errors.NotReady("the agent has not registered yet", todo="ask again in a moment")
+        request.owner = _owner_of(request, context)
         launch = self.launch(request)
         return wire.LaunchReply(launch=launch.number, workers=launch.order.workers)
 
     def _on_watch(self, request: wire.WatchRequest, context: Context) -> Iterator[wire.LaunchEvent]:
         launch = self._find(request.launch)
+        _check_owner(launch.record, context)
         wanted = request.next_event
         with self._stream():
             while context.is_active():
@@ -324,6 +330,7 @@ class AgentService:
         record = None if folder is None else folder.record()
         if folder is None or record is None:
             raise _unknown(request.launch)
+        _check_owner(record, context)
         one = request.process if request.HasField("process") else None
         processes = processes_meant(record.number, record.workers, one)
         tail = request.tail if request.HasField("tail") else None
@@ -344,25 +351,44 @@ class AgentService:
         finally:
             self._streams.release()
 
-    def _on_stop(self, request: wire.StopRequest, _: Context) -> wire.StopReply:
+    def _on_stop(self, request: wire.StopRequest, context: Context) -> wire.StopReply:
         if request.grace_ms > GRACE_MS_MAX:
             raise errors.TooLarge(f"a grace time of {request.grace_ms} ms; at most {GRACE_MS_MAX} ms are given")
         launch = self._find(request.launch)
+        _check_owner(launch.record, context)
         launch.forgo()
         launch.stop(request.grace_ms or STOP_GRACE_MS)
         return wire.StopReply()
 
     def _on_describe(self, request: wire.DescribeAgentRequest, context: Context) -> wire.DescribeAgentReply:
-        del request, context
+        del request
         with self._lock:
             ours = dict(self._launches)
         described = []
         for folder, record in self._folders.records():
             launch = ours.get(record.number)
             # an agent on the same folder describes what it runs itself
-            if launch is not None or not folder.runs:
+            if (launch is not None or not folder.runs) and _may_see(record, context):
                 described.append(describe(record, launch))
         return wire.DescribeAgentReply(workers=self._plan.workers, launches=described)
+
+
+def _owner_of(request: wire.LaunchRequest, context: Context) -> str:
+    """Whose a launch is: that of the person that asks, or what an agent says that hands it over."""
+    if context.speaker is None:
+        return ""
+    caller = context.speaker.identity
+    return request.owner if caller.role is Role.AGENT else caller.owner
+
+
+def _may_see(record: LaunchRecord, context: Context) -> bool:
+    return context.speaker is None or context.speaker.identity.may_touch(record.owner)
+
+
+def _check_owner(record: LaunchRecord, context: Context) -> None:
+    """Raises NotPermitted if a launch is of another owner than the caller."""
+    if not _may_see(record, context):
+        raise errors.NotPermitted(f"launch {record.number} is another's", todo="")
 
 
 def _decoded(request: str) -> wire.LaunchRequest:

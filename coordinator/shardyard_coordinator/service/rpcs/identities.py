@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from typing import Final
 
 from shardyard.domain.errors import InvalidRequest, NotFound, NotPermitted, StorageUnavailable
 from shardyard.security.authority import Authority, requested_key
-from shardyard.security.identity import Identity, Role, checked_name
+from shardyard.security.identity import SCHEME, Identity, Role, checked_name
 from shardyard.security.issuing import lifetime_of
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -16,30 +17,37 @@ from shardyard_coordinator.service.rpcs.rpc import Backend, identified
 
 log = logging.getLogger("shardyard.coordinator")
 
+OWNED: Final = (Role.WORKER, Role.READER, Role.OPERATOR, Role.VIEWER)
+"""Roles that may belong to an owner. Servers and agents serve all jobs."""
+
 
 def _enrol(backend: Backend, request: wire.EnrolRequest, caller: Identity | None) -> wire.EnrolReply:
     identities, caller = _known(backend, caller)
     key = requested_key(request.request)
-    role, name = _subject(identities, request.launch, caller)
-    return _reply(identities.authority, role, name, identities.authority.issue(role, name, key, lifetime_of(role)))
+    role, name, owner = _subject(identities, request, caller)
+    certificate = identities.authority.issue(role, name, key, lifetime_of(role), owner)
+    return _reply(identities.authority, role, name, certificate)
 
 
-def _subject(identities: YardIdentities, launch: str, caller: Identity) -> tuple[Role, str]:
-    """Whom the certificate is to be for. Raises NotPermitted, NotTrusted, InvalidRequest, StorageUnavailable."""
-    if launch:
+def _subject(identities: YardIdentities, request: wire.EnrolRequest, caller: Identity) -> tuple[Role, str, str]:
+    """Whom the certificate is to be for: role, name and owner. Raises NotPermitted, NotTrusted, InvalidRequest,
+    StorageUnavailable."""
+    if request.launch:
         if caller.role is not Role.AGENT:
             raise NotPermitted(f"{caller} launches nothing", todo="")
         try:
-            return Role.WORKER, checked_name(f"{caller.name}.{launch}")
+            owner = checked_name(request.owner) if request.owner else ""
+            return Role.WORKER, checked_name(f"{caller.name}.{request.launch}"), owner
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
     if caller.role is not Role.INVITED:
-        return caller.role, caller.name
+        return caller.role, caller.name, caller.owner
     try:
         invitation = identities.invitations.use(caller.name)
     except OSError as error:
         raise StorageUnavailable(f"the use of invitation {caller.name} cannot be recorded: {error.strerror}") from error
-    return Role(invitation.role), invitation.name or f"{invitation.role}-{secrets.token_hex(4)}"
+    name = invitation.name or f"{invitation.role}-{secrets.token_hex(4)}"
+    return Role(invitation.role), name, invitation.owner
 
 
 def _reply(authority: Authority, role: Role, name: str, certificate: bytes) -> wire.EnrolReply:
@@ -47,13 +55,20 @@ def _reply(authority: Authority, role: Role, name: str, certificate: bytes) -> w
 
 
 def _invite(backend: Backend, request: wire.InviteRequest, caller: Identity | None) -> wire.InviteReply:
-    identities, _ = _known(backend, caller)
+    identities, caller = _known(backend, caller)
     try:
         role = Role(request.role)
     except ValueError:
         raise InvalidRequest(f"{request.role[:64]!r} is no role") from None
+    owner = request.owner or caller.owner
+    if not caller.may_touch(owner) or (caller.owner and role not in OWNED):
+        raise NotPermitted(f"{caller} invites nobody as {role.value}{f' of {owner}' * bool(owner)}", todo="")
+    if owner and role not in OWNED:
+        raise InvalidRequest(f"a {role.value} has no owner: it serves all jobs")
     try:
-        made = identities.invitations.add(role, request.name, request.key, request.lifetime_s, request.uses)
+        made = identities.invitations.add(
+            role, request.name, request.key, request.lifetime_s, request.uses, owner=owner
+        )
     except OSError as error:
         raise StorageUnavailable(f"the invitation cannot be recorded: {error.strerror}") from error
     return wire.InviteReply(id=made.id, yard=identities.authority.yard, authority=identities.point)
@@ -66,32 +81,39 @@ def _known(backend: Backend, caller: Identity | None) -> tuple[YardIdentities, I
 
 
 def _list(backend: Backend, _: wire.ListIdentitiesRequest, caller: Identity | None) -> wire.ListIdentitiesReply:
-    identities, _caller = _known(backend, caller)
+    identities, caller = _known(backend, caller)
     revoked = identities.revocations.holders
     reply = wire.ListIdentitiesReply()
     for each in identities.authority.issued():
-        reply.identities.add(
-            role=each.role,
-            name=each.name,
-            serial=each.serial,
-            issued_s=each.issued_s,
-            until_s=each.until_s,
-            revoked=f"{each.role}/{each.name}" in revoked,
-        )
+        if caller.may_touch(_held(identities, each.holder).owner):
+            reply.identities.add(
+                holder=each.holder,
+                serial=each.serial,
+                issued_s=each.issued_s,
+                until_s=each.until_s,
+                revoked=each.holder in revoked,
+            )
     return reply
 
 
 def _revoke(backend: Backend, request: wire.RevokeIdentityRequest, caller: Identity | None) -> wire.RevokeIdentityReply:
     identities, caller = _known(backend, caller)
     try:
-        role, name = Role(request.role), checked_name(request.name)
-        identities.revoke(role, name, revoked=not request.allow)
+        held = _held(identities, request.holder)
+        if not caller.may_touch(held.owner):
+            raise NotPermitted(f"{caller} decides nothing about {held}", todo="")
+        identities.revoke(held, revoked=not request.allow)
     except ValueError as error:
         raise InvalidRequest(f"no identity: {error}") from error
     except OSError as error:
         raise StorageUnavailable(f"the revocation cannot be recorded: {error.strerror}") from error
-    log.warning("%s has %s %s %s", caller, "allowed" if request.allow else "revoked", role.value, name)
+    log.warning("%s has %s %s", caller, "allowed" if request.allow else "revoked", held)
     return wire.RevokeIdentityReply()
+
+
+def _held(identities: YardIdentities, holder: str) -> Identity:
+    """Raises ValueError."""
+    return Identity.parse(f"{SCHEME}{identities.authority.yard}/{holder}")
 
 
 RPCS = (

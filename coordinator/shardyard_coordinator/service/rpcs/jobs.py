@@ -21,15 +21,16 @@ from shardyard_coordinator.service.rpcs import parts
 from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, identified
 
 
-def join_job_event(request: wire.JoinJobRequest) -> events.JobJoined:
+def join_job_event(request: wire.JoinJobRequest, caller: Identity | None = None) -> events.JobJoined:
     settings = parse_job_settings(request.settings_json)
     run = parts.run_name(request.run_id, request.run_number)
-    return events.JobJoined(Incarnation(request.caller.incarnation), parts.job_name(request.name), settings, run)
+    owner = "" if caller is None else caller.owner
+    return events.JobJoined(Incarnation(request.caller.incarnation), parts.job_name(request.name), settings, run, owner)
 
 
 def _join_job(backend: Backend, request: wire.JoinJobRequest, caller: Identity | None) -> wire.JoinJobReply:
     """Looks at the URL here, because the machine knows of no storage."""
-    event = join_job_event(request)
+    event = join_job_event(request, caller)
     url = event.settings.checkpoint.url
     if url not in (AUTO, NEVER):
         backend.access.check(url)

@@ -26,6 +26,7 @@ from shardyard.security.passes import PassSigner, holder_of
 from shardyard.security.roles import ALLOWED, MEMBERS
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Context, Handler
+from shardyard.wire import methods
 from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
@@ -37,7 +38,17 @@ from shardyard_coordinator.service.server_client import ServerClient
 
 log = logging.getLogger("shardyard.coordinator")
 
-_SAID: Final = ("job_name", "name", "role", "member", "launch", "url", "number", "reason", "address")
+OF_A_JOB: Final = frozenset(
+    method.path
+    for method in (
+        *(methods.STOP_JOB, methods.TAKE_CHECKPOINT, methods.SWITCH_CONSISTENCY, methods.RESTORE_CHECKPOINT),
+        *(methods.LIST_QUARANTINED, methods.READ_AUDIT, methods.FOLLOW_JOB, methods.REPORT_EVALUATION),
+    )
+)
+"""What a person or a reader asks about one job, by its number or its name."""
+OF_THE_YARD: Final = frozenset((methods.DRAIN.path,))
+"""What concerns the jobs of everybody."""
+_SAID: Final = ("job_name", "name", "role", "owner", "holder", "member", "launch", "url", "number", "reason", "address")
 """What the audit has of a request."""
 ROUNDS_MAX: Final = 4
 """How often one request is given to the machine. It is given again after its partitions were created or opened; once
@@ -97,6 +108,31 @@ class Backend:
                 todo="register; members do so by themselves",
             )
 
+    def check_owner(self, method: Method[Any, Any], request: Any, caller: Identity) -> None:
+        """Raises NotPermitted if the caller belongs to an owner, and asks for what is another's."""
+        if not caller.owner or caller.role in MEMBERS:
+            return  # a member's requests are about the job that it has joined
+        if method.path in OF_THE_YARD:
+            raise NotPermitted(f"{caller} decides nothing about the yard, only about jobs of {caller.owner}")
+        if method.path not in OF_A_JOB:
+            return
+        fields = request.DESCRIPTOR.fields_by_name
+        about = [str(getattr(request, name)) for name in ("job", "job_name") if name in fields]
+        wanted = next((each for each in about if each not in ("", "0")), "")
+        with self.mailbox.machine() as machine:
+            meant = [
+                job
+                for job in machine.jobs
+                if (wanted in (job.settings.name, str(job.id), str(int(job.id))) if wanted else not job.phase.ended)
+            ]
+            others = [job.title for job in meant if not caller.may_touch(job.owner)]
+        if others:
+            raise NotPermitted(
+                f"{caller} asks about {others[0]}, which is another's",
+                why="jobs belong to the owner whose worker has started them",
+                todo="name a job of your own",
+            )
+
     def sign_pass(self, job: JobId, incarnation: Incarnation, caller: Identity | None) -> bytes:
         """What a worker or a reader shows to servers; empty without TLS."""
         if self.signer is None or caller is None:
@@ -154,6 +190,7 @@ class Rpc:
                 return self.serve(backend, request, None)
             try:
                 backend.check_caller(request, caller)
+                backend.check_owner(self.method, request, caller)
                 answer = self.serve(backend, request, caller)
             except ShardyardError as error:
                 if isinstance(error, NotPermitted | NotTrusted) or self._is_audited(caller):

@@ -32,6 +32,11 @@ def test_identity_is_read_from_its_uri(role: Role) -> None:
     identity = Identity("yard-1", role, "alpha.7")
     assert Identity.parse(identity.uri) == identity
     assert identity.uri == f"spiffe://yard-1/{role.value}/alpha.7"
+    owned = Identity("yard-1", role, "alpha.7", "ada")
+    assert Identity.parse(owned.uri) == owned
+    assert (owned.holder, str(owned)) == (f"{role.value}/ada/alpha.7", f"{role.value} ada/alpha.7")
+    assert [owned.may_touch(owner) for owner in ("ada", "eve", "")] == [True, False, False]
+    assert [identity.may_touch(owner) for owner in ("ada", "eve", "")] == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,9 @@ def test_identity_is_read_from_its_uri(role: Role) -> None:
         "spiffe://yard-1/worker/",
         "spiffe://yard-1/king/a",
         "spiffe://Yard/worker/a",
-        "spiffe://yard-1/worker/a/b",
+        "spiffe://yard-1/worker/a/b/c",
+        "spiffe://yard-1/worker//b",
+        "spiffe://yard-1/worker/a/",
         "spiffe://yard-1/worker/a\n",
         "spiffe://yard-1/worker/" + "a" * 129,
         "https://yard-1/worker/a",

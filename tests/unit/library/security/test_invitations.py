@@ -141,4 +141,4 @@ def test_file_of_another_origin_is_refused(tmp_path: Path, text: str) -> None:
 def test_file_has_only_what_is_needed(tmp_path: Path) -> None:
     opened(Invitations(tmp_path))
     (entry,) = json.loads((tmp_path / FILE).read_text())
-    assert set(entry) == {"id", "role", "name", "key", "until_s", "uses_left"}
+    assert set(entry) == {"id", "role", "name", "owner", "key", "until_s", "uses_left"}
