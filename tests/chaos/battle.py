@@ -14,13 +14,15 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardyard.domain import errors
 from shardyard.domain.limits import MIB
+from shardyard.security.authority import Authority
+from shardyard.security.issuing import issue_local
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from tests.chaos.places import SCRIPTS, Place, SmallDisk, tail
@@ -82,7 +84,7 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 
 
-def as_environment(settings: dict[str, object]) -> dict[str, str]:
+def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     return {"SHARDYARD__" + path.upper().replace(".", "__"): str(value) for path, value in settings.items()}
 
 
@@ -118,6 +120,8 @@ class Battlefield:
         self._state: int = wire.JOB_STATE_UNSPECIFIED
         self._asked_s = 0.0
         self.disks = {name: SmallDisk(folder / name, size) for name, size in DISKS.items()}
+        self._identities = folder / "identity"
+        issue_local(Authority(self._identities / "authority"), self._identities)
         for disk in self.disks.values():
             stack.callback(disk.close)
         ports = free_ports(1 + plan.servers)
@@ -269,8 +273,15 @@ class Battlefield:
             arguments = [name, *tied, "--bind", "127.0.0.1:0", "--workers", "1", "--", *script]
         else:
             arguments = script
-        if name != COORDINATOR:
+        role = COORDINATOR if name == COORDINATOR else AGENT if name == AGENT else "worker"
+        if name in self._bound:
+            role = "server"
+        security = {"security.identity": self._identities / role}
+        if name == COORDINATOR:
+            security["security.authority"] = self._identities / "authority"
+        else:
             environment["SHARDYARD_COORDINATOR"] = self.links[f"up-{name}"].address
+        environment |= as_environment(security)
         return Place(name, arguments, folder=self._logs, environment=environment, jumping=name in plan.jumping)
 
     def _end_all(self) -> None:

@@ -43,6 +43,8 @@ FIRST_STEP_MS: Final = 200
 _GRACE: Final = "as long as a coordinator is (membership.coordinator_grace_ms)"
 _IDLE: Final = "as long as a job without workers is (job.idle_ms)"
 WORKERS_EXPECTED: Final = "job.workers_expected"
+OWN: Final = frozenset({"security.identity", "security.invitation"})
+"""Settings of the process itself, which what it starts does not inherit by them."""
 
 
 class Display(Protocol):
@@ -89,7 +91,7 @@ def launch_environment(
     if config:
         taken[CONFIG_VARIABLE] = os.path.abspath(config)
     for path, flag in sets:
-        if flag.value is not None:
+        if flag.value is not None and path not in OWN:
             taken[environment_name(path)] = str(flag.value)
             if path == "job.name":
                 taken.pop("SHARDYARD_JOB", None)

@@ -4,7 +4,8 @@
     python jumping.py SCRIPT.py ARGUMENTS...
 
 Shardyard's own modules read a clock that jumps; gRPC's keep theirs, with the one that hands it times of day, since its
-core, in C, reads the system's: the two would disagree for ever, where after a real jump they agree again at once.
+core, in C, reads the system's: the two would disagree for ever, where after a real jump they agree again at once. So do
+certificates and passes (shardyard.security), whose times TLS compares with the system's clock.
 """
 
 import builtins
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 HANDS_TIMES_TO_GRPC = "shardyard.transport.grpc_client"
+COMPARED_BY_TLS = "shardyard.security."
 JUMP_S = 86_400
 EVERY_S = 0.2
 JUMPS = random.Random()
@@ -50,7 +52,8 @@ JUMPING = {
 def patched(plain: Callable[..., Any]) -> Callable[..., Any]:
     def import_(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         asking = str((globals_ or {}).get("__name__", ""))
-        if asking.startswith("shardyard") and asking != HANDS_TIMES_TO_GRPC and level == 0 and name in JUMPING:
+        keeps = asking == HANDS_TIMES_TO_GRPC or asking.startswith(COMPARED_BY_TLS)
+        if asking.startswith("shardyard") and not keeps and level == 0 and name in JUMPING:
             return JUMPING[name]
         return plain(name, globals_, locals_, fromlist, level)
 
