@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import errno
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from shardyard.transport.tls import ServerSecurity
 from shardyard.wire.method import Method
 from shardyard.wire.methods import PACKAGE
 
-VITAL_THREADS: Final = 16
+VITAL_THREADS: Final = 64
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -79,9 +80,11 @@ class GrpcServer:
         self._door = None if security is None else security.door
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
         self._vital = frozenset(vital)
-        self._threads, self._vital_threads = CallThreads(threads), CallThreads(VITAL_THREADS, "serve-vital")
+        self._threads = CallThreads(threads)
+        self._vital_threads = CallThreads(VITAL_THREADS, "serve-vital", most_of_one=VITAL_THREADS)
         self._at_first = InThisThread()
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
+        self._noting = threading.Lock()
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -118,9 +121,15 @@ class GrpcServer:
         """From now on the certificates of these members (role/name) are refused, and their open calls end."""
         if self._door is not None:
             self._door.revoked = holders
-        for call in list(self._calls):
+        with self._noting:
+            calls = list(self._calls)
+        for call in calls:
             if call.caller in holders:
                 call.cancel()
+
+    def _note(self, call: ServedCall) -> None:
+        with self._noting:
+            self._calls.add(call)
 
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
@@ -144,7 +153,7 @@ class GrpcServer:
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
         if TRIED:
             threads = self._vital_threads if method.path in self._vital else self._threads
-            return _call_handler(method, handler, threads, self._door, self._at_first, self._calls)
+            return _call_handler(method, handler, threads, self._door, self._at_first, self._note)
         return _grpc_handler(method, handler, self._door)
 
 
@@ -193,15 +202,15 @@ def _call_handler(
     threads: CallThreads,
     door: Door | None,
     at_first: InThisThread,
-    calls: weakref.WeakSet[ServedCall],
+    note: Callable[[ServedCall], None],
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Handles a method of any kind. A call has a thread only while its handler runs, and none before its first message
-    is whole. `calls`: gets those that are served."""
+    is whole. `note` gets each call that is served."""
 
     def run(_: Any, call: grpc.ServicerContext, end: Callable[[None], None]) -> None:
         served = ServedCall(call, end, threads, holds_back=method.streams_in and method.streams_out)
 
-        calls.add(served)
+        note(served)
 
         def offer(at_once: AtOnce) -> None:
             scope = contextvars.copy_context()
