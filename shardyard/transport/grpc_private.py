@@ -174,8 +174,8 @@ class CallThreads:
     """Threads for the handlers of calls, at most `most`. They start when they are needed, and stay. Each message of a
     stream may need one, so this makes no Future for it, as a ThreadPoolExecutor does.
 
-    Of one caller, `most_of_one` of them run at a time (0: half), so that it does not take the threads of all others. The
-    rest of what it has asked for waits, in its order.
+    Of one caller, `most_of_one` of them run at a time (0: half), so that it does not take the threads of all others.
+    The rest of what it has asked for waits, in its order.
     """
 
     def __init__(self, most: int, name: str = "serve-call", *, most_of_one: int = 0) -> None:
