@@ -48,7 +48,7 @@ OF_A_JOB: Final = frozenset(
 """What a person or a reader asks about one job, by its number or its name."""
 OF_THE_YARD: Final = frozenset((methods.DRAIN.path,))
 """What concerns the jobs of everybody."""
-_SAID: Final = ("job_name", "name", "role", "owner", "holder", "member", "launch", "url", "number", "reason", "address")
+_SAID: Final = ("job_name", "name", "role", "owner", "holder", "member", "launch", "url", "reason", "address")
 """What the audit has of a request."""
 ROUNDS_MAX: Final = 4
 """How often one request is given to the machine. It is given again after its partitions were created or opened; once
@@ -85,8 +85,8 @@ class Backend:
         """Writes down who did what. If the file cannot be written, the log has it."""
         if self.audit_log is None:
             return
-        said = {name: str(getattr(request, name))[:128] for name in _SAID if name in request.DESCRIPTOR.fields_by_name}
-        more = {name: value for name, value in said.items() if value}
+        said = {name: getattr(request, name) for name in _SAID if name in request.DESCRIPTOR.fields_by_name}
+        more = {name: value[:128] for name, value in said.items() if isinstance(value, str) and value}
         try:
             self.audit_log.add(method.name, who=holder_of(caller), where=where, outcome=outcome, **more)
         except OSError as error:
