@@ -55,6 +55,8 @@ function optionsFor(role) {
   return { ...OPTIONS, 'grpc.ssl_target_name_override': name, 'grpc.default_authority': name };
 }
 
+// What calls show to servers: the pass, once the job is joined.
+const metadata = new grpc.Metadata();
 const RATE = 0.5;
 const GROUPS = [{ values: [RATE, 0, 0, 0, 0, 0] }];
 // "big" goes over several frames, "small" is one of a few bytes
@@ -99,7 +101,7 @@ async function wait(what, more = {}) {
 
 function call(client, method, request) {
   return new Promise((resolve, reject) => {
-    client[method](request, { deadline: Date.now() + DEADLINE_MS }, (error, reply) => {
+    client[method](request, metadata, { deadline: Date.now() + DEADLINE_MS }, (error, reply) => {
       if (error) reject(error);
       else resolve(reply);
     });
@@ -209,7 +211,7 @@ function writeFrames(stream, header, payload) {
 class Exchanges {
   constructor(server) {
     this.server = server;
-    this.stream = server.client.PushPull({ deadline: Date.now() + DEADLINE_MS });
+    this.stream = server.client.PushPull(metadata, { deadline: Date.now() + DEADLINE_MS });
     this.answers = this.stream[Symbol.asyncIterator]();
   }
 
@@ -264,6 +266,7 @@ class Worker {
     });
     assert(joined.started);
     this.caller = { incarnation: this.incarnation, job: joined.job };
+    metadata.set('shardyard-pass-bin', joined.job_pass);
   }
 
   async register() {
@@ -305,7 +308,7 @@ class Worker {
   // A whole stream of frames, and one answer.
   once(server, method, header, payload) {
     return new Promise((resolve, reject) => {
-      const stream = server.client[method]({ deadline: Date.now() + DEADLINE_MS }, (error, reply) => {
+      const stream = server.client[method](metadata, { deadline: Date.now() + DEADLINE_MS }, (error, reply) => {
         if (error) reject(error);
         else resolve(reply);
       });
@@ -383,7 +386,7 @@ class Worker {
     for (const server of this.servers) {
       const stream = server.client.Pull({
         caller: this.caller, server: server.incarnation, generation: this.generation, partitions: server.partitions,
-      }, { deadline: Date.now() + DEADLINE_MS });
+      }, metadata, { deadline: Date.now() + DEADLINE_MS });
       const pieces = [];
       let header = null;
       for await (const frame of stream) {
