@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from shardyard.domain.errors import NotPermitted, NotReady, NotTrusted
+from shardyard.domain.errors import NotPermitted, NotTrusted, ServerUnavailable
 from shardyard.security.identity import SCHEME, Identity
 from shardyard.security.passes import PassVerifier, Speaker, holder_of
 from shardyard.security.roles import ALLOWED
@@ -42,7 +42,7 @@ class Door:
 
     def admit(self, method: Method[Any, Any], connection: Mapping[str, Iterable[bytes]], shown: bytes = b"") -> Speaker:
         """The caller. `connection`: gRPC's auth context. `shown`: its pass. Raises NotTrusted, NotPermitted, and
-        NotReady while passes cannot be checked yet."""
+        ServerUnavailable while passes cannot be checked yet."""
         certificate = next(iter(connection.get(_CERTIFICATE, ())), b"")
         caller = self._known.get(certificate) or self._identify(certificate, connection)
         if self.revoked and holder_of(caller) in self.revoked:
@@ -54,7 +54,7 @@ class Door:
         if not shown or not self._checks_passes:
             return Speaker(caller, None)
         if self.passes is None:
-            raise NotReady("this server has not registered yet, so it cannot check passes")
+            raise ServerUnavailable("this server has not registered yet, so it cannot check passes")
         return Speaker(caller, self.passes.verify(shown, caller))
 
     def _identify(self, certificate: bytes, connection: Mapping[str, Iterable[bytes]]) -> Identity:

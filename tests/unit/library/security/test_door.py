@@ -73,7 +73,7 @@ def test_server_that_cannot_check_passes_yet_lets_its_callers_wait(tmp_path: Pat
     good."""
     signer, door = PassSigner(tmp_path), Door(checks_passes=True)
     shown = signer.sign(JobId(1), Incarnation(2), WORKER)
-    with pytest.raises(errors.NotReady, match="has not registered yet"):
+    with pytest.raises(errors.ServerUnavailable, match="has not registered yet"):
         door.admit(methods.PULL, connection(), shown)
     door.passes = PassVerifier(signer.public_key)
     found = door.admit(methods.PULL, connection(), shown).job_pass
