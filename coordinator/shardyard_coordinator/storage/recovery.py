@@ -9,7 +9,7 @@ checkpoints contain, what time it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,10 +105,12 @@ class Recovery:
         if not self.lost or self.attempt is not None or now_ms < self._retry_at_ms:
             return None
         needed = folders or {}
+        kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}
+        able = staying(servers) or _leaving_later(servers, kept)
         takers = {
             partition: self._takers(
-                map_,
-                [each for each in staying(servers) if partition not in needed or each.logs == needed[partition]],
+                [each for each in able if partition not in needed or each.logs == needed[partition]],
+                kept,
                 now_ms,
                 at_once=partition in self.sealed,
             )
@@ -139,8 +141,7 @@ class Recovery:
         self.restored()
         return attempt
 
-    def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int, *, at_once: bool) -> list[Server]:
-        kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}
+    def _takers(self, servers: Sequence[Server], kept: Set[Incarnation], now_ms: int, *, at_once: bool) -> list[Server]:
         fresh = [server for server in servers if server.incarnation not in kept]
         if at_once:
             return list(servers)
@@ -177,6 +178,12 @@ class Recovery:
     def restored(self) -> None:
         """All partitions have servers."""
         self.lost = self.sealed = frozenset()
+
+
+def _leaving_later(servers: Sequence[Server], kept: Set[Incarnation]) -> list[Server]:
+    """Servers that leave, but not before the partitions that they have kept have moved. With these, training goes on
+    until another server comes."""
+    return [server for server in servers if server.incarnation in kept and not server.hurries]
 
 
 def _unreached(takers: Mapping[PartitionId, Sequence[Server]], folders: Mapping[PartitionId, str]) -> str:
