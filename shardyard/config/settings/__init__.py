@@ -16,7 +16,7 @@ from shardyard.config.settings.checkpoint import CHECKPOINTS, CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
-from shardyard.config.settings.process import LogSettings, MetricsSettings, Settings, StorageSettings
+from shardyard.config.settings.process import AgentSettings, LogSettings, MetricsSettings, Settings, StorageSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
 from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
@@ -32,6 +32,7 @@ from shardyard.config.settings.yard import (
 
 __all__ = [
     "AUTO",
+    "AgentSettings",
     "CHECKPOINTS",
     "COLD_FOLDER",
     "COORDINATOR_GRACE_MS",

@@ -9,7 +9,7 @@ from pydantic import Field
 from shardyard.config.settings.job import JobSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
-from shardyard.config.settings.values import Address, FolderOrNone, Places, Section
+from shardyard.config.settings.values import AUTO, Address, FolderOrNone, Folders, Places, Section, VariableNames
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import MembershipSettings, YardSettings
 
@@ -28,6 +28,19 @@ class StorageSettings(Section):
         description="The folders and URLs below which this coordinator or server reads and writes checkpoints, parted"
         " by spaces. A job that names another place is refused. Empty: any folder that its user can reach, and any"
         " bucket that its credentials open.",
+    )
+
+
+class AgentSettings(Section):
+    allow: Folders = Field(
+        default="",
+        description="The folders below which this agent starts scripts, parted by spaces. Empty: it starts any script"
+        " that an operator names.",
+    )
+    variables: VariableNames = Field(
+        default=AUTO,
+        description='The environment variables that a launch on this agent may set besides those of Shardyard. "*"'
+        " stands for any characters. auto: all without agent.allow, none with it.",
     )
 
 
@@ -60,6 +73,7 @@ class Settings(Section):
     storage: StorageSettings = Field(
         default_factory=StorageSettings, description="What a coordinator and servers may read and write."
     )
+    agent: AgentSettings = Field(default_factory=AgentSettings, description="What an agent may be told to start.")
     security: SecuritySettings = Field(
         default_factory=SecuritySettings, description="Certificates, and who may reach the yard."
     )

@@ -27,6 +27,8 @@ EXPLAINED_VALUE: Final = "explained_value"
 """Types of errors: values that exclude each other, and a value whose check says itself what is wrong."""
 
 _JOB_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
+_FOLDERS = re.compile(r"(/\S*( +/\S*)*)?")
+_VARIABLES = re.compile(r"[A-Za-z0-9_* ]*")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
 _PORT = re.compile(r"[0-9]{1,5}")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,64}\]")
@@ -83,6 +85,18 @@ Places = Annotated[
     str,
     Field(max_length=limits.TEXT_CHARACTERS_MAX),
     Expected('folders and URLs, parted by spaces, or "" for no restriction'),
+]
+Folders = Annotated[
+    str,
+    _matching(_FOLDERS),
+    Field(max_length=limits.TEXT_CHARACTERS_MAX),
+    Expected('absolute paths of folders, parted by spaces, or "" for no restriction'),
+]
+VariableNames = Annotated[
+    str,
+    _matching(_VARIABLES),
+    Field(max_length=limits.TEXT_CHARACTERS_MAX),
+    Expected('auto, or names of environment variables, parted by spaces, in which "*" stands for any characters'),
 ]
 CheckpointUrl = Annotated[
     str,

@@ -34,6 +34,7 @@ from shardyard.transport.tls import ServerSecurity
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
+from shardyard_worker.agent.allowed import Allowed
 from shardyard_worker.agent.error_report import ShownOutput
 from shardyard_worker.agent.launch import RunningLaunch
 from shardyard_worker.agent.service import LATE_S, AgentPlan, AgentService
@@ -188,6 +189,7 @@ def serve(
         state=state,
         device=settings.worker.device,
         threads=settings.worker.threads,
+        allowed=Allowed(settings.agent),
         certify=lambda launch, owner: None if credentials is None else enrol_launch(peer, launch, owner),
     )
     membership: AgentMembership | None = None

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from shardyard.config.configuration import RUN_ID_VARIABLE
+from shardyard.config.settings import AgentSettings
 from shardyard.domain import errors, limits
 from shardyard.runtime.restart_policy import GivenUp, RestartPolicy
 from shardyard.runtime.waits import WaitRegistry
@@ -33,6 +34,7 @@ from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent import launch_folders
+from shardyard_worker.agent.allowed import Allowed
 from shardyard_worker.agent.environment import LaunchOrder, gpus_present, gpus_to_give, run_id_of
 from shardyard_worker.agent.launch import RunningLaunch
 from shardyard_worker.agent.launch_folders import AgentFolders, Ending, LaunchFolder, LaunchRecord
@@ -67,6 +69,7 @@ class AgentPlan:
     state: Path
     device: str = "auto"
     threads: int = 1
+    allowed: Allowed = field(default_factory=lambda: Allowed(AgentSettings()))
     certify: Callable[[str, str], Pem | None] = lambda *_: None
     """Makes a certificate for the processes of a launch. Its arguments name the launch and its owner. Raises what the
     coordinator answers. None: the yard runs without TLS."""
@@ -268,13 +271,16 @@ class AgentService:
                 f"the script {script} is not a file on the agent's machine",
                 todo="check the path on that machine",
             )
+        plan.allowed.check_script(script)
         folder = _path(request.working_directory, "the working directory")
         if not folder.is_dir():
             raise errors.InvalidRequest(f"the working directory {folder} is not a folder on the agent's machine")
         if len(request.arguments) > ARGUMENTS_MAX:
             raise errors.TooLarge(f"{len(request.arguments)} arguments; at most {ARGUMENTS_MAX} are taken")
         _bounded(list(request.arguments), "the arguments")
-        environment = {**os.environ, **_environment(dict(request.environment))}
+        given = _environment(dict(request.environment))
+        plan.allowed.check_variables(given)
+        environment = {**os.environ, **given}
         return LaunchOrder(
             script=script,
             arguments=tuple(request.arguments),
