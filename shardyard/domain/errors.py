@@ -136,6 +136,11 @@ class TooLarge(InvalidRequest):
     todo = "make it smaller, or split it"
 
 
+class QuotaExceeded(InvalidRequest):
+    why = "each owner has a quota of the yard, so that one does not starve the others"
+    todo = "wait for another job of this owner to end, or have the quota raised where the coordinator is started"
+
+
 class UnsupportedOptimizer(InvalidRequest):
     why = "the servers cannot compute its updates, and another optimizer would train another model"
     todo = "use an optimizer that docs/guides/optimizers.md lists"

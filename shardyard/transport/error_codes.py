@@ -26,6 +26,7 @@ FACT_BYTES_MAX = 128
 # The first class that an error is an instance of decides, so subclasses stand first.
 TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.QuotaExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ProtocolMismatch, grpc.StatusCode.UNIMPLEMENTED),
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.SequenceGap, grpc.StatusCode.OUT_OF_RANGE),

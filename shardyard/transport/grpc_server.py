@@ -5,6 +5,7 @@ Invariants: two servers never share a port without an error; messages beyond the
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import errno
 import socket
@@ -151,10 +152,12 @@ class GrpcServer:
         self._started = True
 
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+        is_vital = method.path in self._vital
+        threads = self._vital_threads if is_vital else self._threads
+        counted = contextlib.nullcontext if is_vital or self._door is None else self._door.call_of
         if TRIED:
-            threads = self._vital_threads if method.path in self._vital else self._threads
-            return _call_handler(method, handler, threads, self._door, self._at_first, self._note)
-        return _grpc_handler(method, handler, self._door)
+            return _call_handler(method, handler, threads, self._door, counted, self._at_first, self._note)
+        return _grpc_handler(method, handler, self._door, counted)
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:
@@ -174,13 +177,20 @@ def _refusal(host: str, port: int) -> errors.ShardyardError | None:
     return None
 
 
-def _grpc_handler(method: Method[Any, Any], handler: Handler, door: Door | None) -> grpc.RpcMethodHandler[Any, Any]:
+Counted = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""As Door.call_of."""
+
+
+def _grpc_handler(
+    method: Method[Any, Any], handler: Handler, door: Door | None, counted: Counted
+) -> grpc.RpcMethodHandler[Any, Any]:
     def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             context, id_ = _context_of(method, call, door)
-            for answer in serve(method, handler, sent, context, id_):
-                if answer is not None:
-                    yield answer
+            with counted(context.speaker):
+                for answer in serve(method, handler, sent, context, id_):
+                    if answer is not None:
+                        yield answer
         except errors.ShardyardError as error:
             call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
             call.abort(status_of(error), status_text(error))
@@ -201,6 +211,7 @@ def _call_handler(
     handler: Handler,
     threads: CallThreads,
     door: Door | None,
+    counted: Counted,
     at_first: InThisThread,
     note: Callable[[ServedCall], None],
 ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -220,11 +231,12 @@ def _call_handler(
             try:
                 context, id_ = _context_of(method, call, door, offer)
                 served.caller = "" if context.speaker is None else holder_of(context.speaker.identity)
-                yield None
-                requests = served.requests()
-                sent = requests if method.streams_in else next(requests, None)
-                if sent is not None:
-                    yield from serve(method, handler, sent, context, id_)
+                with counted(context.speaker):
+                    yield None
+                    requests = served.requests()
+                    sent = requests if method.streams_in else next(requests, None)
+                    if sent is not None:
+                        yield from serve(method, handler, sent, context, id_)
             except errors.ShardyardError as error:
                 call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
                 call.set_code(status_of(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -157,6 +158,23 @@ class Pause(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Waits in this thread."""
+
+
+class UntilPause(Pause):
+    """Ends at `until` (time.monotonic)."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    def begin(self, go_on: Callable[[], None]) -> bool:
+        del go_on
+        return True
+
+    def end(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.until - time.monotonic()))
 
 
 Handler = Callable[[Any, Context], Any]

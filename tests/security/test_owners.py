@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,67 +9,36 @@ from typing import Any
 import pytest
 import torch
 
-from shardyard.config import configuration
 from shardyard.domain import errors
-from shardyard.security.authority import Authority, make_credentials
 from shardyard.security.credentials import Credentials, write_credentials
 from shardyard.security.identity import Role
 from shardyard.transport.enrolment import invite, join
-from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.yard.local_cluster import LocalCluster
-from shardyard_worker.job import connect as worker
 from shardyard_worker.reader.reader_session import ReaderSession
+from tests.support.owners import OwnersYard
 
 CALL_MS = 10_000
 
 
-class Yard:
-    def __init__(self, folder: Path) -> None:
-        given = {"yard.servers": 1, "yard.workers": 1, "yard.coordinator_port": 0}
-        self.folder = folder
-        self.cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
-        self.cluster.start(stop=threading.Event())
-
-    @property
-    def coordinator(self) -> str:
-        return self.cluster.coordinator
-
-    def network(self, role: Role, owner: str) -> GrpcNetwork:
-        folder = self.folder / "identity" / f"{role.value}-of-{owner}"
-        authority = Authority(self.folder / "identity" / "authority")
-        write_credentials(folder, make_credentials(authority, role, role.value, 3_600, owner))
-        return GrpcNetwork(Credentials(folder))
-
-    def operator(self, owner: str) -> GrpcPeer:
-        return self.network(Role.OPERATOR, owner).connect(self.coordinator, name="coordinator")
-
-    def join(self, owner: str, name: str) -> Any:
-        given = {"coordinator": self.coordinator, "job.name": name, "log.level": "error"}
-        loaded = configuration.load(None, {}, given).settings
-        job = worker.connect(loaded, network=self.network(Role.WORKER, owner))
-        job.register({"w": torch.arange(20.0)}, lr=0.5)
-        return job
-
-
 @pytest.fixture(scope="module")
-def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    begun = Yard(tmp_path_factory.mktemp("yard") / "state")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnersYard]:
+    begun = OwnersYard(tmp_path_factory.mktemp("yard") / "state")
     yield begun
     begun.cluster.stop()
 
 
 @pytest.fixture(scope="module")
-def of_ada(yard: Yard) -> Iterator[Any]:
+def of_ada(yard: OwnersYard) -> Iterator[Any]:
     """A job of ada."""
     job = yard.join("ada", "ranking")
     yield job
     job.close()
 
 
-def test_worker_of_another_owner_does_not_join(yard: Yard, of_ada: Any) -> None:
+def test_worker_of_another_owner_does_not_join(yard: OwnersYard, of_ada: Any) -> None:
     with pytest.raises(errors.NotPermitted, match=r"job 'ranking' \(1\.1\) is of ada, and worker .* is of eve"):
         yard.join("eve", "ranking")
     again = yard.join("ada", "ranking")
@@ -80,11 +48,11 @@ def test_worker_of_another_owner_does_not_join(yard: Yard, of_ada: Any) -> None:
     own.close()
 
 
-def test_yards_own_worker_may_join_every_job(yard: Yard, of_ada: Any) -> None:
+def test_yards_own_worker_may_join_every_job(yard: OwnersYard, of_ada: Any) -> None:
     yard.join("", "ranking").close()
 
 
-def test_reader_of_another_owner_follows_nothing(yard: Yard, of_ada: Any) -> None:
+def test_reader_of_another_owner_follows_nothing(yard: OwnersYard, of_ada: Any) -> None:
     for owner, allowed in (("ada", True), ("", True), ("eve", False)):
         session = ReaderSession(
             yard.network(Role.READER, owner),
@@ -103,7 +71,7 @@ def test_reader_of_another_owner_follows_nothing(yard: Yard, of_ada: Any) -> Non
             session.close()
 
 
-def test_operator_decides_about_jobs_of_its_owner_only(yard: Yard, of_ada: Any) -> None:
+def test_operator_decides_about_jobs_of_its_owner_only(yard: OwnersYard, of_ada: Any) -> None:
     number = of_ada._session.caller.job
     requests: list[tuple[Any, Any]] = [
         (methods.STOP_JOB, wire.StopJobRequest(job_name="ranking")),
@@ -132,7 +100,7 @@ def test_operator_decides_about_jobs_of_its_owner_only(yard: Yard, of_ada: Any) 
         ada.close()
 
 
-def test_operator_of_an_owner_decides_nothing_about_the_yard(yard: Yard) -> None:
+def test_operator_of_an_owner_decides_nothing_about_the_yard(yard: OwnersYard) -> None:
     eve = yard.operator("eve")
     try:
         with pytest.raises(errors.NotPermitted, match="decides nothing about the yard"):
@@ -150,7 +118,7 @@ def test_operator_of_an_owner_decides_nothing_about_the_yard(yard: Yard) -> None
         eve.close()
 
 
-def test_who_is_invited_belongs_to_the_owner_of_the_inviter(yard: Yard, tmp_path: Path) -> None:
+def test_who_is_invited_belongs_to_the_owner_of_the_inviter(yard: OwnersYard, tmp_path: Path) -> None:
     eve = yard.operator("eve")
     try:
         text = invite(eve, role="worker", name="", lifetime_s=60, uses=1)
@@ -167,7 +135,7 @@ def test_who_is_invited_belongs_to_the_owner_of_the_inviter(yard: Yard, tmp_path
         peer.close()
 
 
-def test_server_has_no_owner(yard: Yard) -> None:
+def test_server_has_no_owner(yard: OwnersYard) -> None:
     yards = yard.operator("")
     try:
         with pytest.raises(errors.InvalidRequest, match="it serves all jobs"):
@@ -186,7 +154,7 @@ print("I am", names.get_values_for_type(x509.UniformResourceIdentifier)[0], flus
 """
 
 
-def test_launch_belongs_to_who_has_asked_for_it(yard: Yard, tmp_path: Path) -> None:
+def test_launch_belongs_to_who_has_asked_for_it(yard: OwnersYard, tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text(SCRIPT)
     agent = yard.cluster.state.agent

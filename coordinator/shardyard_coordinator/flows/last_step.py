@@ -19,14 +19,20 @@ from shardyard_coordinator.members.progress import Report
 def stop(job: JobState, worker: Incarnation | None, reason: str) -> list[Effect]:
     """A worker, or a person (None), asks the job to end before its data ends. Raises the failure of a failed job."""
     job.require_unfinished()
+    begun = begin_stop(job, worker, f"{'a person' if worker is None else f'worker {worker}'} asked", reason)
+    found = job.stopping.stop
+    assert found is not None
+    return [*begun, Reply(StopTaken(job.id, job.settings.name, found, first=bool(begun)))]
+
+
+def begin_stop(job: JobState, worker: Incarnation | None, decided: str, reason: str) -> list[Effect]:
+    """The job is to end before its data ends. `decided`: who or what has done so, in words. Empty if it ends so
+    already."""
     asked = job.stopping.ask(reason, worker)
     if mode_switch.may_cancel(job):
         asked += job.pending_switch.cancel()  # the job ends in its present mode
-    found = job.stopping.stop
-    assert found is not None
-    by = "a person" if worker is None else f"worker {worker}"
-    message = [LogMessage(f"{job.title} stops, as {by} asked{f': {reason}' if reason else ''}")] if asked else []
-    return [*job.records(asked), *message, Reply(StopTaken(job.id, job.settings.name, found, first=bool(asked)))]
+    message = [LogMessage(f"{job.title} stops, as {decided}{f': {reason}' if reason else ''}")] if asked else []
+    return [*job.records(asked), *message]
 
 
 def on_reached(job: JobState, worker: Incarnation, report: Report) -> list[Effect]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self
 
-from shardyard.config.settings import DRAIN_S
+from shardyard.config.settings import DRAIN_S, QuotaSettings
 from shardyard.domain import errors
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
 from shardyard_coordinator.core import events
@@ -43,7 +43,7 @@ from shardyard_coordinator.flows import (
     residuals,
     work_verdicts,
 )
-from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views, readers
+from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views, quotas, readers
 from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
@@ -67,8 +67,10 @@ class Machine:
         checkpoints: str | None = None,
         drain_ms: int = 1000 * DRAIN_S,
         servers_expected: int = 1,
+        quotas: QuotaSettings | None = None,
     ) -> None:
         self._lease_ms = lease_ms
+        self._quotas = quotas or QuotaSettings()
         self._members = Membership(term=term, lease_ms=lease_ms, drain_ms=drain_ms, servers_expected=servers_expected)
         self._jobs = JobDirectory(term, checkpoints)
         self._ticked_ms = now_ms
@@ -153,6 +155,7 @@ class Machine:
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
                 job, missing = self._job_of(caller), self._members.missing_servers(now_ms)
+                quotas.check_variables(self._quotas, self._jobs, job, event)
                 return deployment.register_variables(job, event, self._servers(now_ms), missing)
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self._job_of(returned.caller), returned, next_sequence, generation)
@@ -289,6 +292,8 @@ class Machine:
         servers, missing = self._servers(now_ms), self._members.missing_servers(now_ms)
         for job in self._jobs:
             effects += life.tick(job, now_ms, servers, missing)
+        for job, why in quotas.beyond_rows(self._quotas, self.jobs):
+            effects += last_step.begin_stop(job, None, "the coordinator decided", why)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
@@ -339,8 +344,11 @@ class Machine:
                     todo="give the job another name (SHARDYARD_JOB)",
                 )
             found.require_joinable()
+        quotas.check_join(self._quotas, self._jobs, event.owner if found is None else found.owner)
+        if found is not None:
             job = found
         else:
+            quotas.check_start(self._quotas, self._jobs, event.owner)
             job, effects = self._jobs.start(event.settings, worker.title, now_ms, event.owner)
         worker.job = job.id
         effects += life.join(job, worker.incarnation, event.run, now_ms)

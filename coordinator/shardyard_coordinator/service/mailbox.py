@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardyard.config.settings import MembershipSettings
+from shardyard.config.settings import MembershipSettings, QuotaSettings
 from shardyard.domain.errors import ConfigurationError, NotReady
 from shardyard.domain.ids import Term
 from shardyard.runtime.clock import Clock
@@ -70,12 +70,14 @@ class Mailbox:
         *,
         clock: Clock,
         membership: MembershipSettings,
+        quotas: QuotaSettings,
         checkpoints: str | None,
         wait_registry: WaitRegistry,
     ) -> None:
         self._journal = journal
         self._clock = clock
         self._membership = membership
+        self._quotas = quotas
         self._checkpoints = checkpoints
         self._wait_registry = wait_registry
         self._lock = threading.Lock()
@@ -259,6 +261,7 @@ class Mailbox:
                 checkpoints=self._checkpoints,
                 drain_ms=self._membership.drain_ms,
                 servers_expected=self._membership.servers_expected,
+                quotas=self._quotas,
             )
             return machine.restored(journal.records())
         except ConfigurationError as error:

@@ -24,6 +24,7 @@ from shardyard.runtime.waits import ExplainedWait
 from shardyard.security.audit_log import AuditLog
 from shardyard.security.local import FOLDER, forget_yard, is_loopback, remember_yard
 from shardyard.security.passes import PassSigner
+from shardyard.security.request_rates import RequestRates
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
@@ -62,6 +63,8 @@ def serve(
     identities, security = security_of(settings.security, own)
     folder = (own / FOLDER).absolute()
     audit_log = None if security is None else _open_audit(folder, security)
+    if security is not None and settings.quotas.requests_per_s_max:
+        security.door.rates = RequestRates(settings.quotas.requests_per_s_max)
     with ExitStack() as ending:
         journal = _open_journal(state, bind, stop, security)
         if journal is None:
@@ -72,6 +75,7 @@ def serve(
             journal=journal,
             clock=SystemClock(),
             membership=settings.membership,
+            quotas=settings.quotas,
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
             access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
             identities=identities,

@@ -14,7 +14,7 @@ import time
 from importlib.metadata import version
 from typing import Final
 
-from shardyard.config.settings import MembershipSettings
+from shardyard.config.settings import MembershipSettings, QuotaSettings
 from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
@@ -53,6 +53,7 @@ class Coordinator:
         journal: Journal,
         clock: Clock,
         membership: MembershipSettings,
+        quotas: QuotaSettings | None = None,
         checkpoints: str | None = None,
         access: StorageAccess | None = None,
         identities: YardIdentities | None = None,
@@ -67,7 +68,12 @@ class Coordinator:
         access = access or StorageAccess()
         self._wait_registry = WaitRegistry(logger=log)
         self._mailbox = Mailbox(
-            journal, clock=clock, membership=membership, checkpoints=checkpoints, wait_registry=self._wait_registry
+            journal,
+            clock=clock,
+            membership=membership,
+            quotas=quotas or QuotaSettings(),
+            checkpoints=checkpoints,
+            wait_registry=self._wait_registry,
         )
         self._servers = ServerClient(network, journal.term, self._wait_registry)
         self._residuals = ResidualCollections(self._workers_of, self._wait_registry)

@@ -25,6 +25,7 @@ import psutil
 
 from shardyard.domain import errors
 from shardyard.domain.limits import GIB, MIB
+from shardyard.runtime.machine_memory import container_bytes
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.transport import TRIED
 from shardyard.transport import shared_memory as shm
@@ -39,7 +40,6 @@ FILES_MIN: Final = 1_024
 """The open files of a server of some hundred workers: a socket and some shared memory for each."""
 SHARED_BYTES: Final = 1 * MIB
 TORCH_MS_MAX: Final = 60_000
-_CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
 _ASK_TORCH: Final = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -131,12 +131,9 @@ def _limits() -> list[tuple[str, int]]:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         found.append(("process (ulimit -v)", soft))
-    try:
-        text = _CGROUP.read_text().strip()
-    except OSError:
-        text = "max"
-    if text.isdigit():
-        found.append(("container", int(text)))
+    container = container_bytes()
+    if container is not None:
+        found.append(("container", container))
     return found
 
 

@@ -17,11 +17,13 @@ from shardyard.domain.errors import NotFound, ShardyardError
 from shardyard.domain.ids import Incarnation, JobId, Term
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.security.request_rates import RequestRates
 from shardyard.storage.access import StorageAccess
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.thread_pool import BatchPool
 from shardyard_ps_server.jit.job_loops import JobLoops
 from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.values.receive_memory import ReceiveMemory
 from shardyard_ps_server.wal.segments import LogRoot
 from shardyard_ps_server.wal.wal import OnFailure
 
@@ -59,13 +61,16 @@ def _log_failure(failure: ShardyardError) -> None:
 class Store:
     """`shareable`: whether versions are put into shared memory. `logs`: the folder of logs; without one, jobs that need
     a log are refused. `on_failure` is called when the server must stop because a log cannot be written, or memory ran
-    out in the middle of a push. `budget`: the memory for rows of tables; None: no bound. `access`: where checkpoints
-    may be."""
+    out in the middle of a push. `budget`: the memory for rows of tables; None: no bound. `receive_bytes_max`: the
+    memory for what is received. `rates`: how many requests a second a job may make; None: no bound. `access`: where
+    checkpoints may be."""
 
     shareable: bool = True
     logs: LogRoot | None = None
     on_failure: OnFailure = _log_failure
     budget: Budget | None = None
+    receive_bytes_max: int = limits.JOB_BYTES_MAX
+    rates: RequestRates | None = None
     access: StorageAccess = field(default_factory=StorageAccess)
     counters: Counters = field(default_factory=Counters)
     wait_registry: WaitRegistry = field(default_factory=lambda: WaitRegistry(logger=log))
@@ -84,6 +89,7 @@ class Store:
         self.creating = threading.Lock()
         """Held while partitions are created, which may read a whole checkpoint."""
         self.loops = JobLoops(self.wait_registry)
+        self.receiving = ReceiveMemory(self.receive_bytes_max, self.wait_registry)
 
     def close(self) -> None:
         """Drops all jobs, and ends all threads and processes."""

@@ -18,7 +18,9 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.limits import FRAME_BYTES, PLANS_MAX, ROWS_ALONG_BYTES_MAX
 from shardyard.domain.pulls import PullHeader, ShmLocation
 from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
-from shardyard.transport.interfaces import Descriptors, Pause
+from shardyard.security.passes import speaker
+from shardyard.security.request_rates import RequestRates
+from shardyard.transport.interfaces import Descriptors, Pause, UntilPause
 from shardyard.wire import frames
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, reply_to_header
@@ -47,7 +49,7 @@ class ExchangeStream:
         self._store = store
         self._headers = HeaderReader()
         self._memory = StreamMemory(descriptors)
-        self._payloads = PayloadReader(self._memory)
+        self._payloads = PayloadReader(self._memory, store.receiving)
         self._hosted: HostedJob | None = None
         self._admitted: dict[int, tuple[PushHeader, Admitted]] = {}
         """Plans of this stream, by identity, and how the last exchange that named them was admitted."""
@@ -70,11 +72,13 @@ class ExchangeStream:
                     self._payloads.add_early(first, self._hosted)
                     continue
                 header, plan = self._headers.read(first.header)
+                if self._store.rates is not None:
+                    yield from _in_its_turn(self._store.rates, header)
                 yield from self._exchange(header, plan, first, stream)
-                self._payloads.end_exchange()
                 if not stays_open:
                     return
         finally:
+            self._payloads.close()
             self._store.end_stream(attached=self._memory.is_attached)
 
     def answer_at_once(self, first: Frame) -> Frame | None:
@@ -88,14 +92,23 @@ class ExchangeStream:
         header, plan = self._headers.read(first.header)
         if not is_immediate(header, hosted):
             return None
-        (reply,) = self._exchange(header, plan, first, iter(()))
+        if self._store.rates is not None and not self._store.rates.admits(_job_of(header)):
+            return None
+        (reply,) = self._exchange(header, plan, first, iter(()), at_once=True)
         assert isinstance(reply, Frame)
         return reply
 
     def _exchange(
-        self, header: PushHeader, plan: PushHeader | None, first: Frame, rest: Iterator[Frame]
+        self,
+        header: PushHeader,
+        plan: PushHeader | None,
+        first: Frame,
+        rest: Iterator[Frame],
+        *,
+        at_once: bool = False,
     ) -> Iterator[Frame | Pause]:
-        """Yields the reply's frames. `plan`: the plan that the header names, which was admitted on this stream."""
+        """Yields the reply's frames. `plan`: the plan that the header names, which was admitted on this stream.
+        `at_once`: it waits for nothing."""
         admitted = self._admit(header, plan)
         hosted = admitted.hosted
         pull, worker = header.pull, header.caller.incarnation
@@ -113,12 +126,13 @@ class ExchangeStream:
         if header.verdict is not None:
             pushes.take_verdict(self._store, hosted, header, header.verdict)
         room = None if header.requested_at is None else self._room_for_rows(header, hosted, header.requested_at)
-        payload, rows, ids = self._payloads.read(header, first, rest)
+        payload, rows, ids = self._payloads.read(header, first, rest, at_once=at_once)
         queries: Sequence[RowQuery] = ()
         if header.requested:
             queries = lookups.read_queries(hosted, header.requested, ids)
         if header.kind is not PushKind.NOTHING:
             reply.push = pushes.push(self._store, admitted, header, payload, rows)
+        self._payloads.release()
         if header.ssp_report is not None:
             reply.clock = pulls.report_progress(self._store, hosted, worker, header.ssp_report)
         self._hosted, self._last = hosted, header
@@ -288,6 +302,19 @@ def is_immediate(header: PushHeader, hosted: HostedJob) -> bool:
         and not header.requested
         and (pull is None or not (pull.number or pull.coding))
     )
+
+
+def _job_of(header: PushHeader) -> str:
+    """The job whose request this is, as its pass says, if there are certificates."""
+    held = speaker.get()
+    return f"job {header.caller.job if held is None or held.job_pass is None else held.job_pass.job}"
+
+
+def _in_its_turn(rates: RequestRates, header: PushHeader) -> Iterator[Pause]:
+    """Pauses until the job may make another request."""
+    until = rates.due_s(_job_of(header))
+    while time.monotonic() < until:
+        yield UntilPause(until)
 
 
 def refuse_values(header: PushHeader) -> None:

@@ -36,12 +36,13 @@ class OptimizerFrames:
             raise InvalidRequest(f"the optimizer's first state for job {hosted.job}, which is open")
         partition = hosted.find(given.partition)
         partition.dense.slots.check(given.counts, given.slots)
-        arrays = {name: aligned_empty(partition.payload.nbytes) for name in given.slots}
-        assembler = Assembler(*[array.data for array in arrays.values()])
-        assembler.add(first)
-        for frame in stream:
-            assembler.add(frame)
-        assembler.finish()
+        with self._store.receiving.reserved(hosted.job, len(given.slots) * partition.payload.nbytes):
+            arrays = {name: aligned_empty(partition.payload.nbytes) for name in given.slots}
+            assembler = Assembler(*[array.data for array in arrays.values()])
+            assembler.add(first)
+            for frame in stream:
+                assembler.add(frame)
+            assembler.finish()
 
         def check_current() -> None:
             if admit(self._store, caller, server, generation) is not hosted:

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
+from shardyard.config.settings import AUTO, COORDINATOR_GRACE_MS, QuotaSettings, Settings
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import MemberRole
 from shardyard.runtime import log as logs
+from shardyard.runtime.machine_memory import memory_bytes
 from shardyard.runtime.malloc import tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.security.door import Door
 from shardyard.security.identity import Role
 from shardyard.security.passes import PassVerifier
+from shardyard.security.request_rates import RequestRates
 from shardyard.security.roles import ALLOWED
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.enrolment import own_credentials
@@ -54,7 +56,8 @@ class Server:
     `on_lost` is called when the coordinator is gone or has declared this server dead, when a log cannot be written,
     or when a push was applied only in part. `on_drain` is called when the coordinator says that this server is to leave
     in order. `logs`: the folder of logs; None: jobs that need one are refused.
-    `budget`: the memory for rows of tables; None: there is no bound. `on_revoked`: as of MembershipClient.
+    `budget`: the memory for rows of tables; None: there is no bound. `quotas`: None: the default ones. `on_revoked`: as
+    of MembershipClient.
     """
 
     def __init__(
@@ -68,12 +71,22 @@ class Server:
         logs: LogRoot | None = None,
         budget: Budget | None = None,
         access: StorageAccess | None = None,
+        quotas: QuotaSettings | None = None,
         on_revoked: Callable[[frozenset[str]], None] | None = None,
     ) -> None:
         self._on_revoked = on_revoked
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
-        self.store = Store(logs=logs, on_failure=on_lost, budget=budget, access=access or StorageAccess())
+        quotas = quotas or QuotaSettings()
+        most, per_s = quotas.receive_bytes_max, quotas.requests_per_s_max
+        self.store = Store(
+            logs=logs,
+            on_failure=on_lost,
+            budget=budget,
+            receive_bytes_max=memory_bytes() // 2 if most == AUTO else most,
+            rates=RequestRates(per_s) if per_s else None,
+            access=access or StorageAccess(),
+        )
         self.servicer = Servicer(self.store)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost, self._on_drain = on_lost, on_drain
@@ -231,9 +244,12 @@ def serve(
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
         access=StorageAccess(settings.storage.allowed),
+        quotas=settings.quotas,
         on_revoked=on_revoked,
     )
-    security = None if credentials is None else ServerSecurity(credentials, Door(checks_passes=True))
+    security = (
+        None if credentials is None else ServerSecurity(credentials, Door(checks_passes=True, rates=server.store.rates))
+    )
     listener = GrpcServer(bind, [server.service()], security, threads=THREADS, vital=ORDERS)
     local = _local_listener(server.servicer, settings.yard.sockets_folder, tls=security is not None)
     listener.start()

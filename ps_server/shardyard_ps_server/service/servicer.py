@@ -5,6 +5,7 @@ Invariant: a stream that breaks off leaves nothing behind. Must not know: how an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -208,16 +209,16 @@ class Servicer:
         return wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
-        admitted, header, payload, rows = self._take(stream)
-        if header.kind is not PushKind.VALUES:
-            raise InvalidRequest(f"a push of kind {header.kind.value} to Initialize; expected values")
-        pushes.initialize(self._store, admitted, header, payload, rows)
+        with self._taken(stream) as (admitted, header, payload, rows):
+            if header.kind is not PushKind.VALUES:
+                raise InvalidRequest(f"a push of kind {header.kind.value} to Initialize; expected values")
+            pushes.initialize(self._store, admitted, header, payload, rows)
         return wire.InitializeReply()
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
-        admitted, header, payload, rows = self._take(stream)
-        refuse_values(header)
-        return push_messages.results_to_wire(pushes.push(self._store, admitted, header, payload, rows))
+        with self._taken(stream) as (admitted, header, payload, rows):
+            refuse_values(header)
+            return push_messages.results_to_wire(pushes.push(self._store, admitted, header, payload, rows))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
         pull = pull_messages.pull_from_wire(request)
@@ -319,7 +320,8 @@ class Servicer:
             reads=reads,
         )
 
-    def _take(self, stream: Iterator[Frame]) -> tuple[Admitted, PushHeader, Bytes, Bytes]:
+    @contextlib.contextmanager
+    def _taken(self, stream: Iterator[Frame]) -> Iterator[tuple[Admitted, PushHeader, Bytes, Bytes]]:
         """Receives a whole push and the bytes of its rows. Checks the push before it allocates memory."""
         first = next(stream, None)
         if first is None:
@@ -332,13 +334,15 @@ class Servicer:
             raise InvalidRequest("rows requested outside of an exchange", todo="use LookUp, or PushPull")
         if header.rows_at is not None:
             raise InvalidRequest("rows in shared memory, outside of an exchange", todo="use PushPull")
-        payload = aligned_empty(header.payload_bytes + header.rows_bytes)
-        assembler = Assembler(payload.data)
-        assembler.add(first)
-        for frame in stream:
-            assembler.add(frame)
-        assembler.finish()
-        return admitted, header, payload[: header.payload_bytes], payload[header.payload_bytes :]
+        nbytes = header.payload_bytes + header.rows_bytes
+        with self._store.receiving.reserved(header.caller.job, nbytes):
+            payload = aligned_empty(nbytes)
+            assembler = Assembler(payload.data)
+            assembler.add(first)
+            for frame in stream:
+                assembler.add(frame)
+            assembler.finish()
+            yield admitted, header, payload[: header.payload_bytes], payload[header.payload_bytes :]
 
 
 def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]]:

@@ -17,6 +17,7 @@ from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
 from shardyard.config.settings.process import AgentSettings, LogSettings, MetricsSettings, Settings, StorageSettings
+from shardyard.config.settings.quotas import QuotaSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
 from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
@@ -52,6 +53,7 @@ __all__ = [
     "MetricsSettings",
     "NEVER",
     "PARTITIONS_AUTO",
+    "QuotaSettings",
     "SecuritySettings",
     "ServingSettings",
     "Setting",

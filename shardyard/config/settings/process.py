@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shardyard.config.settings.job import JobSettings
+from shardyard.config.settings.quotas import QuotaSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
 from shardyard.config.settings.values import AUTO, Address, FolderOrNone, Folders, Places, Section, VariableNames
@@ -72,6 +73,9 @@ class Settings(Section):
     )
     storage: StorageSettings = Field(
         default_factory=StorageSettings, description="What a coordinator and servers may read and write."
+    )
+    quotas: QuotaSettings = Field(
+        default_factory=QuotaSettings, description="How much of the yard an owner, or a job, may take."
     )
     agent: AgentSettings = Field(default_factory=AgentSettings, description="What an agent may be told to start.")
     security: SecuritySettings = Field(

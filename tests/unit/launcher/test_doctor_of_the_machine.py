@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardyard.domain import errors
+from shardyard.runtime import machine_memory
 from shardyard.transport import shared_memory
 from shardyard.transport.interfaces import Service
 from shardyard_launcher.cli import main
@@ -82,7 +83,7 @@ def test_shared_memory_works_or_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "_CGROUP", limit)
+    monkeypatch.setattr(machine_memory, "_CGROUP", limit)
     monkeypatch.setattr(machine, "MEMORY_BYTES_MIN", 1 << 26)
     limit.write_text("max\n")
     assert "limited" not in only(machine.memory()).said

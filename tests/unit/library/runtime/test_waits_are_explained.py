@@ -90,6 +90,8 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/partition/reads.py:_await_copies:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
     "ps_server/partition/reads.py:await_pinned:wait": "PULL_WAIT_MS_MAX at most; then NotYet, explained by readers",
     "ps_server/service/process.py:serve:wait": ENDS_WITH_IT,
+    "ps_server/service/exchange_stream.py:_job_of:get": NO_WAIT,
+    "transport/interfaces.py:UntilPause.wait:sleep": "a job that is held to a rate; the log says so once a minute",
     "transport/dispatch.py:serve:wait": "a pause, until what its handler says; see VersionPause.wait",
     "ps_server/hosting/admission.py:admit:get": NO_WAIT,
     "ps_server/hosting/pulls.py:unpin:get": NO_WAIT,

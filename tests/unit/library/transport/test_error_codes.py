@@ -30,6 +30,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.ShardyardError: grpc.StatusCode.UNKNOWN,
     errors.InvalidRequest: INVALID,
     errors.ConfigurationError: INVALID,
+    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ShapeMismatch: INVALID,
     errors.DTypeMismatch: INVALID,
     errors.UnknownVariable: INVALID,

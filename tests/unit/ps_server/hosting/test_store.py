@@ -38,8 +38,8 @@ from shardyard_ps_server.hosting.hosted_job import CreateRequest, HostedJob
 from shardyard_ps_server.hosting.store import Counters, Store
 from shardyard_ps_server.partition import dense_state, partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.service import payload_reader, servicer
-from shardyard_ps_server.values import shm_regions, versions
+from shardyard_ps_server.service import servicer
+from shardyard_ps_server.values import receive_memory, shm_regions, versions
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
@@ -385,7 +385,7 @@ def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
     def never(nbytes: int) -> Bytes:
         raise AssertionError(f"asked for {nbytes} bytes")
 
-    for module in (payload_reader, servicer, shm_regions, partition, dense_state, versions):
+    for module in (receive_memory, servicer, shm_regions, partition, dense_state, versions):
         monkeypatch.setattr(module, "aligned_empty", never)
     with pytest.raises(kind, match=said):
         admission.admit_push(here, make())

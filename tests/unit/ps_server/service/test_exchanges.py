@@ -28,7 +28,7 @@ from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire_messages
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.service import exchange_stream as module
-from shardyard_ps_server.service import payload_reader
+from shardyard_ps_server.values import receive_memory
 from tests.support.exchanges import (
     ELEMENTS,
     JOB,
@@ -262,7 +262,7 @@ def test_payload_that_breaks_off_leaves_nothing_behind() -> None:
 
 def test_payload_is_bounded_by_the_layout_before_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(server())
-    monkeypatch.setattr(payload_reader, "aligned_empty", lambda nbytes: pytest.fail(f"asked for {nbytes} bytes"))
+    monkeypatch.setattr(receive_memory, "aligned_empty", lambda nbytes: pytest.fail(f"asked for {nbytes} bytes"))
     huge = wire.order(PushKind.GRADIENT, parts=(PushPart(PartitionId(0), limits.PUSH_BYTES_MAX),))
     assert type(refused(wire, huge, b"x")) is ShapeMismatch
 
@@ -272,7 +272,7 @@ def test_memory_for_a_payload_that_is_not_there_is_refused_in_words(monkeypatch:
         raise TooLarge(f"{nbytes} bytes, for which this server has no memory")
 
     wire = Wire(server())
-    monkeypatch.setattr(payload_reader, "aligned_empty", none_left)
+    monkeypatch.setattr(receive_memory, "aligned_empty", none_left)
     order = wire.order(PushKind.GRADIENT)
     assert "256 bytes, for which this server has no memory" in refused(wire, order, bytes(2 * PART_BYTES)).what
 
