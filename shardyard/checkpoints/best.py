@@ -180,7 +180,7 @@ def encode(best: BestManifest) -> bytes:
 
 def decode(text: bytes, where: str) -> BestManifest:
     """Raises CheckpointDamaged."""
-    node = unseal(text, "best", where)
+    node = unseal(text, "best", where).read()
     found = node.fields(_NAMES)
     if (found["format"].value, found["version"].value) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(f"{where} has a format that this release does not know")

@@ -6,14 +6,15 @@
     <URL>/<job>/<number, 12 digits>/worker-<name>.safetensors
 
 A folder with a manifest is a checkpoint. Invariants: a manifest is written once, after all files that it names; a file
-that a kept manifest names is not deleted; no value is returned before its digest was checked. Only one process at a
-time commits and prunes the checkpoints of a job (the coordinator's journal ensures it). Any process may read. Must not
-know: who takes checkpoints, and when.
+that a kept manifest names is not deleted; no value is returned before its digest was checked, and that of the manifest
+is signed by the yard, if the yard is known. Only one process at a time commits and prunes the checkpoints of a job (the
+coordinator's journal ensures it). Any process may read. Must not know: who takes checkpoints, and when.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,9 @@ from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, Inval
 from shardyard.domain.ids import PartitionId, Version
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.variables import VariableSpec
+from shardyard.security.signatures import YardKeys
 from shardyard.storage import tensors
+from shardyard.storage.json_reader import Sealed
 from shardyard.storage.storage import TEMPORARY_SUFFIX, Storage
 from shardyard.storage.tensors import Array, Contents
 
@@ -53,11 +56,13 @@ _TEMPORARY: Final = re.compile(rf"\.[^/]+{re.escape(TEMPORARY_SUFFIX)}")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A committed checkpoint. If its manifest cannot be read, it has `damage` instead."""
+    """A committed checkpoint. If its manifest cannot be read, it has `damage` instead. `signature`: "valid" or "wrong"
+    for the yard of the library, "unchecked" if the library knows no yard, "none" if there is none."""
 
     number: int
     manifest: Manifest | None
     damage: CheckpointDamaged | None = None
+    signature: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,12 @@ class Pruned:
 
 
 class CheckpointLibrary:
-    """As safe for several threads as its storage. All methods raise StorageUnavailable, and InvalidRequest for a name
-    that no job can have."""
+    """As safe for several threads as its storage. `yard`: the keys by which manifests must be signed; None: signatures
+    are not checked. All methods raise StorageUnavailable, and InvalidRequest for a name that no job can have."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, yard: YardKeys | None = None) -> None:
         self.storage = storage
+        self.yard = yard
 
     # ---- listing
 
@@ -100,32 +106,59 @@ class CheckpointLibrary:
         return max(taken, default=0) + 1
 
     def list_checkpoints(self, job: str) -> tuple[Listed, ...]:
-        """The committed checkpoints, the oldest first."""
+        """The committed checkpoints, the oldest first, signed or not."""
         found = []
         for number in self.numbers(job):
             try:
-                found.append(Listed(number, self.load(job, number)))
+                sealed = self._unseal(job, number)
+                found.append(Listed(number, _manifest_of(sealed, job, number), signature=self._signature(sealed)))
             except CheckpointDamaged as error:
                 found.append(Listed(number, None, error))
         return tuple(found)
 
-    def load(self, job: str, number: int | None = None) -> Manifest:
+    def load(self, job: str, number: int | None = None, *, trusted: str = "") -> Manifest:
         """The manifest of a checkpoint; None: of the newest. If the newest one is damaged, this raises: to use an older
-        one instead would set back the whole job (rule A8).
+        one instead would set back the whole job (rule A8). `trusted`: the digest that it may have without a signature.
 
         Raises CheckpointNotFound, CheckpointDamaged.
         """
+        return self.load_sealed(job, number, trusted=trusted)[0]
+
+    def load_sealed(self, job: str, number: int | None = None, *, trusted: str = "") -> tuple[Manifest, str]:
+        """As `load`, with the digest of the manifest."""
         if number is None:
             numbers = self.numbers(job)
             if not numbers:
                 raise CheckpointNotFound(f"no checkpoint of job {job!r} in {self.storage.url}")
             number = numbers[-1]
+        sealed = self._unseal(job, number)
+        if self.yard is not None and sealed.digest != trusted and self._signature(sealed) != "valid":
+            place = shlex.quote(self.storage.url)
+            command = f"shardyard checkpoint restore {job} --number {number} --url {place} --trust"
+            raise CheckpointDamaged(
+                f"{sealed.where} is not signed by this yard ({self.yard.yard})",
+                why="it was changed, or it is of another yard, or of one without TLS or with other keys",
+                todo=f"if you trust what lies there: `{command}`; `checkpoint verify` and `export` have --trust too",
+            )
+        return _manifest_of(sealed, job, number), sealed.digest
+
+    def _unseal(self, job: str, number: int) -> Sealed:
         path = f"{_folder(job, number)}/{manifests.NAME}"
-        where = self.storage.locate(path)
-        found = manifests.decode(self.storage.read_whole(path, manifests.MANIFEST_BYTES_MAX), where)
-        if (found.job_name, found.number) != (job, number):
-            raise CheckpointDamaged(f"{where} is that of checkpoint {found.number} of job {found.job_name!r}")
-        return found
+        text = self.storage.read_whole(path, manifests.MANIFEST_BYTES_MAX)
+        return manifests.check_digest(text, self.storage.locate(path))
+
+    def _signature(self, sealed: Sealed) -> str:
+        """As in `Listed`."""
+        if not sealed.signature:
+            return "none"
+        if self.yard is None:
+            return "unchecked"
+        is_signed = self.yard.have_signed(manifests.signed_text(sealed.digest), sealed.signature)
+        return "valid" if is_signed else "wrong"
+
+    def _load_unchecked(self, job: str, number: int) -> Manifest:
+        """Whatever the signature is. Raises CheckpointNotFound, CheckpointDamaged."""
+        return _manifest_of(self._unseal(job, number), job, number)
 
     # ---- writing
 
@@ -143,8 +176,9 @@ class CheckpointLibrary:
         except CheckpointNotFound:
             return False
 
-    def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest, and with it completes the checkpoint. Its number must be above all others.
+    def commit(self, manifest: Manifest, sign: Callable[[bytes], bytes] | None = None) -> None:
+        """Writes the manifest, and with it completes the checkpoint. Its number must be above all others. `sign`: signs
+        as the manifest's yard.
 
         Raises InvalidRequest for a manifest that could not be restored from, CheckpointNotFound or CheckpointDamaged if
         a file that it names does not exist or has another length, TooLarge.
@@ -157,7 +191,7 @@ class CheckpointLibrary:
                 why="a committed checkpoint is never changed",
                 todo="take the next number",
             )
-        text = manifests.encode(manifest)
+        text = manifests.encode(manifest, sign)
         sizes: dict[int, dict[str, int]] = {}
         for file in manifest.files():
             if file.number not in sizes:
@@ -185,7 +219,7 @@ class CheckpointLibrary:
             kept.update(self._last_of_earlier_runs(job, committed))
         needed = {f"{folder_name(number)}/{manifests.NAME}" for number in kept}
         for number in sorted(kept):
-            needed |= {file.path for file in self.load(job, number).files()}
+            needed |= {file.path for file in self._load_unchecked(job, number).files()}
         old = [number for number in committed if number not in kept]
         deleted = nbytes = 0
         for number, files in folders:
@@ -207,10 +241,10 @@ class CheckpointLibrary:
 
     def _last_of_earlier_runs(self, job: str, committed: Sequence[int]) -> Iterator[int]:
         """A run that fails soon has checkpoints too, and must not cost what an earlier one has learned."""
-        run = self.load(job, committed[-1]).job
+        run = self._load_unchecked(job, committed[-1]).job
         for number in reversed(committed[:-1]):
             try:
-                found = self.load(job, number)
+                found = self._load_unchecked(job, number)
             except (CheckpointDamaged, CheckpointNotFound):
                 continue
             if found.job != run and found.step:
@@ -412,6 +446,14 @@ class Variables:
             tensor = self._contents[file.path].tensors[f"{partition_file.VALUES}/{index}"]
             values[offset : offset + tensor.shape[0]] = tensors.read_tensor(self._storage, path, tensor)
         return values.reshape(spec.shape)
+
+
+def _manifest_of(sealed: Sealed, job: str, number: int) -> Manifest:
+    """Raises CheckpointDamaged, also if it is that of another job or number."""
+    found = manifests.manifest_of(sealed)
+    if (found.job_name, found.number) != (job, number):
+        raise CheckpointDamaged(f"{sealed.where} is that of checkpoint {found.number} of job {found.job_name!r}")
+    return found
 
 
 def _folder(job: str, number: int) -> str:

@@ -1,6 +1,7 @@
 """A checkpoint's manifest: the job, its step, and the files of each partition.
 
     {"manifest":{...},"sha256":"..."}           one line; the digest is that of the inner object's bytes
+    {"manifest":{...},"sha256":"...","signature":"..."}       in a yard with an authority, which signs the digest
 
 A partition lies in one file. In an incremental checkpoint it lies in several: the first has the ledger, the version and
 the blocks that changed last; the others belong to earlier checkpoints, and `blocks` says which blocks are taken from
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +27,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, InvalidRequest, TooLarge
 from shardyard.domain.ids import Incarnation, JobId, PartitionId, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
-from shardyard.storage.json_reader import JsonNode, canonical, document_of, seal, unseal
+from shardyard.storage.json_reader import JsonNode, Sealed, canonical, document_of, seal, unseal
 from shardyard.storage.storage import Written
 
 FORMAT: Final = "shardyard-checkpoint"
@@ -41,6 +42,7 @@ FILE_NAME: Final = re.compile(
     r"(?:partition-[0-9]{4}-[0-9a-f]{1,16}|rows-[0-9]{4}-[0-9]{4}-[0-9a-f]{1,16}-[0-9a-f]{1,16}-[0-9]{6}"
     r"|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors"
 )
+_YARD: Final = re.compile(r"[ -~]{0,128}")
 _WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
 
@@ -159,7 +161,8 @@ class ResidualFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`created`: ISO 8601 with a time zone. `settings`, `data_ledger`: JSON objects, returned as they were given."""
+    """`yard`: the id of the yard whose authority signs it; empty if it is not signed. `created`: ISO 8601 with a time
+    zone. `settings`, `data_ledger`: JSON objects, returned as they were given."""
 
     number: int
     job_name: str
@@ -174,6 +177,7 @@ class Manifest:
     data_ledger: Mapping[str, object]
     token_floor: Token = Token(0)
     feedback: tuple[ResidualFile, ...] = ()
+    yard: str = ""
 
     def files(self) -> Iterator[FileRef]:
         """Yields each file once, those of partitions first."""
@@ -189,9 +193,10 @@ class Manifest:
 # ---- writing
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The bytes of a manifest. Raises InvalidRequest for one that `decode` would refuse, TooLarge."""
-    text = seal("manifest", _to_document(manifest))
+def encode(manifest: Manifest, sign: Callable[[bytes], bytes] | None = None) -> bytes:
+    """The bytes of a manifest. `sign`: signs as the manifest's yard. Raises InvalidRequest for one that `decode` would
+    refuse, TooLarge."""
+    text = seal("manifest", _to_document(manifest), None if sign is None else lambda digest: sign(signed_text(digest)))
     if len(text) > MANIFEST_BYTES_MAX:
         raise TooLarge(f"a manifest has {len(text)} bytes; at most {MANIFEST_BYTES_MAX} are allowed")
     try:
@@ -199,6 +204,11 @@ def encode(manifest: Manifest) -> bytes:
     except CheckpointDamaged as error:
         raise InvalidRequest(error.what, why="it could not be restored from") from error
     return text
+
+
+def signed_text(digest: str) -> bytes:
+    """What is signed of a manifest with this digest."""
+    return f"{FORMAT} manifest {digest}".encode()
 
 
 def _to_document(manifest: Manifest) -> dict[str, object]:
@@ -227,6 +237,7 @@ def _to_document(manifest: Manifest) -> dict[str, object]:
         "data_ledger": manifest.data_ledger,
         "token_floor": int(manifest.token_floor),
         "feedback": [{"worker": each.worker, **_file_document(each.file)} for each in manifest.feedback],
+        "yard": manifest.yard,
     }
 
 
@@ -250,7 +261,17 @@ def _file_document(file: FileRef) -> dict[str, object]:
 
 def decode(text: bytes, where: str) -> Manifest:
     """Reads a manifest. `where`: the name of the file, for messages. Raises CheckpointDamaged."""
-    node = unseal(text, "manifest", where)
+    return manifest_of(check_digest(text, where))
+
+
+def check_digest(text: bytes, where: str) -> Sealed:
+    """Checks the digest of a manifest. Raises CheckpointDamaged."""
+    return unseal(text, "manifest", where)
+
+
+def manifest_of(sealed: Sealed) -> Manifest:
+    """Raises CheckpointDamaged."""
+    where, node = sealed.where, sealed.read()
     said = node.mapping()
     if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(
@@ -277,6 +298,7 @@ def decode(text: bytes, where: str) -> Manifest:
         fields["data_ledger"].mapping(),
         Token(fields["token_floor"].number()),
         _feedback(fields["feedback"], number),
+        fields["yard"].text(_YARD, "the id of a yard, or nothing"),
     )
 
 

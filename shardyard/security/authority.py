@@ -29,6 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from shardyard.domain.errors import ConfigurationError, MalformedPayload
 from shardyard.security.credentials import Pem, make_private, replace_file
 from shardyard.security.identity import Identity, Role
+from shardyard.security.signatures import YardKeys, sign
 
 KEY: Final = "ca.key"
 CERTIFICATE: Final = "ca.crt"
@@ -85,6 +86,15 @@ class Authority:
     @property
     def public_key(self) -> ec.EllipticCurvePublicKey:
         return self._key.public_key()
+
+    @property
+    def keys(self) -> YardKeys:
+        """Whose signatures count as the yard's."""
+        return YardKeys(self.yard, (self.public_key,))
+
+    def sign(self, text: bytes) -> bytes:
+        """A signature of the yard (shardyard.security.signatures)."""
+        return sign(self._key, text)
 
     def issue(
         self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float, owner: str = ""

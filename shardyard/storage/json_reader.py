@@ -1,6 +1,7 @@
 """JSON in files: written in one form, and read with every value checked.
 
-`seal` and `unseal` put a SHA-256 around a document, so that a changed bit is found before any value is used.
+`seal` and `unseal` put a SHA-256 around a document, so that a changed bit is found before any value is used; a
+signature may follow it.
 `document_of` turns a dataclass into JSON, field by field; `JsonNode.to` is the way back. An enum is its name in lower
 case, a tuple is a list.
 
@@ -30,6 +31,8 @@ from shardyard.storage.tensors import unique
 _TIME: Final = re.compile(r"[ -~]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(rf".{{1,{VARIABLE_NAME_CHARACTERS_MAX}}}", re.DOTALL)
+_SEAL: Final = re.compile(rb',"sha256":"([^"]{64})"(?:,"signature":"((?:[0-9a-f]{2}){1,100})")?\}\n\Z')
+_SEAL_BYTES_MAX: Final = 300
 _UINT64_MAX: Final = (1 << 64) - 1
 _LIST_MAX: Final = 10_000_000
 
@@ -42,32 +45,51 @@ def canonical(document: object) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def seal(name: str, document: object) -> bytes:
-    """`{"NAME":document,"sha256":"..."}` and a line end. The digest is that of the document's bytes."""
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A text that `seal` wrote. Its digest is right; the document is not read yet. `digest`: the SHA-256 of the
+    document's bytes, in hexadecimal. `signature`: empty if it is not signed; it is not checked here."""
+
+    document: bytes
+    where: str
+    begin: int
+    digest: str
+    signature: bytes
+
+    def read(self) -> JsonNode:
+        """Raises CheckpointDamaged."""
+        return JsonNode.parse(self.document, self.where, at=self.begin)
+
+
+def seal(name: str, document: object, sign: Callable[[str], bytes] | None = None) -> bytes:
+    """`{"NAME":document,"sha256":"..."}` and a line end. The digest is that of the document's bytes. `sign`: returns
+    the signature of the digest, which follows it: `,"signature":"..."`."""
     inner = canonical(document)
-    return b'{"%b":%b,"sha256":"%b"}\n' % (name.encode(), inner, hashlib.sha256(inner).hexdigest().encode())
+    digest = hashlib.sha256(inner).hexdigest()
+    signature = b"" if sign is None else b',"signature":"%b"' % sign(digest).hex().encode()
+    return b'{"%b":%b,"sha256":"%b"%b}\n' % (name.encode(), inner, digest.encode(), signature)
 
 
-def unseal(text: bytes, name: str, where: str) -> JsonNode:
-    """The document in a text that `seal` wrote. `where` is the file's name, for messages. Raises CheckpointDamaged."""
-    prefix, tail_bytes = b'{"%b":' % name.encode(), len(b',"sha256":""}\n') + 64
-    if len(text) < len(prefix) + tail_bytes or not text.startswith(prefix):
+def unseal(text: bytes, name: str, where: str) -> Sealed:
+    """Checks a text that `seal` wrote. `where` is the file's name, for messages. Raises CheckpointDamaged."""
+    prefix = b'{"%b":' % name.encode()
+    if not text.startswith(prefix):
         raise CheckpointDamaged(
             f"{where} ({len(text)} bytes) does not begin as a manifest; expected {prefix.decode()!r}"
         )
-    inner, tail = text[len(prefix) : -tail_bytes], text[-tail_bytes:]
-    digest = hashlib.sha256(inner).hexdigest()
-    if not tail.startswith(b',"sha256":"') or not tail.endswith(b'"}\n'):
+    end = _SEAL.search(text, max(len(prefix), len(text) - _SEAL_BYTES_MAX))
+    if end is None:
         raise CheckpointDamaged(
-            f"{where} does not end with a digest (at byte {len(text) - tail_bytes}): it was cut off, or its end has"
-            " changed"
+            f"{where} does not end with a digest (at byte {len(text)}): it was cut off, or its end has changed"
         )
-    if tail[-67:-3] != digest.encode():
+    inner = text[len(prefix) : end.start()]
+    digest = hashlib.sha256(inner).hexdigest()
+    if end[1] != digest.encode():
         raise CheckpointDamaged(
-            f"{where} has the SHA-256 {digest} and says {tail[-67:-3].decode('ascii', 'replace')}: some of its"
+            f"{where} has the SHA-256 {digest} and says {end[1].decode('ascii', 'replace')}: some of its"
             f" {len(text)} bytes have changed"
         )
-    return JsonNode.parse(inner, where, at=len(prefix))
+    return Sealed(inner, where, len(prefix), digest, bytes.fromhex((end[2] or b"").decode()))
 
 
 def document_of(value: object) -> Any:

@@ -175,8 +175,8 @@ class SkipLostPushes(MapEffect):
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint(Effect):
     """Followed by CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed checkpoint, 0 if
-    there is none. With logs, `oldest` is the oldest checkpoint that may be restored, and `logs` are the servers whose
-    logs it needs. `keepers`: the workers with error feedback."""
+    there is none; `trusted`: as in `Base`. With logs, `oldest` is the oldest checkpoint that may be restored, and
+    `logs` are the servers whose logs it needs. `keepers`: the workers with error feedback."""
 
     spec: JobSpec
     map: PartitionMap
@@ -187,14 +187,17 @@ class TakeCheckpoint(Effect):
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
     keepers: tuple[Incarnation, ...] = ()
+    trusted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A checkpoint, and for each partition the servers whose logs have what came after it."""
+    """A checkpoint, and for each partition the servers whose logs have what came after it. `trusted`: the digest of its
+    manifest, if it counts without the yard's signature."""
 
     number: int
     logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
+    trusted: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
             0 if logs is None else logs.oldest,
             frozenset() if logs is None else logs.needed,
             deployed.workers if job.has_error_feedback else (),
+            "" if book.committed is None else book.committed.trusted,
         ),
     ]
 

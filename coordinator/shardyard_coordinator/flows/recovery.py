@@ -203,12 +203,13 @@ def begin(job: JobState, servers: Sequence[Server], now_ms: int) -> list[Effect]
 
 def bases(job: JobState, attempt: Attempt) -> tuple[Base, ...]:
     """The newest checkpoint; with logs, older ones too, if all logs after them can be read."""
-    assert job.book.committed is not None
-    logs = job.log_owners
+    committed, logs = job.book.committed, job.log_owners
+    assert committed is not None
     if logs is None or not job.replays_logs:
-        return (Base(job.book.committed.number),)
+        return (Base(committed.number, trusted=committed.trusted),)
     unsealed = sorted(attempt.partitions - attempt.sealed)
-    newest = Base(job.book.committed.number, {each: logs.of(each, job.book.committed.number) for each in unsealed})
+    after = {each: logs.of(each, committed.number) for each in unsealed}
+    newest = Base(committed.number, after, committed.trusted)
     if attempt.sealed:
         return (newest,)
     return (
@@ -345,6 +346,7 @@ def _committed_of(origin: RestorePoint) -> Committed:
         url=origin.url,
         created_s=origin.created_s,
         feedback=origin.feedback,
+        trusted=origin.trusted,
     )
 
 

@@ -31,6 +31,7 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.ids import PartitionId, Token, Version
 from shardyard.runtime.failpoints import failpoint
+from shardyard.security.authority import Authority
 from shardyard.storage.access import StorageAccess
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
@@ -76,8 +77,8 @@ Verdicts = Callable[[int], Sequence[Entry]]
 
 class CheckpointIO:
     """Safe for several threads, one job at a time each. `feedback`: how workers are asked for residuals.
-    `heartbeat_ms`: how often they can be asked. `access`: which URLs
-    are used."""
+    `heartbeat_ms`: how often they can be asked. `access`: which URLs are used. `authority`: signs manifests; None: they
+    are not signed, and signatures are not checked."""
 
     def __init__(
         self,
@@ -86,20 +87,22 @@ class CheckpointIO:
         feedback: ResidualCollections,
         heartbeat_ms: int,
         access: StorageAccess | None = None,
+        authority: Authority | None = None,
         now: Callable[[], datetime.datetime] | None = None,
     ) -> None:
         self._servers = servers
         self._feedback = feedback
         self._heartbeat_ms = heartbeat_ms
         self._access = access or StorageAccess()
+        self._authority = authority
         self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
 
     def take(self, wanted: TakeCheckpoint, verdicts: Verdicts = lambda _: ()) -> CheckpointTaken:
         """Writes a checkpoint and deletes old ones. Its number is the draft's, or the next free one. Raises NotReady,
         StorageUnavailable, CheckpointDamaged."""
-        library = CheckpointLibrary(self._access.open(wanted.url))
+        library = self._library(wanted.url)
         spec, begun = wanted.spec, wanted.draft.number
-        former = library.load(spec.settings.name, wanted.base) if wanted.base else None
+        former = library.load(spec.settings.name, wanted.base, trusted=wanted.trusted) if wanted.base else None
         whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
         number = max(begun, library.next_number(spec.settings.name))
         wanted = replace(wanted, draft=replace(wanted.draft, number=number), base=0 if whole else wanted.base)
@@ -154,8 +157,9 @@ class CheckpointIO:
             data_ledger=ledger,
             token_floor=draft.floor,
             feedback=residuals,
+            yard="" if self._authority is None else self._authority.yard,
         )
-        library.commit(manifest)
+        library.commit(manifest, None if self._authority is None else self._authority.sign)
         failpoint("checkpoint.after_manifest")
         try:
             # this stays the job's newest until the job knows the new one, whatever others of its name are there
@@ -179,7 +183,7 @@ class CheckpointIO:
 
     def _restore(self, wanted: RestorePartitions, base: Base) -> None:
         name = wanted.spec.settings.name
-        manifest = CheckpointLibrary(self._access.open(wanted.url)).load(name, base.number)
+        manifest = self._library(wanted.url).load(name, base.number, trusted=base.trusted)
         if manifest.layout != wanted.spec.layout:
             raise CheckpointDamaged(f"checkpoint {base.number} of job {name!r} is of another layout")
         found = {
@@ -194,26 +198,40 @@ class CheckpointIO:
 
         _on_all(servers_of(wanted.map), restore)
 
-    def find(self, url: str, name: str, number: int) -> tuple[RestorePoint, tuple[int, ...]]:
-        """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged. Number 0: the
-        newest that is whole. Raises CheckpointNotFound, CheckpointDamaged, StorageUnavailable, ConfigurationError if
-        its settings are not this release's."""
-        library = CheckpointLibrary(self._access.open(url))
+    def find(self, url: str, name: str, number: int, *, trust: bool = False) -> tuple[RestorePoint, tuple[int, ...]]:
+        """A checkpoint to begin with, every byte of it checked, and the newer ones that are damaged or not signed.
+        Number 0: the newest that is whole. `trust`: it needs no signature. Raises CheckpointNotFound,
+        CheckpointDamaged, StorageUnavailable, ConfigurationError if its settings are not this release's."""
+        library = self._library(url, checked=not trust)
         wanted = [number] if number else list(reversed(library.numbers(name)))
         if not wanted:
             raise CheckpointNotFound(f"no checkpoint of job {name!r} in {url}")
         damaged: list[int] = []
+        newest: CheckpointDamaged | None = None
         for each in wanted:
             findings = library.verify(name, each)
-            if not findings:
-                return _origin_of(library.load(name, each), url), tuple(damaged)
-            damaged.append(each)
-            log.warning("checkpoint %d of job %r: %s: %s", each, name, findings[0].path, findings[0].what)
+            try:
+                manifest, digest = library.load_sealed(name, each)
+                if findings:
+                    raise CheckpointDamaged(f"{findings[0].path}: {findings[0].what}")
+            except CheckpointDamaged as error:
+                newest = newest or error
+                damaged.append(each)
+                log.warning("checkpoint %d of job %r: %s", each, name, error.what)
+            else:
+                return _origin_of(manifest, url, digest if trust else ""), tuple(damaged)
+        assert newest is not None
         raise CheckpointDamaged(
-            f"checkpoint {', '.join(map(str, damaged[:8]))} of job {name!r}: {findings[0].path}: {findings[0].what}"
+            f"checkpoint {', '.join(map(str, damaged[:8]))} of job {name!r}: {newest.what}",
+            why=newest.why_text,
+            todo=newest.todo_text,
         )
 
     # ---- inside
+
+    def _library(self, url: str, *, checked: bool = True) -> CheckpointLibrary:
+        keys = None if self._authority is None or not checked else self._authority.keys
+        return CheckpointLibrary(self._access.open(url), keys)
 
     def _save(self, wanted: TakeCheckpoint) -> dict[PartitionId, wire.SavedPartition]:
         """What each partition was written as."""
@@ -272,7 +290,7 @@ def _created_s(manifest: Manifest) -> int:
     return max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp()))
 
 
-def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
+def _origin_of(manifest: Manifest, url: str, trusted: str = "") -> RestorePoint:
     settings = parse_job_settings(json.dumps(dict(manifest.settings)))
     token = manifest.data_ledger.get("token", 0)
     origin = RestorePoint(
@@ -290,6 +308,7 @@ def _origin_of(manifest: Manifest, url: str) -> RestorePoint:
         manifest.token_floor,
         _created_s(manifest),
         manifest.feedback,
+        trusted,
     )
     ranks, backup_workers = settings.logical_rank_count, settings.consistency.backup_workers
     sync = manifest.mode is UpdateMode.SYNC

@@ -78,7 +78,11 @@ class Coordinator:
         self._servers = ServerClient(network, journal.term, self._wait_registry)
         self._residuals = ResidualCollections(self._workers_of, self._wait_registry)
         checkpoint_io = CheckpointIO(
-            self._servers, feedback=self._residuals, heartbeat_ms=membership.heartbeat_every_ms, access=access
+            self._servers,
+            feedback=self._residuals,
+            heartbeat_ms=membership.heartbeat_every_ms,
+            access=access,
+            authority=None if identities is None else identities.authority,
         )
         self._calls = ServerCalls(self._mailbox, self._servers, checkpoint_io, self._wait_registry)
         self._stop = threading.Event()

@@ -68,6 +68,8 @@ class Committed:
     """When its manifest was written, in seconds since 1970: for people."""
     feedback: tuple[ResidualFile, ...] = ()
     """What its workers' error feedback remembered."""
+    trusted: str = ""
+    """The digest of its manifest, if an operator has ordered to trust it: it needs no signature of the yard then."""
 
 
 class CheckpointBook:
@@ -239,6 +241,7 @@ class CheckpointBook:
             "created_s": self.committed.created_s,
             "gone": list(self.committed.gone),
             "feedback": feedback_record(self.committed.feedback),
+            "trusted": self.committed.trusted,
         }
 
     def entries(self) -> list[Entry]:
@@ -270,6 +273,7 @@ class CheckpointBook:
                     created_s=body.number("created_s"),
                     gone=tuple(Incarnation(each) for each in body.numbers("gone")),
                     feedback=feedback_of(body),
+                    trusted=body.text("trusted"),
                 )
             )
         else:

@@ -25,7 +25,8 @@ from shardyard_coordinator.storage.checkpoint_book import feedback_of, feedback_
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
     """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers.
-    `floor`: as in its manifest. `created_s`: when it was written, in seconds since 1970."""
+    `floor`: as in its manifest. `created_s`: when it was written, in seconds since 1970. `trusted`: the digest of its
+    manifest, if it needs no signature of the yard."""
 
     name: str
     url: str
@@ -41,6 +42,7 @@ class RestorePoint:
     floor: Token
     created_s: int
     feedback: tuple[ResidualFile, ...] = ()
+    trusted: str = ""
 
     def __str__(self) -> str:
         return f"checkpoint {self.number} of step {self.step:,}"
@@ -105,6 +107,7 @@ class RestorePoint:
             "floor": self.floor,
             "created_s": self.created_s,
             "feedback": feedback_record(self.feedback),
+            "trusted": self.trusted,
         }
 
 
@@ -127,4 +130,5 @@ def of_record(body: Body) -> RestorePoint:
         Token(body.number("floor")),
         body.number("created_s"),
         feedback_of(body),
+        body.text("trusted"),
     )

@@ -31,19 +31,31 @@ _job = click.option("--job", metavar="NAME", help="The job's name. Needed if the
 _number = click.option(
     "--number", type=click.IntRange(1), metavar="N", help="The checkpoint's number, as `checkpoint list` shows it."
 )
+_trust = click.option("--trust", is_flag=True, help="Take checkpoints that the yard has not signed.")
 
 
 def _storage_options(command: F) -> F:
-    """Adds --url, and the settings that locate checkpoints without it. The command gets the `library` there."""
+    """Adds --url, and the settings that locate checkpoints without it. The command gets the `library` there, which
+    checks signatures, unless there is no certificate of the yard here, or `_trust` is given."""
 
     @wraps(command)
-    def called(*, url: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any) -> Any:
+    def called(
+        *,
+        url: str | None,
+        state: str | None,
+        config: str | None,
+        sets: tuple[str, ...],
+        trust: bool = False,
+        **given: Any,
+    ) -> Any:
         from shardyard.checkpoints.library import CheckpointLibrary
         from shardyard.storage.storage import open_storage
+        from shardyard_launcher.terminal.yard_network import keys_of_yard
         from shardyard_launcher.yard.state_file import checkpoints_of
 
-        url = url or checkpoints_of(load_given(config, sets, {"yard.state": state}).loaded.settings)
-        return command(library=CheckpointLibrary(open_storage(url)), **given)
+        settings = load_given(config, sets, {"yard.state": state}).loaded.settings
+        yard = None if trust else keys_of_yard(settings)
+        return command(library=CheckpointLibrary(open_storage(url or checkpoints_of(settings)), yard), **given)
 
     option = click.option(
         "--url",
@@ -84,12 +96,14 @@ def list_command(library: CheckpointLibrary, job: str | None, as_json: bool) -> 
 
 @checkpoint.command()
 @_storage_options
+@_trust
 @_job
 @_number
 def verify(library: CheckpointLibrary, job: str | None, number: int | None) -> int:
     """Check all files of a job's checkpoints.
 
-    Every byte is read, and damaged files are named. The exit status is 1 if a file is damaged.
+    Every byte is read, and damaged files are named. The exit status is 1 if a file is damaged, or a checkpoint is not
+    signed by the yard.
     """
     name = _the_job(library, job)
     numbers = library.numbers(name)
@@ -102,12 +116,14 @@ def verify(library: CheckpointLibrary, job: str | None, number: int | None) -> i
         damaged = sorted({finding.number for finding in findings})
         click.echo(f"job {name}: damaged: {', '.join(map(str, damaged))}", err=True)
     else:
-        click.echo(f"job {name}: whole: {', '.join(map(str, numbers if number is None else (number,)))}")
+        signed = f", signed by {library.yard.yard}" if library.yard is not None else ""
+        click.echo(f"job {name}: whole{signed}: {', '.join(map(str, numbers if number is None else (number,)))}")
     return 1 if findings else 0
 
 
 @checkpoint.command()
 @_storage_options
+@_trust
 @_job
 @_number
 @click.option(
@@ -187,12 +203,13 @@ def take(settings: Settings, job: str) -> int:
     "--url", metavar="URL", help="Folder or URL of the checkpoint (default: where the job writes its checkpoints)."
 )
 @click.option("--cancel", is_flag=True, help="Cancel an earlier `restore` for the next run.")
+@_trust
 @yard_options
-def restore(settings: Settings, job: str, number: int | None, url: str | None, cancel: bool) -> int:
+def restore(settings: Settings, job: str, number: int | None, url: str | None, cancel: bool, trust: bool) -> int:
     """Return a job to a checkpoint.
 
     A running job returns to it now. If the job does not run, its next run starts from the checkpoint. The default is
-    the newest checkpoint that is whole.
+    the newest checkpoint that is whole. A checkpoint of another yard, or of one without TLS, needs --trust.
     """
     from shardyard.domain.errors import NotReady
     from shardyard.runtime.waits import ExplainedWait
@@ -201,7 +218,7 @@ def restore(settings: Settings, job: str, number: int | None, url: str | None, c
     from shardyard_launcher.terminal.coordinator_client import ASK_AGAIN_S
     from shardyard_launcher.yard.running_yard import connect_to_yard
 
-    request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel)
+    request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel, trust=trust)
     what, until = f"to restore job {job}", time.monotonic() + RESTORE_TIMEOUT_MS / 1000
     with connect_to_yard(settings) as client, ExplainedWait(lambda: f"job {job} to go back") as wait:
         while True:
@@ -214,7 +231,8 @@ def restore(settings: Settings, job: str, number: int | None, url: str | None, c
             wait.tick()
             time.sleep(ASK_AGAIN_S)
     for each in reply.damaged:
-        click.echo(f"checkpoint {each} is damaged and is not used; see `shardyard checkpoint verify`", err=True)
+        message = f"checkpoint {each} is damaged, or not signed by this yard, and is not used"
+        click.echo(f"{message}; see `shardyard checkpoint verify`", err=True)
     if cancel:
         click.echo(f"the next run of job {job} starts from the beginning")
         return 0
@@ -310,6 +328,8 @@ def _entry(job: str, listed: Listed) -> dict[str, Any]:
         "step": manifest.step,
         "mode": manifest.mode.value,
         "created": manifest.created,
+        "yard": manifest.yard,
+        "signature": listed.signature,
         "partitions": len(manifest.partitions),
         "tables": [
             {
@@ -326,11 +346,21 @@ def _entry(job: str, listed: Listed) -> dict[str, Any]:
     }
 
 
+def _signed_by(listed: Listed) -> str:
+    """The yard, and whether that was checked."""
+    assert listed.manifest is not None
+    yard = listed.manifest.yard
+    said = {"none": "-", "valid": yard, "wrong": f"{yard} (not valid here)", "unchecked": f"{yard} (not checked)"}
+    return said[listed.signature]
+
+
 def _show(found: list[tuple[str, Listed]]) -> None:
     from shardyard_launcher.terminal.tables import new_table, show
 
     has_tables = any(listed.manifest is not None and listed.manifest.layout.tables for _, listed in found)
-    columns = ["job", "number", "step", "mode", "created", "bytes", "of them new", *["rows of tables"][:has_tables]]
+    has_signatures = any(listed.signature != "none" for _, listed in found)
+    columns = ["job", "number", "step", "mode", "created", "bytes", "of them new"]
+    columns += [*["rows of tables"][:has_tables], *["signed by"][:has_signatures]]
     table = new_table(*columns, "says")
     for job, listed in found:
         entry = _entry(job, listed)
@@ -343,5 +373,7 @@ def _show(found: list[tuple[str, Listed]]) -> None:
         cells += [created.strftime("%Y-%m-%d %H:%M:%S"), f"{entry['bytes']:,}", f"{entry['new_bytes']:,}"]
         if has_tables:
             cells.append(", ".join(f"{each['name']} {each['rows']:,}" for each in entry["tables"]) or "-")
+        if has_signatures:
+            cells.append(_signed_by(listed))
         table.add_row(*cells, "")
     show(table)

@@ -873,16 +873,18 @@ class TakeUpResidualReply(_message.Message):
     def __init__(self, taken: bool = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
-    __slots__ = ("job_name", "number", "url", "cancel")
+    __slots__ = ("job_name", "number", "url", "cancel", "trust")
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
     job_name: str
     number: int
     url: str
     cancel: bool
-    def __init__(self, job_name: _Optional[str] = ..., number: _Optional[int] = ..., url: _Optional[str] = ..., cancel: bool = ...) -> None: ...
+    trust: bool
+    def __init__(self, job_name: _Optional[str] = ..., number: _Optional[int] = ..., url: _Optional[str] = ..., cancel: bool = ..., trust: bool = ...) -> None: ...
 
 class RestoreCheckpointReply(_message.Message):
     __slots__ = ("number", "step", "url", "running", "damaged")

@@ -174,7 +174,11 @@ def test_run_of_a_yard_that_lost_its_journal_begins_with_a_checkpoint_on_another
         first.stop()
     second = RoleYard(tmp_path / "second", servers=1)
     try:
-        ordered = shardyard("checkpoint", "restore", "probe", "--url", str(kept), "--coordinator", second.address)
+        order = ("checkpoint", "restore", "probe", "--url", str(kept), "--coordinator", second.address)
+        refused = shardyard(*order)
+        assert refused.wait() != 0
+        assert "is not signed by this yard" in refused.output
+        ordered = shardyard(*order, "--trust")
         assert ordered.wait() == 0, ordered.output
         assert re.fullmatch(r"job probe starts its next run from checkpoint \d+, step \d+, in .+", ordered.output)
         second.kill_coordinator()
@@ -304,7 +308,7 @@ def test_yard_that_lost_its_journal_and_has_logs_of_before_begins_with_a_checkpo
     try:
         other = probes.run("own", "--samples", "20", coordinator=second.address, job="other", job__durability="wal")
         assert {each for values in other["values"].values() for each in values} == {20.0}
-        where = ("--number", "5", "--url", str(tmp_path / "kept"), "--coordinator", second.address)
+        where = ("--number", "5", "--url", str(tmp_path / "kept"), "--coordinator", second.address, "--trust")
         ordered = shardyard("checkpoint", "restore", "probe", *where)
         assert ordered.wait() == 0, ordered.output
         again, out = probes.start("count", *COUNT, coordinator=second.address, **settings)

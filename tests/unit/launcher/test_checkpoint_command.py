@@ -200,6 +200,8 @@ def test_list_shows_every_checkpoint_with_what_is_new_in_it(capsys: pytest.Captu
         "step": 1_000,
         "mode": "sync",
         "created": "2026-11-21T06:00:00+00:00",
+        "yard": "",
+        "signature": "none",
         "partitions": 3,
         "tables": [],
         "files": 3,
@@ -316,7 +318,7 @@ def test_damaged_checkpoint_is_passed_over_and_told(
     assert main(["checkpoint", "restore", "digits", "--url", str(kept), "--coordinator", coordinator]) == 0
     captured = capsys.readouterr()
     assert "from checkpoint 3" in captured.out
-    assert "checkpoint 4 is damaged and is not used" in captured.err
+    assert "checkpoint 4 is damaged, or not signed by this yard, and is not used" in captured.err
 
 
 def test_checkpoint_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest
         raise ConfigurationError(
             f"the coordinator does not know where the checkpoints of job {name!r} are", why="", todo="give --url"
         )
-    origin, damaged = backend.checkpoint_io.find(url, name, request.number)
+    origin, damaged = backend.checkpoint_io.find(url, name, request.number, trust=request.trust)
     planned = backend.ask(events.RestoreOrdered(origin), RestorePlanned)
     return wire.RestoreCheckpointReply(
         number=origin.number, step=origin.step, url=url, running=planned.running, damaged=damaged
