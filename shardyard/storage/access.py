@@ -11,19 +11,22 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from shardyard.domain.errors import ConfigurationError
+from shardyard.storage.encryption import encrypted, keys_in
 from shardyard.storage.storage import LOCAL_SCHEMES, Storage, check_url, open_storage
 
 
 class StorageAccess:
     """`roots`: folders and URLs, parted by spaces; what lies below one of them is allowed, and below `own`, the folder
     for jobs that name none. Without roots, all folders of this machine and all kinds of stores that `open_storage`
-    knows are allowed. Raises ConfigurationError for a root that is no URL.
+    knows are allowed. `key_file`: the file with the keys by which everything is encrypted; empty: nothing is. Raises
+    ConfigurationError for a root that is no URL, and for a file without keys.
 
         StorageAccess("/data/checkpoints s3://bucket/models").open("s3://bucket/models/ranking")
     """
 
-    def __init__(self, roots: str = "", own: Path | None = None) -> None:
+    def __init__(self, roots: str = "", own: Path | None = None, key_file: str = "") -> None:
         self._text = roots
+        self._keys = keys_in(key_file)
         self._roots = [_place(root) for root in roots.split()]
         if self._roots and own is not None:
             self._roots.append(_place(str(own)))
@@ -45,7 +48,7 @@ class StorageAccess:
     def open(self, url: str) -> Storage:
         """Raises what `check` and `open_storage` raise."""
         self.check(url)
-        return open_storage(url)
+        return encrypted(open_storage(url), self._keys)
 
 
 def _place(url: str) -> tuple[str, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from shardyard.domain.errors import CheckpointDamaged, InvalidRequest
 from shardyard.domain.limits import SEQUENCE_MAX, VARIABLE_NAME_CHARACTERS_MAX
+from shardyard.storage.encryption import check_plain
 from shardyard.storage.storage import Written
 from shardyard.storage.tensors import unique
 
@@ -71,7 +72,9 @@ def seal(name: str, document: object, sign: Callable[[str], bytes] | None = None
 
 
 def unseal(text: bytes, name: str, where: str) -> Sealed:
-    """Checks a text that `seal` wrote. `where` is the file's name, for messages. Raises CheckpointDamaged."""
+    """Checks a text that `seal` wrote. `where` is the file's name, for messages. Raises CheckpointDamaged, and
+    ConfigurationError if it is encrypted."""
+    check_plain(text, where)
     prefix = b'{"%b":' % name.encode()
     if not text.startswith(prefix):
         raise CheckpointDamaged(

@@ -77,7 +77,9 @@ def serve(
             membership=settings.membership,
             quotas=settings.quotas,
             checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
-            access=StorageAccess(settings.storage.allowed, None if state is None else state / CHECKPOINTS),
+            access=StorageAccess(
+                settings.storage.allowed, None if state is None else state / CHECKPOINTS, settings.storage.key_file
+            ),
             identities=identities,
             signer=None if security is None else PassSigner(folder),
             audit_log=audit_log,

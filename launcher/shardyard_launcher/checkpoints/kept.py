@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.domain.errors import CheckpointDamaged
+from shardyard.domain.errors import CheckpointDamaged, ConfigurationError
 from shardyard.storage.storage import open_storage
 from shardyard_launcher.terminal.quantities import describe_size
 
@@ -44,7 +44,7 @@ def _kept(library: CheckpointLibrary, name: str, folder: Path) -> KeptJob:
     numbers = library.numbers(name)
     try:
         step = library.load(name, numbers[-1]).step if numbers else None
-    except CheckpointDamaged:
+    except (CheckpointDamaged, ConfigurationError):  # also one that is encrypted
         step = None
     return KeptJob(name, len(numbers), step, _bytes_below(folder))
 

@@ -49,13 +49,15 @@ def _storage_options(command: F) -> F:
         **given: Any,
     ) -> Any:
         from shardyard.checkpoints.library import CheckpointLibrary
+        from shardyard.storage.encryption import encrypted, keys_in
         from shardyard.storage.storage import open_storage
         from shardyard_launcher.terminal.yard_network import keys_of_yard
         from shardyard_launcher.yard.state_file import checkpoints_of
 
         settings = load_given(config, sets, {"yard.state": state}).loaded.settings
         yard = None if trust else keys_of_yard(settings)
-        return command(library=CheckpointLibrary(open_storage(url or checkpoints_of(settings)), yard), **given)
+        storage = encrypted(open_storage(url or checkpoints_of(settings)), keys_in(settings.storage.key_file))
+        return command(library=CheckpointLibrary(storage, yard), **given)
 
     option = click.option(
         "--url",

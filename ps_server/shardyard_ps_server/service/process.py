@@ -243,7 +243,7 @@ def serve(
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
         logs=_logs(settings.yard.wal_folder, time.time()),
         budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
-        access=StorageAccess(settings.storage.allowed),
+        access=StorageAccess(settings.storage.allowed, key_file=settings.storage.key_file),
         quotas=settings.quotas,
         on_revoked=on_revoked,
     )

@@ -10,7 +10,16 @@ from shardyard.config.settings.job import JobSettings
 from shardyard.config.settings.quotas import QuotaSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
-from shardyard.config.settings.values import AUTO, Address, FolderOrNone, Folders, Places, Section, VariableNames
+from shardyard.config.settings.values import (
+    AUTO,
+    Address,
+    FileOrNone,
+    FolderOrNone,
+    Folders,
+    Places,
+    Section,
+    VariableNames,
+)
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import MembershipSettings, YardSettings
 
@@ -29,6 +38,12 @@ class StorageSettings(Section):
         description="The folders and URLs below which this coordinator or server reads and writes checkpoints, parted"
         " by spaces. A job that names another place is refused. Empty: any folder that its user can reach, and any"
         " bucket that its credentials open.",
+    )
+    key_file: FileOrNone = Field(
+        default="",
+        description="The file with the keys by which checkpoints are encrypted (AES-256-GCM), one in each line, as 64"
+        " hexadecimal digits; the first one encrypts. All processes that read or write checkpoints need it:"
+        " coordinator, servers, workers, evaluators, commands. Empty: checkpoints are not encrypted.",
     )
 
 

@@ -81,6 +81,9 @@ Folder = Annotated[str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MA
 FolderOrNone = Annotated[
     str, Field(max_length=limits.TEXT_CHARACTERS_MAX), Expected('the path of a folder, or "" for none')
 ]
+FileOrNone = Annotated[
+    str, Field(max_length=limits.TEXT_CHARACTERS_MAX), Expected('the path of a file, or "" for none')
+]
 Places = Annotated[
     str,
     Field(max_length=limits.TEXT_CHARACTERS_MAX),

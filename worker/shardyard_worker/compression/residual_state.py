@@ -25,6 +25,7 @@ from shardyard.checkpoints.residual_file import State
 from shardyard.domain import limits
 from shardyard.domain.errors import NotFound, ShardyardError
 from shardyard.domain.layout.layouts import JobLayout
+from shardyard.storage.encryption import encrypted, keys_in
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -146,7 +147,7 @@ class ResidualCheckpointer:
         name = worker_name(self._session.caller.incarnation)
         try:
             with self._session.wait_registry.over(lambda: f"the residual to be written to {url}"):
-                library = CheckpointLibrary(open_storage(url))
+                library = self._library(url)
                 written = library.write_feedback(self._session.job_settings.name, number, name, state).file.written
         except ShardyardError as error:
             log.warning("the residual is not in checkpoint %d: %s", number, error.what)
@@ -206,11 +207,14 @@ class ResidualCheckpointer:
         """Reads and parses a saved state. Returns it, or None and the error."""
         try:
             with self._session.wait_registry.over(lambda: f"the residual of worker {handed.worker} to be read"):
-                library = CheckpointLibrary(open_storage(handed.url))
+                library = self._library(handed.url)
                 name = self._session.job_settings.name
                 return parse(library.load_feedback(name, residual_from_wire(handed), self._layout)), ""
         except ShardyardError as error:
             return None, error.what
+
+    def _library(self, url: str) -> CheckpointLibrary:
+        return CheckpointLibrary(encrypted(open_storage(url), keys_in(self._session.settings.storage.key_file)))
 
     def _claims(self, handed: wire.CheckpointResidual, failure: str) -> bool:
         """Claims the residual. Returns whether this worker has it now, and has read it."""

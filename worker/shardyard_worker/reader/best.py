@@ -19,6 +19,7 @@ import numpy.typing as npt
 from shardyard.checkpoints.best import BestFolder, BestManifest
 from shardyard.config.settings import AUTO
 from shardyard.domain import errors
+from shardyard.storage.encryption import encrypted, keys_in
 from shardyard.storage.storage import LocalStorage, open_storage
 from shardyard.storage.tensors import TensorSource
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -34,11 +35,13 @@ _ROWS: Final = re.compile(r"(^|\.)table\.(ids|rows|seed)$")
 
 
 class BestKeeper:
-    """Keeps the best version of one job. `into`: the folder or URL if a call names none."""
+    """Keeps the best version of one job. `into`: the folder or URL if a call names none. `key_file`: as
+    storage.key_file."""
 
-    def __init__(self, session: ReaderSession, into: str) -> None:
+    def __init__(self, session: ReaderSession, into: str, key_file: str) -> None:
         self._session = session
         self._into = into
+        self._keys = keys_in(key_file)
         self._judged: tuple[str, Mode] | None = None
 
     def keep(
@@ -99,7 +102,7 @@ class BestKeeper:
                 why="it is one of the coordinator's",
                 todo="give a folder or URL: evaluator.into, --into, or keep_best(..., into=...)",
             )
-        return BestFolder(storage, name)
+        return BestFolder(encrypted(storage, self._keys), name)
 
 
 def _former(folder: BestFolder, values: Values, metric: str, mode: Mode) -> BestManifest | None:

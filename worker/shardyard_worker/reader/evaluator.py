@@ -135,7 +135,7 @@ class Run:
         self._files = files
         self._snapshots = Snapshots(network, session.wait_registry)
         self._rows = SnapshotRows(session, self._snapshots)
-        self._best = BestKeeper(session, settings.evaluator.into)
+        self._best = BestKeeper(session, settings.evaluator.into, settings.storage.key_file)
         self._serving: list[ServedModel] = []
         self._snapshot: Snapshot | None = None
         self._given_up = False

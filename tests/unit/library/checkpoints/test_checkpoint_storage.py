@@ -36,6 +36,7 @@ from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.runtime import failpoints
 from shardyard.storage import storage as storages
+from shardyard.storage.encryption import EncryptedStorage, StorageKeys
 from shardyard.storage.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
 from tests.support.checkpoints import load_partition, write_state
 
@@ -97,8 +98,12 @@ def object_store() -> Iterator[ObjectStore]:
             assert server.wait(timeout=20) == 0
 
 
-@pytest.fixture(params=["folder", "file url", "memory", "s3"])
+@pytest.fixture(params=["folder", "file url", "memory", "s3", "encrypted folder", "encrypted s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param.startswith("encrypted"):
+        (tmp_path / "key").write_text("5f" * 32)
+        inner = str(tmp_path / "deep") if "folder" in request.param else f"s3://{BUCKET}/{tmp_path.name}/secret"
+        return EncryptedStorage(open_storage(inner), StorageKeys(tmp_path / "key"))
     if request.param == "s3":
         return open_storage(f"s3://{BUCKET}/{tmp_path.name}/deep")
     if request.param == "memory":

@@ -14,10 +14,12 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path
-from shardyard.config.settings import JobSettings
+from shardyard.config import configuration
+from shardyard.config.settings import JobSettings, Settings
 from shardyard.domain.errors import NotFound
 from shardyard.domain.ids import Caller, Incarnation, JobId
 from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.encryption import MAGIC, encrypted, keys_in
 from shardyard.storage.storage import Written, open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.compression import residual_state
@@ -38,6 +40,7 @@ class Coordinator:
 
     caller: Caller = field(default_factory=lambda: Caller(JobId(1), ME))
     job_settings: JobSettings = field(default_factory=lambda: JobSettings(name="digits"))
+    settings: Settings = field(default_factory=Settings)
     wait_registry: WaitRegistry = field(default_factory=WaitRegistry)
     progress: Progress = field(default_factory=Progress)
     asked: list[Any] = field(default_factory=list)
@@ -84,7 +87,8 @@ class Worker:
 
     @property
     def library(self) -> CheckpointLibrary:
-        return CheckpointLibrary(open_storage(str(self.folder)))
+        keys = keys_in(self.session.settings.storage.key_file)
+        return CheckpointLibrary(encrypted(open_storage(str(self.folder)), keys))
 
     def begin_push(self, seed: int) -> None:
         self.made.boundary.begin()
@@ -169,6 +173,16 @@ def test_what_is_saved_is_the_state_after_the_push_that_was_under_way(worker: Wo
     worker.push(2)
     assert feedbacks.same(worker.saved(4), after)
     assert [(each.number, each.stage) for each in worker.session.reports] == [(4, READY), (4, COPIED), (4, ENDED)]
+
+
+def test_what_is_saved_is_encrypted_where_a_key_is_set(worker: Worker, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("5f" * 32)
+    worker.session.settings = configuration.load(None, {}, {"storage.key_file": str(key)}).settings
+    worker.push(0)
+    worker.save(4)
+    assert worker.saved(4)
+    assert (worker.folder / "digits" / feedback_path(4, NAME)).read_bytes().startswith(MAGIC)
 
 
 def test_idle_worker_saves_at_once_and_once_a_checkpoint(worker: Worker) -> None:
