@@ -157,9 +157,10 @@ class GrpcPeer:
         found = from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
         if isinstance(found, self._unavailable):
             is_first, self._is_cut = not self._is_cut, True
-            if self.credentials is not None or is_first:
-                has_tls = self.credentials is not None
-                return explain_failure(found.what, self.name, has_tls=has_tls, address=self._address) or found
+            if self.credentials is not None and self.credentials.refresh() is not self._shown:
+                return found  # the next call shows the renewed certificate
+            if self._shown is not None or is_first:
+                return explain_failure(found.what, self.name, own=self._shown, address=self._address) or found
         return found
 
     def _show_renewed(self) -> None:

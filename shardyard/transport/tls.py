@@ -7,6 +7,7 @@ that begin later; open ones stay.
 
 from __future__ import annotations
 
+import datetime
 import socket
 import ssl
 import threading
@@ -71,10 +72,13 @@ def open_channel(
     return grpc.secure_channel(address, shown, options=(*options, ("grpc.ssl_target_name_override", host_of(role))))
 
 
-def explain_failure(said: str, peer: str, *, has_tls: bool, address: str) -> errors.NotTrusted | None:
-    """The error if a connection failed because of certificates; None: for another reason. `said`: gRPC's text."""
-    if not has_tls:
-        if ("Socket closed" in said or "reset" in said) and _speaks_tls(address):
+def explain_failure(said: str, peer: str, *, own: Pem | None, address: str) -> errors.NotTrusted | None:
+    """The error if a connection failed because of certificates; None: for another reason. `said`: gRPC's text. `own`:
+    what this process shows and trusts; None: it uses no TLS. A peer that does not trust the caller's certificate closes
+    the connection without a reason."""
+    was_closed = "Socket closed" in said or "reset" in said
+    if own is None:
+        if was_closed and _shown_at(address):
             return errors.NotTrusted(
                 f"{peer} wants a certificate, and security.tls is false here",
                 todo="remove security.tls from the settings of this process",
@@ -93,6 +97,12 @@ def explain_failure(said: str, peer: str, *, has_tls: bool, address: str) -> err
         )
     if "WRONG_VERSION_NUMBER" in said:
         return errors.NotTrusted(f"{peer} does not use TLS", todo="set security.tls to the same value everywhere")
+    if was_closed and not _is_valid_now(own):
+        return errors.NotTrusted(
+            f"{peer} closes the connection, and the certificate of this process is valid at another time than now",
+            todo="compare the clocks of both machines; if this process was away for long, run `shardyard invite` on a "
+            "machine of the yard, and on this machine the line that it prints",
+        )
     if "SSL_ERROR_SSL" in said:
         return errors.NotTrusted(
             f"{peer}: its certificate is of another yard than the certificate of this process",
@@ -102,13 +112,22 @@ def explain_failure(said: str, peer: str, *, has_tls: bool, address: str) -> err
     return None
 
 
-def _speaks_tls(address: str) -> bool:
+def _is_valid_now(own: Pem) -> bool:
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(own.certificate)
+    now = datetime.datetime.now(datetime.UTC)
+    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+
+
+def _shown_at(address: str) -> bytes:
+    """The certificate (DER) that a process shows, which nothing has verified; empty if it does not use TLS."""
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S) as plain:
-            with context.wrap_socket(plain):
-                return True
+            with context.wrap_socket(plain) as wrapped:
+                return wrapped.getpeercert(binary_form=True) or b""
     except (OSError, ValueError):
-        return False
+        return b""

@@ -6,21 +6,22 @@ import datetime
 import json
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from cryptography import x509
 
-from shardyard.config.settings import MembershipSettings, SecuritySettings, Settings
+from shardyard.config.settings import SecuritySettings, Settings
 from shardyard.domain import errors
 from shardyard.domain.ids import MemberRole
-from shardyard.runtime.clock import SystemClock
 from shardyard.security.authority import make_credentials
 from shardyard.security.credentials import CERTIFICATE, KEY, Credentials, write_credentials
 from shardyard.security.identity import Role
 from shardyard.transport.enrolment import enrol_launch, invite, own_credentials, renew_if_due
-from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.interfaces import Stream
 from shardyard.transport.membership_client import Membership, MembershipClient
@@ -30,63 +31,20 @@ from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.service.identities import YardIdentities
-from shardyard_coordinator.service.journal import Journal
-from shardyard_coordinator.service.service import Coordinator
 from tests.support.echoes import Echo
 from tests.support.identities import OpenDoor
+from tests.support.signing_yards import SigningYard
 from tests.support.waiting import wait_until
 
 DUE_S = 60
 """The lifetime of a certificate that is to be renewed at once: it is valid from 300 s ago."""
 ENDED_S = -60
-
-
-class Yard:
-    """A coordinator with an authority of its own, in this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.identities = YardIdentities(SecuritySettings(), folder / "identity" / "authority")
-        self._journal = Journal(folder / "journal")
-        self._coordinator = Coordinator(
-            network=GrpcNetwork(self.identities.credentials),
-            journal=self._journal,
-            clock=SystemClock(),
-            membership=MembershipSettings(lease_ms=2_000, heartbeat_ms=50),
-            identities=self.identities,
-        )
-        self._listener = GrpcServer("127.0.0.1:0", [self._coordinator.service], self.identities.security, threads=8)
-        self._peers: list[GrpcPeer] = []
-        self._coordinator.start()
-        self._listener.start()
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
-
-    def credentials(self, role: Role, name: str, lifetime_s: float = 3_600) -> Credentials:
-        folder = self.folder / name
-        write_credentials(folder, make_credentials(self.identities.authority, role, name, lifetime_s))
-        return Credentials(folder)
-
-    def connect(self, credentials: Credentials) -> GrpcPeer:
-        peer = GrpcNetwork(credentials).connect(
-            self.address, name="coordinator", unavailable=errors.CoordinatorUnavailable
-        )
-        self._peers.append(peer)
-        return peer
-
-    def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
-        self._listener.stop()
-        self._coordinator.stop()
-        self._journal.close()
+DAY_S = 86_400
 
 
 @pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
-    begun = Yard(tmp_path)
+def yard(tmp_path: Path) -> Iterator[SigningYard]:
+    begun = SigningYard(tmp_path)
     yield begun
     begun.close()
 
@@ -95,7 +53,7 @@ def end_of(folder: Path) -> datetime.datetime:
     return x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes()).not_valid_after_utc
 
 
-def test_member_renews_its_certificate_with_its_heartbeats(yard: Yard) -> None:
+def test_member_renews_its_certificate_with_its_heartbeats(yard: SigningYard) -> None:
     credentials = yard.credentials(Role.SERVER, "server-0", DUE_S)
     key, before = (credentials.folder / KEY).read_bytes(), end_of(credentials.folder)
     member = MembershipClient(
@@ -115,14 +73,14 @@ def test_member_renews_its_certificate_with_its_heartbeats(yard: Yard) -> None:
     assert datetime.timedelta(hours=23) < left <= datetime.timedelta(hours=24)
 
 
-def test_certificate_that_lasts_is_not_renewed(yard: Yard) -> None:
+def test_certificate_that_lasts_is_not_renewed(yard: SigningYard) -> None:
     credentials = yard.credentials(Role.SERVER, "server-0")
     before = (credentials.folder / CERTIFICATE).read_bytes()
     assert not renew_if_due(yard.connect(credentials), credentials)
     assert (credentials.folder / CERTIFICATE).read_bytes() == before
 
 
-def test_processes_of_one_folder_renew_it_once(yard: Yard) -> None:
+def test_processes_of_one_folder_renew_it_once(yard: SigningYard) -> None:
     credentials = [yard.credentials(Role.WORKER, "worker", DUE_S)]
     credentials += [Credentials(credentials[0].folder) for _ in range(3)]
     peers = [yard.connect(each) for each in credentials]
@@ -135,7 +93,7 @@ def test_processes_of_one_folder_renew_it_once(yard: Yard) -> None:
     assert end_of(credentials[0].folder) > datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
 
 
-def test_renewed_certificate_is_of_the_same_member(yard: Yard) -> None:
+def test_renewed_certificate_is_of_the_same_member(yard: SigningYard) -> None:
     """Whatever a member asks for, it gets its own role and name."""
     credentials = yard.credentials(Role.READER, "reader-7", DUE_S)
     assert renew_if_due(yard.connect(credentials), credentials)
@@ -146,7 +104,7 @@ def test_renewed_certificate_is_of_the_same_member(yard: Yard) -> None:
     assert uri == [f"spiffe://{yard.identities.authority.yard}/reader/reader-7"]
 
 
-def test_server_shows_its_renewed_certificate_and_open_streams_stay(yard: Yard) -> None:
+def test_server_shows_its_renewed_certificate_and_open_streams_stay(yard: SigningYard) -> None:
     shown = yard.credentials(Role.SERVER, "server-0")
     echo = Echo(GrpcNetwork(None))
     listener = GrpcServer("127.0.0.1:0", echo.services(), ServerSecurity(shown, OpenDoor()), threads=8)
@@ -178,17 +136,49 @@ def test_server_shows_its_renewed_certificate_and_open_streams_stay(yard: Yard) 
         listener.stop()
 
 
-def test_caller_whose_certificate_has_ended_goes_on_once_it_is_renewed(yard: Yard) -> None:
+class Shifted(datetime.datetime):
+    """The time of a machine whose clock is wrong."""
+
+    off_s = 0
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+        return datetime.datetime.fromtimestamp(time.time() + cls.off_s, tz)
+
+
+@pytest.mark.parametrize("off_s", [-DAY_S - 1, DAY_S])
+@pytest.mark.parametrize("whose", ["server", "caller"])
+def test_clocks_that_are_off_by_a_day_are_named(yard: SigningYard, off_s: int, whose: str) -> None:
+    """The certificate of either side was made by the other clock. The caller says so in both cases: a server that
+    refuses a certificate closes the connection."""
+    with mock.patch.object(datetime, "datetime", type("Clock", (Shifted,), {"off_s": off_s})):
+        wrong = yard.credentials(Role.SERVER if whose == "server" else Role.WORKER, "wrong", DAY_S)
+    shown = wrong if whose == "server" else yard.credentials(Role.SERVER, "server-0")
+    own = wrong if whose == "caller" else yard.credentials(Role.WORKER, "worker")
+    echo = Echo(GrpcNetwork(None))
+    listener = GrpcServer("127.0.0.1:0", echo.services(), ServerSecurity(shown, OpenDoor()), threads=8)
+    listener.start()
+    peer = GrpcNetwork(own).connect(listener.address, name="server 1")
+    said = {"server": "its certificate is", "caller": "the certificate of this process is"}[whose]
+    try:
+        with pytest.raises(errors.NotTrusted, match=f"{said} valid at another time than now.*compare the clocks"):
+            peer.call(methods.READ_LEDGER, server_wire.ReadLedgerRequest(), timeout_ms=5_000)
+    finally:
+        peer.close()
+        listener.stop()
+
+
+def test_caller_whose_certificate_has_ended_goes_on_once_it_is_renewed(yard: SigningYard) -> None:
     """A connection is lost while the caller's certificate has ended; the caller needs no new start."""
     ended = yard.credentials(Role.OPERATOR, "operator", ENDED_S)
     peer = yard.connect(ended)
-    with pytest.raises((errors.CoordinatorUnavailable, errors.NotTrusted)):
+    with pytest.raises(errors.NotTrusted, match="the certificate of this process is valid at another time than now"):
         peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000)
     yard.credentials(Role.OPERATOR, "operator")
     assert peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).term
 
 
-def test_agent_gets_certificates_for_its_launches_and_nothing_else(yard: Yard) -> None:
+def test_agent_gets_certificates_for_its_launches_and_nothing_else(yard: SigningYard) -> None:
     agent, worker = yard.connect(yard.credentials(Role.AGENT, "a-1")), yard.connect(yard.credentials(Role.WORKER, "w"))
     pem = enrol_launch(agent, "4711")
     assert pem is not None
@@ -216,7 +206,7 @@ def test_invitations_are_left_in_folders_of_their_roles(tmp_path: Path) -> None:
     assert sorted(each["role"] for each in stored) == ["agent", "server"]
 
 
-def test_server_without_a_certificate_takes_the_invitation_of_its_settings(yard: Yard, tmp_path: Path) -> None:
+def test_server_without_a_certificate_takes_the_invitation_of_its_settings(yard: SigningYard, tmp_path: Path) -> None:
     operator = yard.connect(yard.credentials(Role.OPERATOR, "operator"))
     file = tmp_path / "invitation"
     file.write_text(invite(operator, role="server", name="", lifetime_s=60, uses=1) + "\n")
