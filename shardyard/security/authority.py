@@ -1,8 +1,35 @@
 """The yard's authority: a key that signs the certificates of its members.
 
-Owns: the files ca.key and ca.crt, and the list of certificates. Invariants: the key stays in the coordinator's folder,
-readable by its user only; a certificate says whom it is for as a URI (shardyard.security.identity), which the authority
-decides and not the process that asks for it. Must not know: who may ask.
+Owns: the files ca.key and ca.crt, those of a rotation, and the list of certificates. Invariants: the keys stay in the
+coordinator's folder, readable by its user only; a certificate says whom it is for as a URI
+(shardyard.security.identity), which the authority decides and not the process that asks for it. Must not know: who may
+ask, which members there are.
+
+A key with its own certificate is a root. A rotation replaces the root while jobs train, in two phases:
+
+    phase    members trust   certificates are signed by   the coordinator shows one of
+             old             old                          old
+    SPREAD   old, next       old                          old
+    SIGN     next, old       next                         old
+             next            next                         next
+
+Two phases are needed since both sides of a connection verify each other, and members do not change at one moment. In
+each row a member meets others that are still in the row before. A member of SIGN shows a certificate of the next root
+to a member of SPREAD, which trusts both; so SIGN begins when all members trust both. A member of the last row trusts
+the next root alone, and meets a member of SIGN, whose certificate is of that root; so SIGN ends when all members have
+such a certificate. With one phase, a member that has changed and one that has not would refuse each other. The
+coordinator changes its own certificate last: what joins, or comes back, during the rotation trusts the old root alone,
+and asks the coordinator first.
+
+The first root in a member's ca.crt has signed its certificate, so the contents of ca.crt say in which row a member is.
+
+    authority/{ca.key, ca.crt}       the root; the old one during a rotation
+    authority/{next.key, next.crt}   the next root
+    authority/rotation.json          the phase
+    authority/former/SERIAL.crt      certificates of retired roots; their keys are deleted
+
+A phase begins when rotation.json is replaced. Until then, the files of the next root have no meaning; a coordinator
+that is killed goes on with the phase that the file says. The other files are synced before it is replaced.
 
 ECDSA with P-256 and SHA-256; certificates of X.509 (RFC 5280), requests of PKCS #10 (RFC 2986).
 """
@@ -11,9 +38,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import enum
 import json
 import os
 import secrets
+import threading
 import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,13 +55,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shardyard.domain.errors import ConfigurationError, MalformedPayload
-from shardyard.security.credentials import Pem, make_private, replace_file
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, MalformedPayload
+from shardyard.security.credentials import Pem, digest_of, make_private, replace_file, sync_folder
 from shardyard.security.identity import Identity, Role
 from shardyard.security.signatures import YardKeys, sign
 
 KEY: Final = "ca.key"
 CERTIFICATE: Final = "ca.crt"
+NEXT_KEY: Final = "next.key"
+NEXT_CERTIFICATE: Final = "next.crt"
+ROTATION: Final = "rotation.json"
+FORMER: Final = "former"
 ISSUED: Final = "issued.jsonl"
 """The list of certificates: a line for each."""
 ISSUED_BYTES_MAX: Final = 4 << 20
@@ -44,12 +77,73 @@ REQUEST_BYTES_MAX: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class IssuedCertificate:
-    """`holder`: role, owner and name, parted by slashes. Times in seconds since 1970."""
+    """`holder`: role, owner and name, parted by slashes. Times in seconds since 1970. `root`: as Root.id."""
 
     holder: str
     serial: str
     issued_s: int
     until_s: int
+    root: str
+
+
+class Phase(enum.Enum):
+    """Of a rotation, as above. RETIRE is in the file only, while the files of the next root take their places."""
+
+    SPREAD = "spread"
+    SIGN = "sign"
+    RETIRE = "retire"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """`since_s`: when the phase began, in seconds since 1970. `overlap_s`: how long SIGN lasts at least."""
+
+    phase: Phase
+    since_s: float
+    overlap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @property
+    def id(self) -> str:
+        return f"{self.certificate.serial_number:x}"
+
+    def has_issued(self, certificate: x509.Certificate) -> bool:
+        return is_signed_by(certificate, self.certificate)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """`former`: certificates of retired roots."""
+
+    current: Root
+    next: Root | None
+    former: tuple[x509.Certificate, ...]
+    rotation: Rotation | None
+
+    @property
+    def trusted(self) -> tuple[Root, ...]:
+        """The one that signs is the first."""
+        if self.next is None or self.rotation is None:
+            return (self.current,)
+        is_spread = self.rotation.phase is Phase.SPREAD
+        return (self.current, self.next) if is_spread else (self.next, self.current)
+
+    @cached_property
+    def authorities(self) -> bytes:
+        """The contents of ca.crt."""
+        return b"".join(map(_pem, (root.certificate for root in self.trusted)))
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of(self.authorities)
+
+    def signer_of(self, role: Role) -> Root:
+        return self.current if role is Role.COORDINATOR else self.trusted[0]
 
 
 class Authority:
@@ -58,34 +152,79 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._lock = threading.Lock()
         try:
             if not (folder / CERTIFICATE).exists():
-                _make(folder)
-            key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
-            self._certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
-        except (OSError, ValueError, TypeError) as error:
+                _make_root(folder, KEY, CERTIFICATE, f"yard-{secrets.token_hex(8)}")
+            self._roots = _load(folder)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(
                 f"the yard's authority in {folder} cannot be used: {error}",
                 why="it signs the certificates of the yard's members",
-                todo=f"restore {KEY} and {CERTIFICATE}; or remove the folder: then all members must join again",
+                todo="restore its files; or remove the folder: then all members must join again",
             ) from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != self._certificate.public_key():
-            raise ConfigurationError(f"{KEY} and {CERTIFICATE} in {folder} do not belong together", todo="restore them")
-        self._key = key
 
     @cached_property
     def yard(self) -> str:
         """The id of the yard."""
-        return common_name(self._certificate.subject)
+        return common_name(self._roots.current.certificate.subject)
 
-    @cached_property
-    def certificate(self) -> bytes:
-        """Of the authority itself, as PEM."""
-        return self._certificate.public_bytes(serialization.Encoding.PEM)
+    @property
+    def authorities(self) -> bytes:
+        """What members are to trust, as PEM; the one that signs is the first."""
+        return self._roots.authorities
+
+    @property
+    def digest(self) -> bytes:
+        """Of `authorities`."""
+        return self._roots.digest
 
     @property
     def public_key(self) -> ec.EllipticCurvePublicKey:
-        return self._key.public_key()
+        """Of the root whose certificate the coordinator shows."""
+        return self._roots.current.key.public_key()
+
+    @property
+    def known_keys(self) -> tuple[ec.EllipticCurvePublicKey, ...]:
+        """Of all roots that this yard has, or has had."""
+        roots = self._roots
+        known = (*(root.certificate for root in roots.trusted), *roots.former)
+        return tuple(key for each in known if isinstance(key := each.public_key(), ec.EllipticCurvePublicKey))
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return self._roots.rotation
+
+    def begin_rotation(self, overlap_s: float) -> None:
+        """Makes the next root. Raises InvalidRequest if there is one, OSError."""
+        with self._lock:
+            if self._roots.rotation is not None:
+                raise InvalidRequest(
+                    f"the authority is being rotated already: phase {self._roots.rotation.phase.value}",
+                    why="",
+                    todo="see `shardyard identities list`; `shardyard identities rotate --next` ends the phase",
+                )
+            _make_root(self.folder, NEXT_KEY, NEXT_CERTIFICATE, self.yard)
+            self._begin(Phase.SPREAD, overlap_s)
+
+    def end_phase(self) -> None:
+        """Begins the next phase, or retires the old root. Raises InvalidRequest if there is no rotation, OSError."""
+        with self._lock:
+            roots = self._roots
+            if roots.rotation is None:
+                raise InvalidRequest("the authority is not being rotated", why="", todo="`shardyard identities rotate`")
+            if roots.rotation.phase is Phase.SPREAD:
+                self._begin(Phase.SIGN, roots.rotation.overlap_s)
+            else:
+                make_private(self.folder / FORMER)
+                kept = self.folder / FORMER / f"{roots.current.id}.crt"
+                replace_file(kept, _pem(roots.current.certificate), synced=True)
+                self._begin(Phase.RETIRE, roots.rotation.overlap_s)
+
+    def _begin(self, phase: Phase, overlap_s: float) -> None:
+        said = {"phase": phase.value, "since_s": time.time(), "overlap_s": overlap_s}
+        replace_file(self.folder / ROTATION, json.dumps(said).encode(), synced=True)
+        self._roots = _load(self.folder)
 
     @property
     def keys(self) -> YardKeys:
@@ -98,8 +237,10 @@ class Authority:
 
     def issue(
         self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float, owner: str = ""
-    ) -> bytes:
-        """A certificate, as PEM. Raises OSError if it cannot be listed."""
+    ) -> tuple[bytes, bytes]:
+        """A certificate, and what its holder is to trust, as PEM. Raises OSError if it cannot be listed."""
+        roots = self._roots
+        root = roots.signer_of(role)
         identity = Identity(self.yard, role, name, owner)
         builder = certificate_of(name, self.yard, public_key, lifetime_s, is_authority=False)
         names = [x509.UniformResourceIdentifier(identity.uri), x509.DNSName(identity.host)]
@@ -107,31 +248,32 @@ class Authority:
         signed = (
             builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-            .sign(self._key, hashes.SHA256())
+            # both roots have the yard's name, so TLS finds the one that has signed by its key
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(root.key.public_key()), critical=False)
+            .sign(root.key, hashes.SHA256())
         )
-        self._record(identity, signed)
-        return signed.public_bytes(serialization.Encoding.PEM)
+        self._record(identity, signed, root)
+        return _pem(signed), roots.authorities
 
     def issued(self) -> list[IssuedCertificate]:
-        """Those that have not ended, in the order in which they were made."""
+        """Those of trusted roots that have not ended, in the order in which they were made."""
         try:
             lines = (self.folder / ISSUED).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return []
-        now_s, found = time.time(), []
+        now_s, found, trusted = time.time(), list[IssuedCertificate](), {root.id for root in self._roots.trusted}
         for line in lines:
             with contextlib.suppress(ValueError, TypeError):  # a line that was cut off
                 each = IssuedCertificate(**json.loads(line))
-                if each.until_s > now_s:
+                if each.until_s > now_s and each.root in trusted:
                     found.append(each)
         return found
 
-    def _record(self, identity: Identity, signed: x509.Certificate) -> None:
+    def _record(self, identity: Identity, signed: x509.Certificate, root: Root) -> None:
         """Adds a line to the list of certificates. Raises OSError: what is not listed is not given out."""
         begun_s = signed.not_valid_before_utc.timestamp() + CLOCKS_APART_S
-        made = IssuedCertificate(
-            identity.holder, f"{signed.serial_number:x}", int(begun_s), int(signed.not_valid_after_utc.timestamp())
-        )
+        until_s = int(signed.not_valid_after_utc.timestamp())
+        made = IssuedCertificate(identity.holder, f"{signed.serial_number:x}", int(begun_s), until_s, root.id)
         path = self.folder / ISSUED
         if path.exists() and path.stat().st_size > ISSUED_BYTES_MAX:
             kept = "".join(json.dumps(asdict(each)) + "\n" for each in self.issued())
@@ -140,18 +282,22 @@ class Authority:
             stream.write(json.dumps(asdict(made)) + "\n")
 
     def has_issued(self, certificate: x509.Certificate) -> bool:
-        try:
-            certificate.verify_directly_issued_by(self._certificate)
-        except (ValueError, TypeError, InvalidSignature):
-            return False
-        return True
+        """Whether a root of this yard has signed it, a retired one included: a connection that is older than that stays
+        open. New ones with such a certificate are refused by TLS."""
+        roots = self._roots
+        known = (*(root.certificate for root in roots.trusted), *roots.former)
+        return any(is_signed_by(certificate, each) for each in known)
+
+    def would_issue(self, role: Role, certificate: x509.Certificate, authorities: bytes) -> bool:
+        """Whether a certificate, and what its holder trusts, are as this authority makes them now."""
+        roots = self._roots
+        return roots.signer_of(role).has_issued(certificate) and roots.authorities == authorities
 
 
 def make_credentials(authority: Authority, role: Role, name: str, lifetime_s: float, owner: str = "") -> Pem:
     """A new key with its certificate."""
     key = new_key()
-    certificate = authority.issue(role, name, key.public_key(), lifetime_s, owner)
-    return Pem(key_to_pem(key), certificate, authority.certificate)
+    return Pem(key_to_pem(key), *authority.issue(role, name, key.public_key(), lifetime_s, owner))
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
@@ -220,8 +366,20 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _make(folder: Path) -> None:
-    yard, key = f"yard-{secrets.token_hex(8)}", new_key()
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def is_signed_by(certificate: x509.Certificate, root: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(root)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _make_root(folder: Path, key_name: str, certificate_name: str, yard: str) -> None:
+    key = new_key()
     builder = certificate_of(yard, yard, key.public_key(), LIFETIME_S, is_authority=True)
     usage = x509.KeyUsage(
         key_cert_sign=True,
@@ -233,7 +391,39 @@ def _make(folder: Path) -> None:
             False,
         ),
     )
-    signed = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
+    named = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    signed = builder.add_extension(usage, critical=True).add_extension(named, critical=False).sign(key, hashes.SHA256())
     make_private(folder)
-    replace_file(folder / KEY, key_to_pem(key))
-    replace_file(folder / CERTIFICATE, signed.public_bytes(serialization.Encoding.PEM))
+    replace_file(folder / key_name, key_to_pem(key), synced=True)
+    replace_file(folder / certificate_name, _pem(signed), synced=True)
+
+
+def _load(folder: Path) -> Roots:
+    """Raises OSError, ValueError, TypeError, KeyError."""
+    rotation = _read_rotation(folder)
+    if rotation is not None and rotation.phase is Phase.RETIRE:
+        for made, place in ((NEXT_KEY, KEY), (NEXT_CERTIFICATE, CERTIFICATE)):
+            with contextlib.suppress(FileNotFoundError):  # it was moved before
+                os.replace(folder / made, folder / place)
+        sync_folder(folder)
+        (folder / ROTATION).unlink(missing_ok=True)
+        rotation = None
+    following = None if rotation is None else _read_root(folder, NEXT_KEY, NEXT_CERTIFICATE)
+    former = (x509.load_pem_x509_certificate(path.read_bytes()) for path in sorted((folder / FORMER).glob("*.crt")))
+    return Roots(_read_root(folder, KEY, CERTIFICATE), following, tuple(former), rotation)
+
+
+def _read_rotation(folder: Path) -> Rotation | None:
+    try:
+        said = json.loads((folder / ROTATION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Rotation(Phase(said["phase"]), float(said["since_s"]), float(said["overlap_s"]))
+
+
+def _read_root(folder: Path, key_name: str, certificate_name: str) -> Root:
+    key = key_from_pem((folder / key_name).read_bytes())
+    certificate = x509.load_pem_x509_certificate((folder / certificate_name).read_bytes())
+    if key.public_key() != certificate.public_key():
+        raise ValueError(f"{key_name} and {certificate_name} do not belong together")
+    return Root(key, certificate)

@@ -146,6 +146,11 @@ class Invitations:
             self._write(rest | ({id_: left} if left.uses_left else {}))
         return found
 
+    def end_all(self) -> None:
+        """Raises OSError."""
+        with self._lock:
+            self._write({})
+
     def certificates(self) -> bytes:
         """The keys that TLS is to trust, as certificates."""
         now_s = time.time()

@@ -1,10 +1,12 @@
 """Makes the certificates of this machine's processes, in the folder of `shardyard.security.local`.
 
-Owns: which of them are made anew. Invariant: a certificate that has a third of its time left, or less, is replaced.
+Owns: which of them are made anew. Invariants: a certificate that has a third of its time left, or less, is replaced,
+and one that the authority would not sign like this any more; a key is kept, since processes may use it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +14,16 @@ from typing import Final
 
 from cryptography import x509
 
-from shardyard.security.authority import Authority, make_credentials
-from shardyard.security.credentials import CERTIFICATE, write_credentials
+from shardyard.security.authority import Authority, key_from_pem, make_credentials
+from shardyard.security.credentials import (
+    AUTHORITIES,
+    CERTIFICATE,
+    KEY,
+    locked,
+    make_private,
+    renew_credentials,
+    write_credentials,
+)
 from shardyard.security.identity import Role
 from shardyard.security.local import AUTHORITY
 
@@ -40,17 +50,29 @@ def issue_local(authority: Authority, identities: Path, wanted: Mapping[str, Rol
     """Makes the credentials of these names, unless there are such that last. Raises OSError."""
     for name, role in wanted.items():
         folder = identities / name
-        if not lasts(authority, folder):
-            write_credentials(folder, make_credentials(authority, role, name, lifetime_of(role)))
+        if not lasts(authority, folder, role):
+            make_private(folder)
+            with contextlib.suppress(BlockingIOError), locked(folder, waits=False):  # else its process renews it
+                _issue(authority, folder, role, name)
 
 
-def lasts(authority: Authority, folder: Path) -> bool:
-    """Whether the certificate in a folder is of this authority and need not be renewed yet."""
+def _issue(authority: Authority, folder: Path, role: Role, name: str) -> None:
+    try:
+        key = key_from_pem((folder / KEY).read_bytes()).public_key()
+    except (OSError, ValueError):
+        write_credentials(folder, make_credentials(authority, role, name, lifetime_of(role)))
+    else:
+        renew_credentials(folder, *authority.issue(role, name, key, lifetime_of(role)))
+
+
+def lasts(authority: Authority, folder: Path, role: Role) -> bool:
+    """Whether the certificate in a folder is as this authority makes it now, and need not be renewed yet."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+        authorities = (folder / AUTHORITIES).read_bytes()
     except (OSError, ValueError):
         return False
-    return authority.has_issued(certificate) and not is_due(certificate)
+    return authority.would_issue(role, certificate, authorities) and not is_due(certificate)
 
 
 def is_due(certificate: x509.Certificate) -> bool:

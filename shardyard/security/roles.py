@@ -22,6 +22,7 @@ _TABLE: Final[tuple[tuple[Method[Any, Any], tuple[Role, ...]], ...]] = (
     (methods.INVITE, (_OPERATOR,)),
     (methods.LIST_IDENTITIES, (_OPERATOR, _VIEWER)),
     (methods.REVOKE_IDENTITY, (_OPERATOR,)),
+    (methods.ROTATE_AUTHORITY, (_OPERATOR,)),
     (methods.REGISTER, MEMBERS),
     (methods.HEARTBEAT, MEMBERS),
     (methods.LEAVE, MEMBERS),

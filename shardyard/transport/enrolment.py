@@ -1,20 +1,17 @@
 """How a process gets its certificate from the coordinator: with an invitation, for a launch, or again before it ends.
 
 Owns: the calls of `Enrol`. Invariants: a private key never leaves the machine on which it was made; a renewal keeps the
-key, and one process at a time renews a folder that several share.
+key, and one process at a time renews a folder that several share. A process whose authorities are not those that the
+coordinator wants it to trust renews its certificate together with them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +19,7 @@ from shardyard.config.settings import AUTO, Settings
 from shardyard.domain import errors
 from shardyard.domain.errors import NotTrusted
 from shardyard.runtime.waits import ExplainedWait
-from shardyard.security.credentials import CERTIFICATE, Credentials, Pem, replace_file, write_credentials
+from shardyard.security.credentials import Credentials, Pem, locked, renew_credentials, write_credentials
 from shardyard.security.identity import Role
 from shardyard.security.local import find_credentials, folder_of
 from shardyard.transport.interfaces import Peer
@@ -34,6 +31,10 @@ log = logging.getLogger("shardyard.enrolment")
 ENROL_MS: Final = 10_000
 RETRY_S: Final = 0.25
 LOOK_S: Final = 1.0
+RENEWAL_EVERY_S: Final = 600.0
+"""How often a process looks whether its certificate is to be renewed."""
+RENEW_AGAIN_S: Final = 10.0
+"""The pause after a renewal that failed, while the coordinator wants other authorities to be trusted."""
 
 
 def own_credentials(
@@ -161,26 +162,60 @@ def enrol_launch(peer: Peer, launch: str, owner: str = "") -> Pem | None:
     return Pem(key_to_pem(key), reply.certificate, reply.authorities)
 
 
-def renew_if_due(peer: Peer, credentials: Credentials) -> bool:
-    """Renews a certificate two thirds of whose time are over. Returns whether it is new. Raises what the coordinator
-    answers, OSError."""
+class Renewal:
+    """Keeps the certificate of a process valid, and what it trusts as the coordinator wants it. `peer`: the
+    coordinator."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._look_s = self._again_s = 0.0
+
+    def look(self, wanted: bytes) -> None:
+        """Called after each reply with `wanted` (`digest_of`), the authorities that this process is to trust. Logs what
+        fails, and tries again later."""
+        credentials, now_s = self._peer.credentials, time.monotonic()
+        if credentials is None or now_s < (self._again_s if _is_behind(credentials, wanted) else self._look_s):
+            return
+        self._look_s = now_s + RENEWAL_EVERY_S
+        try:
+            renew_if_due(self._peer, credentials, wanted)
+        except (errors.ShardyardError, OSError) as error:
+            self._again_s = now_s + RENEW_AGAIN_S
+            log.warning("the certificate in %s cannot be renewed yet: %s", credentials.folder, error)
+
+
+def renew_if_due(peer: Peer, credentials: Credentials, wanted: bytes = b"") -> bool:
+    """Renews a certificate two thirds of whose time are over, or if this process trusts others than `wanted`. Returns
+    whether it is new. Raises what the coordinator answers, OSError."""
+    if not _is_due(credentials, wanted):
+        return False
+    with locked(credentials.folder):
+        credentials.refresh()
+        if _is_due(credentials, wanted):  # else another process of this folder was faster
+            _renew(peer, credentials)
+    return True
+
+
+def _renew(peer: Peer, credentials: Credentials) -> None:
+    from shardyard.security.authority import key_from_pem, make_request
+
+    request = wire.EnrolRequest(request=make_request(key_from_pem(credentials.pem.key)))
+    reply = peer.call(methods.ENROL, request, timeout_ms=ENROL_MS)
+    renew_credentials(credentials.folder, reply.certificate, reply.authorities)
+    credentials.refresh()
+    log.info("the certificate in %s was renewed", credentials.folder)
+
+
+def _is_due(credentials: Credentials, wanted: bytes) -> bool:
     from cryptography import x509
 
-    from shardyard.security.authority import key_from_pem, make_request
     from shardyard.security.issuing import is_due
 
-    if not is_due(x509.load_pem_x509_certificate(credentials.pem.certificate)):
-        return False
-    with _locked(credentials.folder):
-        pem = credentials.refresh()
-        if not is_due(x509.load_pem_x509_certificate(pem.certificate)):
-            return True  # another process of this folder was faster
-        request = wire.EnrolRequest(request=make_request(key_from_pem(pem.key)))
-        reply = peer.call(methods.ENROL, request, timeout_ms=ENROL_MS)
-        replace_file(credentials.folder / CERTIFICATE, reply.certificate)
-        credentials.refresh()
-    log.info("the certificate in %s was renewed", credentials.folder)
-    return True
+    return _is_behind(credentials, wanted) or is_due(x509.load_pem_x509_certificate(credentials.pem.certificate))
+
+
+def _is_behind(credentials: Credentials, wanted: bytes) -> bool:
+    return bool(wanted) and wanted != credentials.trusts
 
 
 def _is_of(authorities: bytes, line: object) -> bool:
@@ -190,13 +225,3 @@ def _is_of(authorities: bytes, line: object) -> bool:
 
     assert isinstance(line, JoinLine)
     return any(each.public_key() == line.authority for each in x509.load_pem_x509_certificates(authorities))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from shardyard.domain import errors, limits
 from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
 from shardyard.domain.limits import PROTOCOL
 from shardyard.runtime.waits import ExplainedWait
-from shardyard.transport.enrolment import renew_if_due
+from shardyard.transport.enrolment import Renewal
 from shardyard.transport.interfaces import Peer
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -32,8 +32,6 @@ log = logging.getLogger("shardyard.enrolment")
 DEADLINE_MS = 3_000
 """Of a heartbeat, at most."""
 RETRY_MS = 250
-RENEWAL_EVERY_S = 600.0
-"""How often a member looks whether its certificate is to be renewed."""
 LEAVE_MS = 1_000
 
 
@@ -72,7 +70,8 @@ class MembershipClient:
     ) -> None:
         self._on_revoked = on_revoked
         self._peer = peer
-        self._renewal_s = 0.0
+        self._renewal = Renewal(peer)
+        self._authorities = b""
         self._membership = membership
         self._on_reply = on_reply
         self._on_lost = on_lost
@@ -135,6 +134,7 @@ class MembershipClient:
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms, self.lease_ms, self.drain_ms = reply.heartbeat_ms, reply.lease_ms, reply.drain_ms
         self.pass_key = reply.pass_key
+        self._renewal.look(reply.authorities)  # before it meets members that show another authority's certificates
         # if one is lost, the next one still comes before the lease has run out
         self._deadline_ms = min(DEADLINE_MS, reply.lease_ms - 2 * reply.heartbeat_ms)
 
@@ -162,10 +162,14 @@ class MembershipClient:
         if self._report is not None:
             self._report(request)
         request.revoked_version = self._revoked_version
+        if self._peer.credentials is not None:
+            self._peer.credentials.refresh()
+            request.authorities = self._peer.credentials.trusts
         reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=timeout_ms)
         if reply.HasField("revoked") and self._on_revoked is not None:
             self._on_revoked(frozenset(reply.revoked.holders))
             self._revoked_version = reply.revoked.version
+        self._authorities = reply.authorities
         self.term = Term(max(self.term, reply.term))
         self._note_undecided(reply.undecided)
         if not self._stop.is_set():
@@ -246,7 +250,7 @@ class MembershipClient:
                 begun = time.monotonic()
                 try:
                     self.beat()
-                    self._renew(begun)
+                    self._renewal.look(self._authorities)
                 except (errors.Unavailable, errors.NotReady) as error:
                     self._outlast(begun, error)
         except errors.ShardyardError as error:
@@ -255,17 +259,6 @@ class MembershipClient:
             # a defect in `report` or `on_reply` must not look like a dead coordinator
             log.exception("a heartbeat failed")
             self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
-
-    def _renew(self, now_s: float) -> None:
-        """Renews this member's certificate when it is time."""
-        credentials = self._peer.credentials
-        if credentials is None or now_s < self._renewal_s:
-            return
-        self._renewal_s = now_s + RENEWAL_EVERY_S
-        try:
-            renew_if_due(self._peer, credentials)
-        except (errors.ShardyardError, OSError) as error:
-            log.warning("the certificate of %s cannot be renewed yet: %s", self._me, error)
 
     def _pause(self) -> bool:
         """Waits until the next heartbeat is due. Returns True if there will be none."""

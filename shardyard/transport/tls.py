@@ -103,6 +103,14 @@ def explain_failure(said: str, peer: str, *, own: Pem | None, address: str) -> e
             todo="compare the clocks of both machines; if this process was away for long, run `shardyard invite` on a "
             "machine of the yard, and on this machine the line that it prints",
         )
+    # only the coordinator changes last, so a later certificate of another member says nothing
+    is_refused = "SSL_ERROR_SSL" in said or (was_closed and peer.startswith(Role.COORDINATOR.value))
+    if is_refused and _was_rotated(own, address):
+        return errors.NotTrusted(
+            f"{peer}: its certificate is of another authority of this yard than that of this process",
+            why="the yard's authority was rotated while this process was away, or something stands in for the peer",
+            todo="run `shardyard invite` on a machine of the yard, and on this machine the line that it prints",
+        )
     if "SSL_ERROR_SSL" in said:
         return errors.NotTrusted(
             f"{peer}: its certificate is of another yard than the certificate of this process",
@@ -118,6 +126,23 @@ def _is_valid_now(own: Pem) -> bool:
     certificate = x509.load_pem_x509_certificate(own.certificate)
     now = datetime.datetime.now(datetime.UTC)
     return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+
+
+def _was_rotated(own: Pem, address: str) -> bool:
+    """Whether the process at an address shows a certificate of the same yard, and of a later authority than the one
+    that has signed this process's own, which is the first that it trusts."""
+    from cryptography import x509
+
+    from shardyard.security.authority import is_signed_by
+
+    shown = _shown_at(address)
+    if not shown:
+        return False
+    certificate, trusted = x509.load_der_x509_certificate(shown), x509.load_pem_x509_certificates(own.authorities)
+    begun = trusted[0].not_valid_before_utc
+    return certificate.issuer == trusted[0].subject and not any(
+        is_signed_by(certificate, each) for each in trusted if each.not_valid_before_utc <= begun
+    )
 
 
 def _shown_at(address: str) -> bytes:

@@ -16,6 +16,7 @@ ENROL = Method(f"{PACKAGE}.Coordinator", "Enrol", message(coordinator_pb2.EnrolR
 INVITE = Method(f"{PACKAGE}.Coordinator", "Invite", message(coordinator_pb2.InviteRequest), message(coordinator_pb2.InviteReply))
 LIST_IDENTITIES = Method(f"{PACKAGE}.Coordinator", "ListIdentities", message(coordinator_pb2.ListIdentitiesRequest), message(coordinator_pb2.ListIdentitiesReply))
 REVOKE_IDENTITY = Method(f"{PACKAGE}.Coordinator", "RevokeIdentity", message(coordinator_pb2.RevokeIdentityRequest), message(coordinator_pb2.RevokeIdentityReply))
+ROTATE_AUTHORITY = Method(f"{PACKAGE}.Coordinator", "RotateAuthority", message(coordinator_pb2.RotateAuthorityRequest), message(coordinator_pb2.RotateAuthorityReply))
 REGISTER = Method(f"{PACKAGE}.Coordinator", "Register", message(coordinator_pb2.RegisterRequest), message(coordinator_pb2.RegisterReply))
 HEARTBEAT = Method(f"{PACKAGE}.Coordinator", "Heartbeat", message(coordinator_pb2.HeartbeatRequest), message(coordinator_pb2.HeartbeatReply))
 LEAVE = Method(f"{PACKAGE}.Coordinator", "Leave", message(coordinator_pb2.LeaveRequest), message(coordinator_pb2.LeaveReply))

@@ -452,6 +452,7 @@ class CoordinatorWorld:
             "Enrol": [encoded(wire.EnrolRequest(request=b"0", launch="4711"))],
             "ListIdentities": [encoded(wire.ListIdentitiesRequest())],
             "RevokeIdentity": [encoded(wire.RevokeIdentityRequest(holder="worker/w"))],
+            "RotateAuthority": [encoded(wire.RotateAuthorityRequest(overlap_s=60))],
             "Invite": [encoded(wire.InviteRequest(role="worker", key=bytes(33), lifetime_s=60, uses=1))],
             "Heartbeat": [
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x")),

@@ -235,7 +235,7 @@ def test_invitation_to_another_yard_is_not_taken(yard: LocalCluster, folder: Pat
     from shardyard.security.invitations import X962, Point, _text
 
     parts[3] = _text(new_key().public_key().public_bytes(X962, Point))
-    with pytest.raises(errors.NotTrusted, match="of another yard"):
+    with pytest.raises(errors.NotTrusted, match="of another authority of this yard"):
         join(yard.coordinator, ".".join(parts))
 
 

@@ -108,7 +108,7 @@ def test_certificates_are_listed(yard: LocalCluster, capsys: pytest.CaptureFixtu
     command(yard, "identities", "revoke", "viewer/listed")
     capsys.readouterr()
     assert command(yard, "identities", "list", "--json") == 0
-    found = {each["holder"]: each for each in json.loads(capsys.readouterr().out)}
+    found = {each["holder"]: each for each in json.loads(capsys.readouterr().out)["identities"]}
     assert found["viewer/listed"]["revoked"]
     assert not found["coordinator/coordinator"]["revoked"]
     assert {"server/server-0", "worker/worker", "operator/operator"} <= set(found)

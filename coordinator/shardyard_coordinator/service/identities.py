@@ -1,15 +1,18 @@
 """The coordinator's part in certificates: its authority, the open invitations, the certificates of its machine.
 
-Owns: whom a certificate is for that reaches the coordinator. Invariants: only what the authority itself has signed is a
-member of the yard; what an invitation's key has signed is `invited`, whatever it says.
+Owns: whom a certificate is for that reaches the coordinator; when a phase of a rotation ends (see
+shardyard.security.authority). Invariants: only what the authority itself has signed is a member of the yard; what an
+invitation's key has signed is `invited`, whatever it says; a phase ends when the coordinator and all living members
+have what it is for, or when an operator says so.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +20,8 @@ from cryptography import x509
 
 from shardyard.config.settings import AUTO, SecuritySettings
 from shardyard.domain.errors import InvalidRequest
-from shardyard.security.authority import Authority, new_key
+from shardyard.domain.ids import Incarnation
+from shardyard.security.authority import Authority, Phase, new_key
 from shardyard.security.credentials import Credentials, replace_file
 from shardyard.security.door import Door
 from shardyard.security.identity import SCHEME, Identity, Role
@@ -26,11 +30,13 @@ from shardyard.security.issuing import issue_local
 from shardyard.security.local import AUTHORITY, FOLDER
 from shardyard.security.revocations import Revocations
 from shardyard.transport.tls import ServerSecurity
+from shardyard_coordinator.members.membership import Member
 
 log = logging.getLogger("shardyard.coordinator")
 
 RENEW_EVERY_S: Final = 600
 INVITE_EVERY_S: Final = LIFETIME_MAX_S // 3
+DIGEST_BYTES: Final = 32
 INVITATION: Final = "invitation"
 """The file in a role's folder of security.invitations."""
 INVITED_BY_FILE: Final = (Role.SERVER, Role.AGENT, Role.WORKER, Role.READER, Role.VIEWER)
@@ -47,6 +53,9 @@ class YardIdentities:
         own = folder / Role.COORDINATOR.value if settings.identity == AUTO else Path(settings.identity)
         self._folder_of_invitations = Path(settings.invitations) if settings.invitations else None
         self._renewed_s = self._left_s = -math.inf
+        self._rotating = threading.RLock()
+        self._trusted: dict[Incarnation, bytes] = {}
+        """What members trust, as a digest, by their last heartbeats."""
         self.tick()
         self.revocations = Revocations(authority)
         self.on_revoked: Callable[[frozenset[str]], None] = lambda _: None
@@ -69,6 +78,57 @@ class YardIdentities:
         self.revocations.change(held.holder, revoked=revoked)
         self.door.revoked = self.revocations.holders
         self.on_revoked(self.revocations.holders)
+
+    def note_trusted(self, member: Incarnation, trusted: bytes) -> None:
+        """Remembers what a member trusts, by its heartbeat, while that matters."""
+        if self.authority.rotation is not None:
+            self._trusted[member] = trusted[:DIGEST_BYTES]
+
+    def waits_for(self, members: Iterable[Member]) -> list[str]:
+        """What does not have yet what the present phase of the rotation is for."""
+        wanted = self.authority.digest
+        self.credentials.refresh()
+        behind = [member.title for member in members if self._trusted.get(member.incarnation) != wanted]
+        return ["the coordinator"] * (self.credentials.trusts != wanted) + behind
+
+    def rotate(self, overlap_s: float) -> None:
+        """Begins a rotation. Raises InvalidRequest, OSError."""
+        self._change(lambda: self.authority.begin_rotation(overlap_s))
+
+    def end_phase(self) -> None:
+        """Ends a phase of the rotation. Members that do not have what it is for must join again. Raises InvalidRequest,
+        OSError."""
+        self._change(self._end_phase)
+
+    def _end_phase(self) -> None:
+        rotation = self.authority.rotation
+        if rotation is not None and rotation.phase is Phase.SIGN:
+            self.invitations.end_all()  # their lines name the root that is retired
+            self._left_s = -math.inf
+        self.authority.end_phase()
+
+    def go_on(self, members: Callable[[], Iterable[Member]]) -> None:
+        """Ends the present phase of a rotation if that is due. Called often."""
+        with self._rotating:
+            rotation, now_s = self.authority.rotation, time.time()
+            if rotation is None or (rotation.phase is Phase.SIGN and now_s < rotation.since_s + rotation.overlap_s):
+                return
+            if not self.waits_for(members()):
+                try:
+                    self.end_phase()
+                except OSError as error:
+                    log.warning("the rotation of the authority cannot go on yet: %s", error)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        with self._rotating:
+            change()
+            self._trusted.clear()
+            self._renewed_s = -math.inf
+            self.tick()
+            self.credentials.refresh()
+            rotation = self.authority.rotation
+        phase = "the former root is retired" if rotation is None else f"phase {rotation.phase.value}"
+        log.warning("rotation of the yard's authority: %s", phase)
 
     def tick(self) -> None:
         """Renews the certificates of this machine, and the invitations, when it is time. Called often."""

@@ -24,6 +24,7 @@ from shardyard.security.passes import PassSigner
 from shardyard.storage.access import StorageAccess
 from shardyard.transport.interfaces import Network
 from shardyard_coordinator.core import effects
+from shardyard_coordinator.members.membership import Member
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
 from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.journal import Journal
@@ -138,6 +139,7 @@ class Coordinator:
             try:
                 if self._identities is not None:
                     self._identities.tick()
+                    self._identities.go_on(self._members)
                 self._warn_if_open()
                 self._calls.tick()
             except ShardyardError as error:
@@ -153,6 +155,10 @@ class Coordinator:
                 "the yard is open: whoever reaches %s can train, stop jobs, and run programs (security.tls is false)",
                 self._open_to,
             )
+
+    def _members(self) -> tuple[Member, ...]:
+        with self._mailbox.machine() as machine:
+            return machine.members
 
     def _workers_of(self, job: JobId) -> frozenset[Incarnation]:
         with self._mailbox.machine() as machine:

@@ -17,8 +17,10 @@ from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_op
 
 if TYPE_CHECKING:
     from shardyard.config.settings import Settings
+    from shardyard.wire.v1 import coordinator_pb2 as wire
 
 ROLES: Final = ("worker", "server", "agent", "reader", "operator", "viewer")
+SIGN: Final = "sign"
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _LIFETIME: Final = re.compile(r"([0-9]{1,6})([smhd])")
 
@@ -75,7 +77,7 @@ def join(address: str, invitation: str, state: str | None, config: str | None, s
 
 @click.group()
 def identities() -> None:
-    """Show and revoke certificates of a yard."""
+    """Show and revoke certificates of a yard, and replace its authority."""
 
 
 @identities.command("list")
@@ -90,15 +92,52 @@ def list_command(settings: Settings, as_json: bool) -> int:
 
     with connect_to_yard(settings) as client:
         reply = client.call(methods.LIST_IDENTITIES, wire.ListIdentitiesRequest(), "to list its certificates")
+    rotation = reply.rotation if reply.HasField("rotation") else None
     if as_json:
         names = ("holder", "serial", "issued_s", "until_s", "revoked")
-        click.echo(json.dumps([{name: getattr(each, name) for name in names} for each in reply.identities], indent=2))
+        listed = [{name: getattr(each, name) for name in names} for each in reply.identities]
+        click.echo(json.dumps({"identities": listed, "rotation": _rotation(rotation)}, indent=2))
         return 0
+    if rotation is not None:
+        click.echo(f"the authority is being rotated: phase {rotation.phase}, since {_moment(rotation.since_s)}")
+        if rotation.phase == SIGN:
+            retired_s = rotation.since_s + rotation.overlap_s
+            click.echo(f"the former authority is trusted until {_moment(retired_s)} at least")
+        for member in rotation.waits_for:
+            click.echo(f"it waits for {member}")
     table = new_table("holder", "issued", "until", "serial", "")
     for each in reply.identities:
         times = (_moment(each.issued_s), _moment(each.until_s))
         table.add_row(each.holder, *times, each.serial[:16], "revoked" if each.revoked else "")
     show(table)
+    return 0
+
+
+@identities.command()
+@click.option(
+    "--overlap",
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="How long members that are away can come back before the former authority is retired, as 90s, 10m or 2d.",
+)
+@click.option("--next", "next_", is_flag=True, help="End the present phase, without waiting for overlap and members.")
+@yard_options
+def rotate(settings: Settings, overlap: str, next_: bool) -> int:
+    """Replace the yard's authority while jobs train.
+
+    Members trust the next authority first, then get certificates that it has signed, and then the former one is
+    retired. The rotation goes on by itself; `shardyard identities list` shows what it waits for. Members that are away
+    until its end must join again, and so must people who have used no `shardyard status` meanwhile.
+    """
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.yard.running_yard import connect_to_yard
+
+    request = wire.RotateAuthorityRequest(overlap_s=parse_lifetime(overlap, "--overlap"), next=next_)
+    with connect_to_yard(settings) as client:
+        reply = client.call(methods.ROTATE_AUTHORITY, request, "to rotate the authority")
+    click.echo(f"phase {reply.phase} has begun" if reply.phase else "the former authority is retired")
     return 0
 
 
@@ -135,13 +174,24 @@ def _revoke(settings: Settings, holder: str, *, allow: bool) -> None:
         client.call(methods.REVOKE_IDENTITY, request, "to change what it refuses")
 
 
+def _rotation(rotation: wire.Rotation | None) -> dict[str, object] | None:
+    if rotation is None:
+        return None
+    return {
+        "phase": rotation.phase,
+        "since_s": rotation.since_s,
+        "overlap_s": rotation.overlap_s,
+        "waits_for": list(rotation.waits_for),
+    }
+
+
 def _moment(time_s: int) -> str:
     return datetime.datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
 
 
-def parse_lifetime(text: str) -> int:
+def parse_lifetime(text: str, option: str = "--for") -> int:
     """Seconds. Raises UsageError."""
     found = _LIFETIME.fullmatch(text)
     if found is None:
-        raise click.UsageError(f"--for {text}: expected a number with s, m, h or d, such as 10m")
+        raise click.UsageError(f"{option} {text}: expected a number with s, m, h or d, such as 10m")
     return int(found[1]) * _UNITS[found[2]]

@@ -8,6 +8,7 @@ from typing import Final, Self, TypeVar
 
 from shardyard.domain.errors import CoordinatorUnavailable
 from shardyard.runtime.waits import ExplainedWait, WaitRegistry
+from shardyard.transport.enrolment import Renewal
 from shardyard.transport.interfaces import Network
 from shardyard.wire import methods
 from shardyard.wire.method import Method
@@ -26,6 +27,7 @@ class CoordinatorClient:
     def __init__(self, address: str, network: Network) -> None:
         self.address = address
         self.peer = network.connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
+        self._renewal = Renewal(self.peer)
         self._wait_registry = WaitRegistry()
 
     def call(
@@ -36,7 +38,10 @@ class CoordinatorClient:
             return self.peer.call(method, request, timeout_ms=timeout_ms)
 
     def status(self, *, timeout_ms: int = TIMEOUT_MS) -> wire.StatusReply:
-        return self.call(methods.STATUS, wire.StatusRequest(), "to report its state", timeout_ms=timeout_ms)
+        """Renews the caller's certificate too, if it is time."""
+        reply = self.call(methods.STATUS, wire.StatusRequest(), "to report its state", timeout_ms=timeout_ms)
+        self._renewal.look(reply.authorities)
+        return reply
 
     def watch(self, job: int, waiting_for: Callable[[], str]) -> Iterator[wire.JobStatus | None]:
         """The job's status, again and again; None if the coordinator does not know the job."""

@@ -126,11 +126,25 @@ class IssuedIdentity(_message.Message):
     revoked: bool
     def __init__(self, holder: _Optional[str] = ..., serial: _Optional[str] = ..., issued_s: _Optional[int] = ..., until_s: _Optional[int] = ..., revoked: bool = ...) -> None: ...
 
+class Rotation(_message.Message):
+    __slots__ = ("phase", "since_s", "overlap_s", "waits_for")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    since_s: int
+    overlap_s: int
+    waits_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[str] = ..., since_s: _Optional[int] = ..., overlap_s: _Optional[int] = ..., waits_for: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ListIdentitiesReply(_message.Message):
-    __slots__ = ("identities",)
+    __slots__ = ("identities", "rotation")
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    ROTATION_FIELD_NUMBER: _ClassVar[int]
     identities: _containers.RepeatedCompositeFieldContainer[IssuedIdentity]
-    def __init__(self, identities: _Optional[_Iterable[_Union[IssuedIdentity, _Mapping]]] = ...) -> None: ...
+    rotation: Rotation
+    def __init__(self, identities: _Optional[_Iterable[_Union[IssuedIdentity, _Mapping]]] = ..., rotation: _Optional[_Union[Rotation, _Mapping]] = ...) -> None: ...
 
 class RevokeIdentityRequest(_message.Message):
     __slots__ = ("holder", "allow")
@@ -143,6 +157,20 @@ class RevokeIdentityRequest(_message.Message):
 class RevokeIdentityReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RotateAuthorityRequest(_message.Message):
+    __slots__ = ("overlap_s", "next")
+    OVERLAP_S_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    overlap_s: int
+    next: bool
+    def __init__(self, overlap_s: _Optional[int] = ..., next: bool = ...) -> None: ...
+
+class RotateAuthorityReply(_message.Message):
+    __slots__ = ("phase",)
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    def __init__(self, phase: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
@@ -167,20 +195,22 @@ class RegisterRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ..., logs: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms", "drain_ms", "pass_key")
+    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms", "drain_ms", "pass_key", "authorities")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_MS_FIELD_NUMBER: _ClassVar[int]
     PASS_KEY_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     heartbeat_ms: int
     lease_ms: int
     drain_ms: int
     pass_key: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain_ms: _Optional[int] = ..., pass_key: _Optional[bytes] = ...) -> None: ...
+    authorities: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain_ms: _Optional[int] = ..., pass_key: _Optional[bytes] = ..., authorities: _Optional[bytes] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "value")
@@ -255,7 +285,8 @@ class Revoked(_message.Message):
     def __init__(self, version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    __slots__ = ("authorities", "revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     REVOKED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PASS_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +301,7 @@ class HeartbeatRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
+    authorities: bytes
     revoked_version: int
     pass_until_s: int
     caller: _common_pb2.Caller
@@ -284,7 +316,7 @@ class HeartbeatRequest(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
     switches: int
     switch_reached: SwitchReached
-    def __init__(self, revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
+    def __init__(self, authorities: _Optional[bytes] = ..., revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -331,7 +363,8 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("revoked", "job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    __slots__ = ("authorities", "revoked", "job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +387,7 @@ class HeartbeatReply(_message.Message):
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    authorities: bytes
     revoked: Revoked
     job_pass: bytes
     term: int
@@ -376,7 +410,7 @@ class HeartbeatReply(_message.Message):
     consistency: Consistency
     switch_point: SwitchPoint
     undecided: str
-    def __init__(self, revoked: _Optional[_Union[Revoked, _Mapping]] = ..., job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
+    def __init__(self, authorities: _Optional[bytes] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("left_ms", "empty")
@@ -915,7 +949,8 @@ class FollowJobRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., reader: _Optional[bytes] = ..., leaves: bool = ..., layout: bool = ...) -> None: ...
 
 class FollowJobReply(_message.Message):
-    __slots__ = ("job_pass", "job", "job_name", "state", "failure", "mode", "map", "layout", "url")
+    __slots__ = ("authorities", "job_pass", "job", "job_name", "state", "failure", "mode", "map", "layout", "url")
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     JOB_PASS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -925,6 +960,7 @@ class FollowJobReply(_message.Message):
     MAP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    authorities: bytes
     job_pass: bytes
     job: int
     job_name: str
@@ -934,7 +970,7 @@ class FollowJobReply(_message.Message):
     map: _common_pb2.PartitionMap
     layout: _common_pb2.JobLayout
     url: str
-    def __init__(self, job_pass: _Optional[bytes] = ..., job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+    def __init__(self, authorities: _Optional[bytes] = ..., job_pass: _Optional[bytes] = ..., job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
 
 class BestModel(_message.Message):
     __slots__ = ("metric", "lowest", "value", "step", "url", "reported_s")
@@ -1171,7 +1207,7 @@ class FullDisk(_message.Message):
     def __init__(self, file: _Optional[str] = ..., free_bytes: _Optional[int] = ..., room_bytes: _Optional[int] = ..., full_ms: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release", "full_disk", "open_to")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release", "full_disk", "open_to", "authorities")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
@@ -1182,6 +1218,7 @@ class StatusReply(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     FULL_DISK_FIELD_NUMBER: _ClassVar[int]
     OPEN_TO_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
@@ -1192,7 +1229,8 @@ class StatusReply(_message.Message):
     release: str
     full_disk: FullDisk
     open_to: str
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., full_disk: _Optional[_Union[FullDisk, _Mapping]] = ..., open_to: _Optional[str] = ...) -> None: ...
+    authorities: bytes
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., full_disk: _Optional[_Union[FullDisk, _Mapping]] = ..., open_to: _Optional[str] = ..., authorities: _Optional[bytes] = ...) -> None: ...
 
 class ListQuarantinedRequest(_message.Message):
     __slots__ = ("job",)

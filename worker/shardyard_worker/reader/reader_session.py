@@ -22,6 +22,7 @@ from typing import Final
 from shardyard.domain import errors
 from shardyard.domain.ids import JobId
 from shardyard.runtime.waits import ExplainedWait, WaitRegistry
+from shardyard.transport.enrolment import Renewal
 from shardyard.transport.error_codes import from_detail
 from shardyard.transport.interfaces import Network
 from shardyard.wire import common_messages, layout_messages, methods
@@ -61,6 +62,7 @@ class ReaderSession:
     def __init__(self, network: Network, coordinator: str, *, job: JobId, name: str, grace_ms: int) -> None:
         self._network = network
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._renewal = Renewal(self._peer)
         self._reader = secrets.token_bytes(16)
         self._grace_ms = grace_ms
         self._changed = threading.Condition()
@@ -192,6 +194,7 @@ class ReaderSession:
             reply = self._peer.call(methods.FOLLOW_JOB, request, timeout_ms=CALL_TIMEOUT_MS)
         self.job, self.name = JobId(reply.job), reply.job_name
         self._network.job_pass = reply.job_pass
+        self._renewal.look(reply.authorities)
         layout = known.layout if known is not None else None
         if layout is None and reply.HasField("layout"):
             layout = layout_messages.layout_from_wire(reply.layout)

@@ -7,7 +7,7 @@ import secrets
 from typing import Final
 
 from shardyard.domain.errors import InvalidRequest, NotFound, NotPermitted, StorageUnavailable
-from shardyard.security.authority import Authority, requested_key
+from shardyard.security.authority import requested_key
 from shardyard.security.identity import SCHEME, Identity, Role, checked_name
 from shardyard.security.issuing import lifetime_of
 from shardyard.wire import methods
@@ -19,14 +19,16 @@ log = logging.getLogger("shardyard.coordinator")
 
 OWNED: Final = (Role.WORKER, Role.READER, Role.OPERATOR, Role.VIEWER)
 """Roles that may belong to an owner. Servers and agents serve all jobs."""
+OVERLAP_MAX_S: Final = 30 * 86_400
+WAITS_SHOWN_MAX: Final = 64
 
 
 def _enrol(backend: Backend, request: wire.EnrolRequest, caller: Identity | None) -> wire.EnrolReply:
     identities, caller = _known(backend, caller)
     key = requested_key(request.request)
     role, name, owner = _subject(identities, request, caller)
-    certificate = identities.authority.issue(role, name, key, lifetime_of(role), owner)
-    return _reply(identities.authority, role, name, certificate)
+    certificate, authorities = identities.authority.issue(role, name, key, lifetime_of(role), owner)
+    return wire.EnrolReply(certificate=certificate, authorities=authorities, role=role.value, name=name)
 
 
 def _subject(identities: YardIdentities, request: wire.EnrolRequest, caller: Identity) -> tuple[Role, str, str]:
@@ -48,10 +50,6 @@ def _subject(identities: YardIdentities, request: wire.EnrolRequest, caller: Ide
         raise StorageUnavailable(f"the use of invitation {caller.name} cannot be recorded: {error.strerror}") from error
     name = invitation.name or f"{invitation.role}-{secrets.token_hex(4)}"
     return Role(invitation.role), name, invitation.owner
-
-
-def _reply(authority: Authority, role: Role, name: str, certificate: bytes) -> wire.EnrolReply:
-    return wire.EnrolReply(certificate=certificate, authorities=authority.certificate, role=role.value, name=name)
 
 
 def _invite(backend: Backend, request: wire.InviteRequest, caller: Identity | None) -> wire.InviteReply:
@@ -93,6 +91,13 @@ def _list(backend: Backend, _: wire.ListIdentitiesRequest, caller: Identity | No
                 until_s=each.until_s,
                 revoked=each.holder in revoked,
             )
+    rotation = identities.authority.rotation
+    if rotation is not None:
+        with backend.mailbox.machine() as machine:
+            members = machine.members
+        reply.rotation.phase = rotation.phase.value
+        reply.rotation.since_s, reply.rotation.overlap_s = int(rotation.since_s), int(rotation.overlap_s)
+        reply.rotation.waits_for.extend(identities.waits_for(members)[:WAITS_SHOWN_MAX])
     return reply
 
 
@@ -111,6 +116,26 @@ def _revoke(backend: Backend, request: wire.RevokeIdentityRequest, caller: Ident
     return wire.RevokeIdentityReply()
 
 
+def _rotate(
+    backend: Backend, request: wire.RotateAuthorityRequest, caller: Identity | None
+) -> wire.RotateAuthorityReply:
+    identities, caller = _known(backend, caller)
+    if caller.owner:
+        raise NotPermitted(f"{caller} decides nothing about the yard's authority", todo="")
+    if request.overlap_s > OVERLAP_MAX_S:
+        raise InvalidRequest(f"an overlap of {request.overlap_s} s; at most {OVERLAP_MAX_S} s are taken")
+    try:
+        if request.next:
+            identities.end_phase()
+        else:
+            identities.rotate(request.overlap_s)
+    except OSError as error:
+        raise StorageUnavailable(f"the rotation cannot be recorded: {error.strerror}") from error
+    log.warning("%s rotates the yard's authority", caller)
+    rotation = identities.authority.rotation
+    return wire.RotateAuthorityReply(phase="" if rotation is None else rotation.phase.value)
+
+
 def _held(identities: YardIdentities, holder: str) -> Identity:
     """Raises ValueError."""
     return Identity.parse(f"{SCHEME}{identities.authority.yard}/{holder}")
@@ -121,4 +146,5 @@ RPCS = (
     identified(methods.INVITE, _invite),
     identified(methods.LIST_IDENTITIES, _list),
     identified(methods.REVOKE_IDENTITY, _revoke),
+    identified(methods.ROTATE_AUTHORITY, _rotate),
 )

@@ -30,7 +30,7 @@ def _status(backend: Backend, _: wire.StatusRequest) -> wire.StatusReply:
             )
         )
     reply.waiting_for = backend.wait_registry.waiting_for
-    reply.open_to = backend.open_to
+    reply.open_to, reply.authorities = backend.open_to, backend.authorities
     reply.time_ms, reply.protocol, reply.release = time.time_ns() // 1_000_000, limits.PROTOCOL, backend.release
     return reply
 

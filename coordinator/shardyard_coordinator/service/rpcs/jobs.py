@@ -120,6 +120,7 @@ def _follow_job(backend: Backend, request: wire.FollowJobRequest, caller: Identi
         layout=layout_messages.layout_to_wire(view.layout) if request.layout and view.layout is not None else None,
         url=view.url or "",
         job_pass=backend.sign_pass(view.job, Incarnation(0), caller),
+        authorities=backend.authorities,
     )
 
 

@@ -43,7 +43,11 @@ def register_event(request: wire.RegisterRequest, caller: Identity | None = None
 
 
 def register_reply(
-    incarnation: Incarnation, term: Term, membership: MembershipSettings, pass_key: bytes = b""
+    incarnation: Incarnation,
+    term: Term,
+    membership: MembershipSettings,
+    pass_key: bytes = b"",
+    authorities: bytes = b"",
 ) -> wire.RegisterReply:
     return wire.RegisterReply(
         incarnation=incarnation,
@@ -52,6 +56,7 @@ def register_reply(
         lease_ms=membership.lease_ms,
         drain_ms=membership.drain_ms,
         pass_key=pass_key,
+        authorities=authorities,
     )
 
 
@@ -59,7 +64,7 @@ def _register(backend: Backend, request: wire.RegisterRequest, caller: Identity 
     answer = backend.ask(register_event(request, caller), effects.Registered)
     is_server = request.role == wire.ROLE_SERVER and backend.signer is not None
     key = backend.signer.public_key if is_server and backend.signer is not None else b""
-    return register_reply(answer.incarnation, backend.mailbox.term, backend.membership, key)
+    return register_reply(answer.incarnation, backend.mailbox.term, backend.membership, key, backend.authorities)
 
 
 def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
@@ -122,7 +127,10 @@ def _heartbeat(backend: Backend, request: wire.HeartbeatRequest, caller: Identit
     residual = backend.residuals.wanted(JobId(request.caller.job), event.incarnation)
     reply = heartbeat_reply(answer, backend.mailbox.term, residual)
     reply.undecided = backend.mailbox.waiting_for
+    reply.authorities = backend.authorities
     identities = backend.identities
+    if identities is not None:
+        identities.note_trusted(event.incarnation, request.authorities)
     if identities is not None and caller is not None and caller.role in (Role.SERVER, Role.AGENT):
         revocations = identities.revocations
         if request.revoked_version != revocations.version:

@@ -81,6 +81,11 @@ class Backend:
     audit_log: AuditLog | None
     open_to: str
 
+    @property
+    def authorities(self) -> bytes:
+        """What callers are to trust, as a digest; empty if this yard signs no certificates."""
+        return b"" if self.identities is None else self.identities.authority.digest
+
     def audit(self, method: Method[Any, Any], request: Any, caller: Identity, where: str, outcome: str) -> None:
         """Writes down who did what. If the file cannot be written, the log has it."""
         if self.audit_log is None:

@@ -77,7 +77,7 @@ def test_certificate_says_role_and_name_and_is_signed_by_the_authority(tmp_path:
 
 def test_authority_is_the_same_when_it_is_opened_again(tmp_path: Path) -> None:
     first, again = Authority(tmp_path), Authority(tmp_path)
-    assert (first.yard, first.certificate) == (again.yard, again.certificate)
+    assert (first.yard, first.authorities) == (again.yard, again.authorities)
     assert first.yard != Authority(tmp_path / "other").yard
 
 
@@ -180,7 +180,7 @@ def test_certificate_is_due_when_two_thirds_are_over(tmp_path: Path, lifetime_s:
     authority = Authority(tmp_path / "authority")
     write_credentials(tmp_path / "w", make_credentials(authority, Role.WORKER, "w", lifetime_s))
     assert is_due(certificate_in(tmp_path / "w")) is due
-    assert lasts(authority, tmp_path / "w") is not due
+    assert lasts(authority, tmp_path / "w", Role.WORKER) is not due
 
 
 def test_local_certificates_are_kept_while_they_last(tmp_path: Path) -> None:
