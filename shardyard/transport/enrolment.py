@@ -196,6 +196,13 @@ def renew_if_due(peer: Peer, credentials: Credentials, wanted: bytes = b"") -> b
     return True
 
 
+def renew(peer: Peer, credentials: Credentials) -> None:
+    """Renews a certificate now. Raises what the coordinator answers, OSError."""
+    with locked(credentials.folder):
+        credentials.refresh()
+        _renew(peer, credentials)
+
+
 def _renew(peer: Peer, credentials: Credentials) -> None:
     from shardyard.security.authority import key_from_pem, make_request
 

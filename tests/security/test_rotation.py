@@ -25,6 +25,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.service.identities import YardIdentities
+from shardyard_launcher.cli import main
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 from tests.support.echoes import Echo
 from tests.support.identities import OpenDoor
@@ -216,6 +217,18 @@ def test_status_renews_the_certificate_of_a_person(yard: SigningYard) -> None:
         client.status()
     certificate = x509.load_pem_x509_certificate(person.refresh().certificate)
     assert yard.identities.authority.would_issue(Role.VIEWER, certificate, person.pem.authorities)
+
+
+def test_certificate_is_renewed_by_command(yard: SigningYard, capsys: pytest.CaptureFixture[str]) -> None:
+    person = yard.credentials(Role.OPERATOR, "operator-2", 600)
+    before = person.pem
+    given = ["--coordinator", yard.address, "--set", f"security.identity={person.folder}"]
+    assert main(["identities", "renew", *given]) == 0
+    assert "was renewed" in capsys.readouterr().out
+    after = person.refresh()
+    assert (after.key, after.authorities) == (before.key, before.authorities)
+    end = x509.load_pem_x509_certificate(after.certificate).not_valid_after_utc
+    assert end > x509.load_pem_x509_certificate(before.certificate).not_valid_after_utc
 
 
 def test_renewal_that_fails_is_tried_again_later(yard: SigningYard) -> None:

@@ -77,7 +77,7 @@ def join(address: str, invitation: str, state: str | None, config: str | None, s
 
 @click.group()
 def identities() -> None:
-    """Show and revoke certificates of a yard, and replace its authority."""
+    """Show, renew and revoke certificates of a yard, and replace its authority."""
 
 
 @identities.command("list")
@@ -110,6 +110,25 @@ def list_command(settings: Settings, as_json: bool) -> int:
         times = (_moment(each.issued_s), _moment(each.until_s))
         table.add_row(each.holder, *times, each.serial[:16], "revoked" if each.revoked else "")
     show(table)
+    return 0
+
+
+@identities.command()
+@yard_options
+def renew(settings: Settings) -> int:
+    """Renew the certificate that this command uses, now.
+
+    It is that of an operator or viewer, or the one in the folder that security.identity names.
+    """
+    from shardyard.transport.enrolment import renew as renew_certificate
+    from shardyard_launcher.yard.running_yard import connect_to_yard
+
+    with connect_to_yard(settings) as client:
+        credentials = client.peer.credentials
+        if credentials is None:
+            raise click.UsageError("security.tls is false: there is no certificate")
+        renew_certificate(client.peer, credentials)
+    click.echo(f"the certificate in {credentials.folder} was renewed")
     return 0
 
 
