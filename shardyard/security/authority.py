@@ -185,13 +185,6 @@ class Authority:
         return self._roots.current.key.public_key()
 
     @property
-    def known_keys(self) -> tuple[ec.EllipticCurvePublicKey, ...]:
-        """Of all roots that this yard has, or has had."""
-        roots = self._roots
-        known = (*(root.certificate for root in roots.trusted), *roots.former)
-        return tuple(key for each in known if isinstance(key := each.public_key(), ec.EllipticCurvePublicKey))
-
-    @property
     def rotation(self) -> Rotation | None:
         return self._roots.rotation
 
@@ -228,12 +221,15 @@ class Authority:
 
     @property
     def keys(self) -> YardKeys:
-        """Whose signatures count as the yard's."""
-        return YardKeys(self.yard, (self.public_key,))
+        """Of all roots that the yard has, or has had: whose signatures count as the yard's."""
+        roots = self._roots
+        certificates = (*(root.certificate for root in roots.trusted), *roots.former)
+        keys = [certificate.public_key() for certificate in certificates]
+        return YardKeys(self.yard, tuple(key for key in keys if isinstance(key, ec.EllipticCurvePublicKey)))
 
     def sign(self, text: bytes) -> bytes:
         """A signature of the yard (shardyard.security.signatures)."""
-        return sign(self._key, text)
+        return sign(self._roots.trusted[0].key, text)
 
     def issue(
         self, role: Role, name: str, public_key: ec.EllipticCurvePublicKey, lifetime_s: float, owner: str = ""

@@ -259,9 +259,9 @@ def test_invitations_in_folders_name_the_next_root_once_the_former_is_retired(tm
         text = (tmp_path / "left" / "server" / "invitation").read_text()
         return JoinLine.parse("alpha:7070", text).authority
 
-    (old,) = identities.authority.known_keys
+    (old,) = identities.authority.keys.keys
     identities.rotate(0)
     identities.end_phase()
     assert key() == old
     identities.end_phase()
-    assert key() == identities.authority.known_keys[0] != old
+    assert key() == identities.authority.keys.keys[0] != old

@@ -317,7 +317,7 @@ def test_authority_is_replaced_while_a_job_trains(yard: Yard) -> None:
     assert torch.equal(job.pull()["w"], torch.full((20,), -float(trainer.pushed)))
 
     assert [path.name for path in (new.folder / FORMER).iterdir()] == [f"{old.serial_number:x}.crt"]
-    assert old.public_key() in new.known_keys
+    assert old.public_key() in new.keys.keys
     for away in (resting[2], person, away_with_both):
         said = refusal(lambda away=away: yard.ask(away))
         assert "of another authority of this yard" in said

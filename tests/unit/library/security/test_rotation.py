@@ -15,6 +15,7 @@ from shardyard.security.credentials import CERTIFICATE, digest_of
 from shardyard.security.credentials import KEY as OWN_KEY
 from shardyard.security.identity import Role
 from shardyard.security.issuing import issue_local, lasts
+from shardyard.security.signatures import keys_of
 
 OVERLAP_S = 60.0
 
@@ -55,9 +56,29 @@ def test_roots_that_sign_and_are_trusted_in_each_phase(tmp_path: Path) -> None:
     assert authority.rotation is None
     assert roots_of(authority) == [new]
     assert signer_of(authority, Role.WORKER) == signer_of(authority, Role.COORDINATOR) == new
-    assert (authority.yard, authority.known_keys) == (yard, (new.public_key(), old.public_key()))
+    assert (authority.yard, authority.keys.keys) == (yard, (new.public_key(), old.public_key()))
     assert x509.load_pem_x509_certificate(next((tmp_path / FORMER).iterdir()).read_bytes()) == old
     assert old_key not in [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_a_former_root_has_signed_counts_and_new_texts_are_signed_by_the_new_one(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    by_old = authority.sign(b"text")
+    authority.begin_rotation(OVERLAP_S)
+    authority.end_phase()
+    by_new = authority.sign(b"text")
+    pem = make_credentials(authority, Role.SERVER, "s", 60)
+    authority.end_phase()
+    assert all(Authority(tmp_path).keys.have_signed(b"text", signature) for signature in (by_old, by_new))
+    assert not authority.keys.have_signed(b"other", by_old)
+    keys = keys_of(make_credentials(authority, Role.SERVER, "s", 60))
+    assert keys is not None
+    assert (keys.have_signed(b"text", by_old), keys.have_signed(b"text", by_new)) == (False, True)
+    during = keys_of(pem)
+    assert during is not None
+    assert during.have_signed(b"text", by_old)
+    (tmp_path / FORMER).rename(tmp_path / "aside")
+    assert not Authority(tmp_path).keys.have_signed(b"text", by_old)
 
 
 def test_what_members_are_to_trust_differs_in_each_phase(tmp_path: Path) -> None:
@@ -130,14 +151,14 @@ def test_crash_at_any_moment_leaves_an_authority_that_goes_on(tmp_path: Path) ->
                 crashed = True
         again = Authority(folder)
         assert signer_of(again, Role.WORKER) == roots_of(again)[0]
-        assert old.public_key() in again.known_keys
+        assert old.public_key() in again.keys.keys
         if again.rotation is None and roots_of(again) == [old]:
             again.begin_rotation(OVERLAP_S)
         while again.rotation is not None:
             again.end_phase()
         (new,) = roots_of(again)
         assert new != old
-        assert again.known_keys == (new.public_key(), old.public_key())
+        assert again.keys.keys == (new.public_key(), old.public_key())
         if not crashed:
             assert changes > 6
             return
