@@ -1,6 +1,7 @@
 """Serves calls over gRPC: a threaded server with health and reflection.
 
-Invariants: two servers never share a port without an error; messages beyond the limit are refused before they are read.
+Invariants: two servers never share a port without an error; messages beyond the limit are refused before they are read;
+connections take at most half of the files that this process may open.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import errno
+import resource
 import socket
 import threading
 import weakref
@@ -42,8 +44,12 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # a connection whose caller does not answer the first frame is closed; without this only after a minute
+    ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_concurrent_streams", 1_024),  # of one connection
 )
+
+CONNECTIONS_MAX: Final = 1 << 20
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -54,6 +60,13 @@ def split_address(address: str) -> tuple[str, int]:
             f"{address!r} is not an address; expected HOST:PORT, for example 127.0.0.1:7070"
         )
     return host, int(port)
+
+
+def connections_max() -> int:
+    """How many connections a port takes: half of the files that this process may open. Without it, whoever connects
+    often enough keeps the process from opening its own files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS_MAX if files == resource.RLIM_INFINITY else min(files // 2, CONNECTIONS_MAX)
 
 
 class GrpcServer:
@@ -86,7 +99,8 @@ class GrpcServer:
         self._at_first = InThisThread()
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._noting = threading.Lock()
-        self._server = grpc.server(self._pool, options=OPTIONS)
+        options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max()))
+        self._server = grpc.server(self._pool, options=options)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [f"{PACKAGE}.{service.name}" for service in services]

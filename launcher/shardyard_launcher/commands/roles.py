@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
@@ -113,12 +114,19 @@ def _role(role: str) -> Callable[[F], F]:
     return decorate
 
 
+def _prepare() -> None:
+    """Sets the umask, and lets this process open as many files as it may: each connection is one."""
+    os.umask(PRIVATE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @click.command()
 @click.option("--state", metavar="DIR", help="Folder of its journal. Without it the coordinator cannot be restarted.")
 @_role("coordinator")
 def coordinator(given: Given, bind: str, advertise: str | None, state: str | None) -> int:
     """Run a coordinator: it assigns partitions to servers and data to workers."""
-    os.umask(PRIVATE)
+    _prepare()
     from shardyard_coordinator.service import process
 
     with StopSignals() as signals:
@@ -137,7 +145,7 @@ def coordinator(given: Given, bind: str, advertise: str | None, state: str | Non
 @_role("server")
 def server(given: Given, bind: str, advertise: str | None) -> int:
     """Run a server: it holds parameters and updates them."""
-    os.umask(PRIVATE)
+    _prepare()
     from shardyard_ps_server.service import process
 
     with StopSignals() as signals, _stopped_by_notice(given.loaded.settings, signals):

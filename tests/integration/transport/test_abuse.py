@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from shardyard.security import door
 from shardyard.security.identity import Role
-from shardyard.transport import grpc_private
+from shardyard.transport import grpc_private, grpc_server
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_private import CallThreads
 from shardyard.transport.grpc_server import GrpcServer
@@ -170,6 +174,42 @@ def test_caller_that_stops_within_a_request_loses_its_call(monkeypatch: pytest.M
                     call.result(10)
         finally:
             stop.set()
+
+
+def test_connections_take_half_of_the_files_that_a_process_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further ones are closed at once, and those that were there are served."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    with serving(coordinator()) as address, contextlib.ExitStack() as opened:
+        peer = GrpcNetwork(None).connect(address, name="coordinator")
+        opened.callback(peer.close)
+        assert peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_MS).term == 7
+        host, _, port = address.rpartition(":")
+        for _ in range(30):
+            opened.enter_context(socket.create_connection((host, int(port))))
+        silent_ones = opened.pop_all()
+        wait_until(lambda: files_of_clients(port) <= 10, "the others to be closed")
+        assert files_of_clients(port) == 10
+        assert peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_MS).term == 7
+        silent_ones.close()
+
+
+def test_connection_whose_caller_answers_no_settings_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "grpc.http2.settings_timeout"
+    assert dict(grpc_server.OPTIONS)[name] == 10_000
+    shorter = [(each, 200 if each == name else value) for each, value in grpc_server.OPTIONS]
+    monkeypatch.setattr(grpc_server, "OPTIONS", tuple(shorter))
+    with serving(coordinator()) as address:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as caller:
+            caller.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+            while caller.recv(1 << 16):
+                pass
+
+
+def files_of_clients(port: str) -> int:
+    """How many connections the server at this port of this process has."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(each.laddr.port == int(port) and each.status == psutil.CONN_ESTABLISHED for each in found)
 
 
 def test_heartbeats_are_served_while_all_other_threads_are_taken() -> None:
