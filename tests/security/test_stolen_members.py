@@ -6,9 +6,7 @@ A yard of real processes, with a job of worker `ada`. Worker `eve` has a certifi
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ import torch
 from shardyard.config import configuration
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Incarnation, JobId
-from shardyard.security.authority import Authority, make_credentials
-from shardyard.security.credentials import Credentials, write_credentials
 from shardyard.security.identity import Role
 from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
 from shardyard.transport.interfaces import LocalAddress
@@ -28,32 +24,10 @@ from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_launcher.yard.local_cluster import LocalCluster
-from shardyard_worker.job import connect as worker
+from tests.support.closed_yards import Job, Yard
 from tests.support.shop import VALUES
 
 CALL_MS = 10_000
-
-
-class Yard:
-    def __init__(self, folder: Path) -> None:
-        given = {"yard.servers": 1, "yard.workers": 1, "yard.coordinator_port": 0}
-        self.folder = folder
-        self.cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
-        self.cluster.start(stop=threading.Event())
-
-    @property
-    def server(self) -> str:
-        return self.cluster.state.address_of("server")
-
-    def network(self, role: Role, name: str) -> GrpcNetwork:
-        folder = self.folder / "identity" / name
-        authority = Authority(self.folder / "identity" / "authority")
-        write_credentials(folder, make_credentials(authority, role, name, 3_600))
-        return GrpcNetwork(Credentials(folder))
-
-    def coordinator(self, network: GrpcNetwork) -> GrpcPeer:
-        return network.connect(self.cluster.coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +35,6 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
     begun = Yard(tmp_path_factory.mktemp("yard") / "state")
     yield begun
     begun.cluster.stop()
-
-
-class Job:
-    """The job of ada, with 20 values. `check` says that nothing has touched it."""
-
-    def __init__(self, yard: Yard) -> None:
-        settings = {"coordinator": yard.cluster.coordinator, "job.name": "ada", "log.level": "error"}
-        loaded = configuration.load(None, {}, settings).settings
-        self.network = yard.network(Role.WORKER, "ada")
-        self.inner: Any = worker.connect(loaded, network=self.network)
-        self.inner.register({"w": torch.arange(20.0)}, lr=0.5)
-        self.values = self.inner.pull()["w"].clone()
-        session = self.inner._session
-        self.id, self.member = session.caller.job, session.caller.incarnation
-
-    @property
-    def caller(self) -> common.Caller:
-        return common.Caller(job=self.id, incarnation=self.member)
-
-    def check(self) -> None:
-        assert torch.equal(self.inner.pull()["w"], self.values)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 @pytest.fixture(scope="module")
