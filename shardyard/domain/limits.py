@@ -45,7 +45,7 @@ LOGICAL_RANKS_MAX: Final = 4_096
 STALENESS_MAX: Final = 1_000_000
 SOURCES_PER_REQUEST_MAX: Final = 65_536
 SEQUENCE_MAX: Final = (1 << 63) - 1
-"""The last sequence of a name, so that the next one still fits into a message."""
+"""Sequences and tokens. The last sequence of a push is below it, so that the next one fits into a checkpoint too."""
 LEDGER_SOURCES_MAX: Final = 10_000_000
 """Sources in the ledger of one partition."""
 BLOCK_ELEMENTS_MAX: Final = 1 << 30

@@ -136,8 +136,8 @@ def checked_name(key: SourceKey, token: Token, first: int, last: int) -> PushNam
     """Raises MalformedPayload, TooLarge."""
     if last < first:
         raise MalformedPayload(f"a push has the sequences {first} to {last}; the last must not be before the first")
-    if last > limits.SEQUENCE_MAX:
-        raise TooLarge(f"a push has the sequence {last}; the largest is {limits.SEQUENCE_MAX}")
+    if last >= limits.SEQUENCE_MAX:
+        raise TooLarge(f"a push has the sequence {last}; it must be below {limits.SEQUENCE_MAX}")
     return PushName(key, token, first, last)
 
 

@@ -31,10 +31,12 @@ def sources_to_wire(keys: Iterable[tuple[SourceKey, Token]]) -> list[server.Sour
 
 
 def sources_from_wire(messages: Sequence[server.SourceToken]) -> tuple[tuple[SourceKey, Token], ...]:
-    return tuple(
-        (SourceKey(source_from_wire(m.source), m.lane), Token(m.token))
-        for m in bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
-    )
+    """Raises MalformedPayload, TooLarge: a checkpoint has no room for a token above SEQUENCE_MAX."""
+    found = bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
+    for m in found:
+        if m.token > limits.SEQUENCE_MAX:
+            raise TooLarge(f"a source has the token {m.token}; the largest is {limits.SEQUENCE_MAX}")
+    return tuple((SourceKey(source_from_wire(m.source), m.lane), Token(m.token)) for m in found)
 
 
 def done_to_wire(done: Iterable[DoneDataShards]) -> list[server.DoneDataShards]:

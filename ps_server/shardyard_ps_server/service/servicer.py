@@ -164,6 +164,8 @@ class Servicer:
 
     def pass_over(self, request: wire.PassOverRequest, _: Context) -> wire.PassOverReply:
         caller = self._coordinator(request.caller)
+        if request.worker > limits.SEQUENCE_MAX:
+            raise TooLarge(f"pushes of worker {request.worker} are passed over; the last is {limits.SEQUENCE_MAX}")
         orders.pass_over(
             self._store,
             caller,

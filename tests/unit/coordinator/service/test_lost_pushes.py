@@ -101,10 +101,12 @@ def store(mode: UpdateMode = UpdateMode.ASYNC) -> Store:
     return made
 
 
-def order(term: int = SERVER_TERM, generation: int = GENERATION, next_sequence: int = 5) -> server_wire.PassOverRequest:
+def order(
+    term: int = SERVER_TERM, generation: int = GENERATION, next_sequence: int = 5, worker: int = FIRST
+) -> server_wire.PassOverRequest:
     caller = common_messages.caller_to_wire(Caller(JOB, term=Term(term)))
     return server_wire.PassOverRequest(
-        caller=caller, server=HERE, generation=generation, worker=FIRST, next=next_sequence
+        caller=caller, server=HERE, generation=generation, worker=worker, next=next_sequence
     )
 
 
@@ -129,6 +131,7 @@ def test_partitions_go_on_where_the_coordinator_says() -> None:
         (order(term=SERVER_TERM - 1), errors.StaleTerm),
         (order(generation=GENERATION - 1), errors.StaleGeneration),
         (order(next_sequence=1 << 63), errors.InvalidRequest),
+        (order(worker=1 << 63), errors.TooLarge),
     ],
 )
 def test_order_that_is_out_of_date_changes_nothing(

@@ -305,6 +305,19 @@ def test_too_many_sources_are_too_large() -> None:
         lease_messages.sources_from_wire([one] * (limits.SOURCES_PER_REQUEST_MAX + 1))
 
 
+def test_numbers_that_a_checkpoint_has_no_room_for_are_too_large() -> None:
+    last = limits.SEQUENCE_MAX
+    source = {"data_shard": {"feed": 0}}
+    assert lease_messages.sources_from_wire([server.SourceToken(source=source, token=last)])
+    with pytest.raises(TooLarge, match=f"the token {last + 1}"):
+        lease_messages.sources_from_wire([server.SourceToken(source=source, token=last + 1)])
+    name = common.PushName(source=source, last=last - 1)
+    assert common_messages.name_from_wire(name).last == last - 1
+    name.last = last
+    with pytest.raises(TooLarge, match=f"the sequence {last}"):
+        common_messages.name_from_wire(name)
+
+
 def test_unknown_roles_and_modes_are_malformed() -> None:
     for role in MemberRole:
         assert common_messages.ROLES.from_wire(common_messages.ROLES.to_wire(role)) is role
