@@ -1,4 +1,5 @@
-"""The byte fuzzer: `python tests/fuzz/fuzzing.py --inputs 100000` (`make fuzz`); tests/fuzz/test_fuzz.py runs a part.
+"""The byte fuzzer: `python tests/fuzz/fuzzing.py --inputs 100000` (`make fuzz`); tests/fuzz/test_fuzz.py runs a part. A
+quarter more goes over TLS, as each role (tests/fuzz/over_the_wire.py).
 
 Inputs are shared out evenly among all decoders and all methods of all services. What must hold for each: it is taken,
 or refused by one of our errors; what is refused has changed nothing; it takes no more memory than MEMORY_BYTES_MAX. A
@@ -200,6 +201,8 @@ def fuzz(inputs: int, *, seed: int, folder: Path, only: str = "", say: Callable[
 
 
 def main() -> int:
+    from tests.fuzz.over_the_wire import fuzz_over_the_wire
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=SEED)
@@ -210,9 +213,11 @@ def main() -> int:
         # a URL for checkpoints that has changed may be a relative path
         os.chdir(name)
         report = fuzz(given.inputs, seed=given.seed, folder=Path(name), only=given.only)
+        statuses = {} if given.only else fuzz_over_the_wire(given.inputs // 4, seed=given.seed, folder=Path(name))
         os.chdir("/")
     for line in report.lines():
         print(line)
+    print(f"over the wire: {statuses or 'nothing'}")
     print(f"nothing was found, in {time.monotonic() - begin:.0f} s")
     return 0
 
