@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.security.authority import Authority, certificate_of, key_to_pem, make_credentials, new_key
-from shardyard.security.credentials import Credentials, Pem, write_credentials
+from shardyard.security.credentials import Credentials, write_credentials
 from shardyard.security.identity import Role
 from shardyard.transport.enrolment import invite, join
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -244,14 +244,3 @@ def test_files_of_a_yard_are_for_its_user_only(yard: LocalCluster, folder: Path)
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
     assert stat.S_IMODE(os.stat(yard._folder).st_mode) == 0o700
-
-
-def test_keys_stand_in_no_log_setting_or_state(yard: LocalCluster, folder: Path) -> None:
-    secrets = [Pem.key.__get__(Credentials(each).pem) for each in folder.iterdir() if (each / "tls.key").exists()]
-    secrets.append((folder / "authority" / "ca.key").read_bytes())
-    lines = {line for secret in secrets for line in secret.splitlines() if len(line) > 40 and b"-----" not in line}
-    assert len(lines) >= len(secrets)
-    for path in yard._folder.rglob("*"):
-        if path.is_file() and folder not in path.parents:
-            content = path.read_bytes()
-            assert not [line for line in lines if line in content], path
