@@ -6,6 +6,12 @@
 4 KiB over streams, by their p50. `tls_same_host`: the same steps over the local socket, which has nothing to encrypt.
 Each is the figure with TLS over the one without, so 1 is no cost. `authorisation_us`: what the door of a service takes
 for one call, in microseconds; a stream is looked at once, when it opens. The numbers are checked.
+
+`under_attack`: what training keeps of its steps a second while a yard is attacked. Two workers train a small model,
+asynchronously, over two servers. One process attacks both servers and the coordinator (harness.attacks). Its steps are
+measured once the attack stands, against those right before it and right after it. The figure is the median of these
+pairs, of the attack with the least. The attacker gives way to all others (nice 19) and its rates are bounded; what it
+used of the processor is reported, since it shares the cores with those that it attacks.
 """
 
 from __future__ import annotations
@@ -19,12 +25,16 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.attacks.attacks import ATTACKS
 from harness.measuring.pairs import Figures, column, measure_pairs, ratios, spread
-from harness.measuring.report import Panel, options_of, report
+from harness.measuring.report import Panel, conclude, options_of, report
+from harness.processes.programs import Programs
 from harness.processes.sides import Side, shardyard_side
 from shardyard.security.authority import Authority, make_credentials
+from shardyard.security.credentials import write_credentials
 from shardyard.security.door import Door
 from shardyard.security.identity import Role
+from shardyard.security.local import AUTHORITY
 from shardyard.wire import methods
 
 LARGE = ("--tensors", "16", "--elements", str(1 << 20))
@@ -33,6 +43,8 @@ SIDES = {"TLS": True, "without TLS": False}
 WARM_ROUNDS = 6
 WARM_S = 1.0
 DOOR_CALLS = 20_000
+SETTLE_S = 5.0
+"""How long an attack takes to begin, and its traces to go."""
 
 
 def measure_rounds(side: Side, rounds: int) -> Figures:
@@ -64,6 +76,47 @@ def run(
         return measure_pairs(measured, pairs)
 
 
+def measure_attacks(repeats: int, seconds: float) -> dict[str, list[Figures]]:
+    """For each attack: steps a second without it and with it, and the attacker's use of the processor in cores."""
+    settings = {"job.consistency.mode": "async", "worker.same_host": "never"}
+    found: dict[str, list[Figures]] = {}
+    with (
+        shardyard_side("shardyard.training", "--task", "mlp", workers=2, servers=2, settings=settings) as side,
+        tempfile.TemporaryDirectory() as folder,
+        Programs() as programs,
+    ):
+        stolen = Path(folder)
+        write_credentials(stolen, make_credentials(Authority(side.identities / AUTHORITY), Role.WORKER, "eve", 3_600))
+        ports = ["--servers", *side.servers, "--coordinator", side.coordinator]
+        attacker = programs.start("shardyard.attacker", "--identity", str(stolen), *ports)
+        programs.await_ready()
+
+        def train() -> float:
+            return sum(answer["steps"] / answer["seconds"] for answer in side.ask("train", seconds=seconds))
+
+        def attacked(name: str) -> list[Figures]:
+            """Two pairs: before the attack and under it, and under it and after it."""
+            before = train()
+            attacker.ask("attack", name=name)
+            time.sleep(SETTLE_S)
+            under = [train(), train()]
+            used = attacker.ask("rest")
+            time.sleep(SETTLE_S)
+            alone, cores = [before, train()], used["cpu_s"] / used["seconds"]
+            return [
+                {"alone_steps_per_s": a, "steps_per_s": b, "attacker_cores": cores}
+                for a, b in zip(alone, under, strict=True)
+            ]
+
+        train()
+        for name in ATTACKS:
+            found[name] = [figures for _ in range(repeats) for figures in attacked(name)]
+            kept = [figures["steps_per_s"] / figures["alone_steps_per_s"] for figures in found[name]]
+            cores = spread(column(found[name], "attacker_cores"))
+            print(f"kept under {name}: {spread(kept)}; the attacker used {cores} cores", flush=True)
+    return found
+
+
 def measure_door(repeats: int) -> list[float]:
     """Microseconds of a look at a caller that is known, as the second call of a connection is."""
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +137,15 @@ def main() -> None:
     parser = options_of(__doc__, pairs=9)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of 64 MiB in a measurement (20)")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a measurement of small steps (2)")
+    parser.add_argument("--repeats", type=int, default=1, help="how often each attack is measured, in two pairs (1)")
+    parser.add_argument("--attacks", action="store_true", help="measure the attacks, and no more")
     options = parser.parse_args()
+    attacks = measure_attacks(options.repeats, options.seconds)
+    kept = {name: [pair["steps_per_s"] / pair["alone_steps_per_s"] for pair in each] for name, each in attacks.items()}
+    under_attack = min(kept.values(), key=lambda values: spread(values).median)
+    if options.attacks:
+        conclude("security", attacks, {"under_attack": under_attack})
+        return
     large = run(LARGE, "never", partial(measure_rounds, rounds=options.rounds), options.pairs)
     small = run(SMALL, "never", partial(measure_steps, seconds=options.seconds), options.pairs)
     local = run(SMALL, "auto", partial(measure_steps, seconds=options.seconds), options.pairs)
@@ -94,6 +155,7 @@ def main() -> None:
         "tls_latency": ratios(small["without TLS"], small["TLS"], "p50_us"),
         "tls_same_host": ratios(local["without TLS"], local["TLS"], "p50_us"),
         "authorisation_us": measure_door(options.pairs),
+        "under_attack": under_attack,
     }
     raw = {
         f"{what}, {name}": results
@@ -107,7 +169,7 @@ def main() -> None:
         Panel("4 KiB over streams, p50", "us", bars={n: column(r, "p50_us") for n, r in small.items()}),
         Panel("4 KiB on the same host, p50", "us", bars={n: column(r, "p50_us") for n, r in local.items()}),
     ]
-    report("security", raw, found, panels=panels, folder=options.figures)
+    report("security", raw | attacks, found, panels=panels, folder=options.figures)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from harness.machine.facts import cpu_seconds, loopback_bytes
 from harness.processes.programs import ANSWER_S_MAX, Program, Programs, ask_all
 from shardyard.config import configuration
+from shardyard.security.local import FOLDER
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from shardyard_launcher.yard.role_process import tail
 
@@ -47,6 +48,8 @@ class Side:
     servers: Sequence[str] = ()
     """Addresses of Shardyard's servers."""
     coordinator: str = ""
+    identities: Path = Path()
+    """The folder of certificates, of a yard that has some."""
 
     def ask(
         self, do: str, *, workers: int | None = None, timeout_s: float = ANSWER_S_MAX, **arguments: Any
@@ -94,7 +97,7 @@ def shardyard_side(
             environment = {"SHARDYARD_COORDINATOR": cluster.coordinator, "SHARDYARD_WORKERS": str(workers)}
             environment["SHARDYARD__SECURITY__TLS"] = str(tls).lower()
             if tls:
-                environment["SHARDYARD__SECURITY__IDENTITY"] = str(Path(folder, "identity", "worker"))
+                environment["SHARDYARD__SECURITY__IDENTITY"] = str(Path(folder, FOLDER, "worker"))
             options = [*arguments, "--workers", str(workers), "--settings", json.dumps(settings or {})]
             started = [
                 programs.start(module, *options, "--worker", str(worker), environment=environment, prefix=prefix)
@@ -108,6 +111,7 @@ def shardyard_side(
                     [process.pid for process in processes],
                     servers=[process.address for process in processes if process.role == "server"],
                     coordinator=cluster.coordinator,
+                    identities=Path(folder, FOLDER),
                 )
             # they leave the job while there is one
             for program in started:
