@@ -105,7 +105,7 @@ test-long: kernels $(NODE_STAMP) ## the tests that `make test` leaves out: the s
 	@$(PYTEST_SIDE_BY_SIDE) -m long $(LONGEST) $(TESTS)
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
-	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.fuzz.fuzzing --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP) ## kill, stop and cut off real processes by 40 seeds (SEED=n for one), and in 50 launches (LAUNCH=n)
 	@test -n "$(LAUNCH)" || CHAOS_SEEDS=40 CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_chaos.py -k under_fire

@@ -1,4 +1,4 @@
-"""The byte fuzzer: `python tests/fuzz/fuzzing.py --inputs 100000` (`make fuzz`); tests/fuzz/test_fuzz.py runs a part. A
+"""The byte fuzzer: `python -m tests.fuzz.fuzzing --inputs 100000` (`make fuzz`); tests/fuzz/test_fuzz.py runs a part. A
 quarter more goes over TLS, as each role (tests/fuzz/over_the_wire.py).
 
 Inputs are shared out evenly among all decoders and all methods of all services. What must hold for each: it is taken,
