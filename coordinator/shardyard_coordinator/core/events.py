@@ -271,9 +271,10 @@ class RestoreOrdered(Event):
 
 @dataclass(frozen=True, slots=True)
 class RestoreCancelled(Event):
-    """A person cancels the order to begin with a checkpoint."""
+    """A person cancels the order to begin with a checkpoint. `owner`: whose orders; empty: everybody's."""
 
     job_name: str
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

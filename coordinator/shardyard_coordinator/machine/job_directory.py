@@ -34,7 +34,8 @@ class JobDirectory:
     def __init__(self, term: Term, checkpoints: str | None) -> None:
         self._checkpoints = checkpoints
         self._jobs: dict[JobId, JobState] = {}
-        self._origins: dict[str, RestorePoint] = {}
+        self._origins: dict[tuple[str, str], RestorePoint] = {}
+        """By owner and name of the job."""
         self._next_job = (term << TERM_BITS) + 1
 
     def __iter__(self) -> Iterator[JobState]:
@@ -134,7 +135,7 @@ class JobDirectory:
         unfinished = sum(not job.phase.ended for job in self)
         if unfinished >= limits.JOBS_MAX:
             raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
-        origin = self._origins.get(settings.name)
+        origin = self._ordered_for(owner, settings.name)
         if origin is not None:
             settings = origin.agree(settings)
             # a number that members of a former run do not know, in case this coordinator knows nothing of that run
@@ -165,26 +166,34 @@ class JobDirectory:
     def order_restore(self, origin: RestorePoint, now_ms: int) -> list[Effect]:
         """A running job goes back now. Otherwise the next run of that name begins with the checkpoint."""
         running = self.unfinished(origin.name)
-        if running is not None:
+        if running is not None and origin.owner in ("", running.owner):
             return [*recovery.go_back(running, origin, now_ms), Reply(RestorePlanned(running=True))]
-        self._origins[origin.name] = origin
+        self._origins[origin.owner, origin.name] = origin
         message = f"the next run of job {origin.name!r} begins with {origin}, in {origin.url}"
         return [Persist(*origin.entry), LogMessage(message), Reply(RestorePlanned(running=False))]
 
-    def cancel_restore(self, name: str) -> list[Effect]:
+    def cancel_restore(self, name: str, owner: str) -> list[Effect]:
+        """`owner`: whose orders are cancelled; empty: everybody's."""
         running = self.unfinished(name)
         if running is not None and running.origin is not None:
             raise errors.NotReady(f"job {name!r} begins with a checkpoint at this moment")
-        if self._origins.pop(name, None) is None:
+        ordered = [each for each in self._origins if each[1] == name and owner in ("", each[0])]
+        if not ordered:
             raise errors.NotFound(f"no restore was ordered for the next run of job {name!r}", todo="")
-        return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
+        return [*(self._forget_order(*each) for each in ordered), Reply(RestorePlanned(running=False))]
 
     def forget_order(self, job: JobState, began_with: RestorePoint | None) -> list[Effect]:
         """Forgets the order to begin with that checkpoint if the job has begun and no longer needs it."""
         if began_with is None or job.origin is not None:
             return []
-        del self._origins[job.settings.name]
-        return [Persist("restore_forgotten", {"name": job.settings.name})]
+        return [self._forget_order(began_with.owner, job.settings.name)]
+
+    def _ordered_for(self, owner: str, name: str) -> RestorePoint | None:
+        return self._origins.get((owner, name)) or self._origins.get(("", name))
+
+    def _forget_order(self, owner: str, name: str) -> Persist:
+        del self._origins[owner, name]
+        return Persist("restore_forgotten", {"name": name, "owner": owner})
 
     # ---- records
 
@@ -202,13 +211,14 @@ class JobDirectory:
                 job.readers.forget(now_ms)
             case "restore_ordered":
                 origin = restore_point.of_record(body)
-                self._origins[origin.name] = origin
+                self._origins[origin.owner, origin.name] = origin
             case "restore_forgotten":
-                require(self._origins.pop(body.text("name"), None) is not None, "nothing was ordered")
+                ordered = body.text("owner"), body.text("name")
+                require(self._origins.pop(ordered, None) is not None, "nothing was ordered")
             case "job_resumed":
                 job = self.restored(body)
-                require(job.settings.name in self._origins, "a job resumes that was not told to")
-                job.origin = self._origins[job.settings.name]
+                job.origin = self._ordered_for(job.owner, job.settings.name)
+                require(job.origin is not None, "a job resumes that was not told to")
             case _:
                 del self._jobs[self.restored(body).id]
 

@@ -178,8 +178,8 @@ class Machine:
                 return readers.on_evaluation(self._jobs.require(number), event)
             case events.RestoreOrdered(origin):
                 return self._jobs.order_restore(origin, now_ms)
-            case events.RestoreCancelled(job_name):
-                return self._jobs.cancel_restore(job_name)
+            case events.RestoreCancelled(job_name, owner):
+                return self._jobs.cancel_restore(job_name, owner)
             case events.VariablesCommitted(caller, generation):
                 return deployment.commit_variables(self._job_of(caller), caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):

@@ -26,7 +26,7 @@ from shardyard_coordinator.storage.checkpoint_book import feedback_of, feedback_
 class RestorePoint:
     """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers.
     `floor`: as in its manifest. `created_s`: when it was written, in seconds since 1970. `trusted`: the digest of its
-    manifest, if it needs no signature of the yard."""
+    manifest, if it needs no signature of the yard. `owner`: whose jobs may begin with it; empty: all of that name."""
 
     name: str
     url: str
@@ -43,6 +43,7 @@ class RestorePoint:
     created_s: int
     feedback: tuple[ResidualFile, ...] = ()
     trusted: str = ""
+    owner: str = ""
 
     def __str__(self) -> str:
         return f"checkpoint {self.number} of step {self.step:,}"
@@ -108,6 +109,7 @@ class RestorePoint:
             "created_s": self.created_s,
             "feedback": feedback_record(self.feedback),
             "trusted": self.trusted,
+            "owner": self.owner,
         }
 
 
@@ -131,4 +133,5 @@ def of_record(body: Body) -> RestorePoint:
         body.number("created_s"),
         feedback_of(body),
         body.text("trusted"),
+        body.text("owner"),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from shardyard.checkpoints.convert import written_from_wire
 from shardyard.domain.errors import ConfigurationError, MalformedPayload
 from shardyard.domain.ids import Caller, Generation
+from shardyard.security.identity import Identity
 from shardyard.transport.error_codes import to_detail
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -14,7 +16,7 @@ from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import CheckpointProgress, FeedbackVerdict, RestorePlanned
 from shardyard_coordinator.service.residual_collection import ResidualReport, Stage
 from shardyard_coordinator.service.rpcs import parts
-from shardyard_coordinator.service.rpcs.rpc import Backend, decided, served
+from shardyard_coordinator.service.rpcs.rpc import Backend, decided, identified, served
 
 _STAGES: Final[dict[wire.FeedbackStage, Stage]] = {
     wire.FEEDBACK_STAGE_READY: Stage.READY,
@@ -42,12 +44,15 @@ def take_checkpoint_reply(progress: CheckpointProgress) -> wire.TakeCheckpointRe
     )
 
 
-def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest) -> wire.RestoreCheckpointReply:
-    """Looks at the storage here, because the machine knows of none."""
-    name = parts.job_name(request.job_name)
+def _restore_checkpoint(
+    backend: Backend, request: wire.RestoreCheckpointRequest, caller: Identity | None
+) -> wire.RestoreCheckpointReply:
+    """Looks at the storage here, because the machine knows of none. What a person of an owner orders is for jobs of
+    that owner."""
+    name, owner = parts.job_name(request.job_name), "" if caller is None else caller.owner
     url = common_messages.text(request.url, "the URL of checkpoints")
     if request.cancel:
-        backend.ask(events.RestoreCancelled(name), RestorePlanned)
+        backend.ask(events.RestoreCancelled(name, owner), RestorePlanned)
         return wire.RestoreCheckpointReply()
     with backend.mailbox.machine() as machine:
         urls = [job.book.url for job in machine.jobs if job.settings.name == name]
@@ -57,7 +62,7 @@ def _restore_checkpoint(backend: Backend, request: wire.RestoreCheckpointRequest
             f"the coordinator does not know where the checkpoints of job {name!r} are", why="", todo="give --url"
         )
     origin, damaged = backend.checkpoint_io.find(url, name, request.number, trust=request.trust)
-    planned = backend.ask(events.RestoreOrdered(origin), RestorePlanned)
+    planned = backend.ask(events.RestoreOrdered(replace(origin, owner=owner)), RestorePlanned)
     return wire.RestoreCheckpointReply(
         number=origin.number, step=origin.step, url=url, running=planned.running, damaged=damaged
     )
@@ -98,7 +103,7 @@ def take_up_residual_reply(verdict: FeedbackVerdict) -> wire.TakeUpResidualReply
 
 RPCS = (
     decided(methods.TAKE_CHECKPOINT, take_checkpoint_event, CheckpointProgress, take_checkpoint_reply),
-    served(methods.RESTORE_CHECKPOINT, _restore_checkpoint),
+    identified(methods.RESTORE_CHECKPOINT, _restore_checkpoint),
     served(methods.REPORT_RESIDUAL, _report_residual),
     decided(methods.TAKE_UP_RESIDUAL, take_up_residual_event, FeedbackVerdict, take_up_residual_reply),
 )
