@@ -62,13 +62,18 @@ def invite(settings: Settings, role: str, name: str, owner: str, lifetime: str, 
 @click.argument("address", metavar=ADDRESS)
 @click.argument("invitation")
 def join(address: str, invitation: str, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
-    """Get a certificate for a yard, with the line that `shardyard invite` has printed there."""
+    """Get a certificate for a yard, with the line that `shardyard invite` has printed there.
+
+    The INVITATION is a secret, and other users of this machine see arguments while a command runs. With - it is read
+    from standard input.
+    """
     from shardyard.security.local import folder_of, remember_yard
     from shardyard.transport.enrolment import join as enrol
     from shardyard.transport.enrolment import keep_credentials
 
     settings = load_given(config, sets, {"yard.state": state, "coordinator": address}).loaded.settings
-    pem, role, name = enrol(address, invitation)
+    text = click.get_text_stream("stdin").readline().strip() if invitation == "-" else invitation
+    pem, role, name = enrol(address, text)
     folder = keep_credentials(folder_of(Path(settings.yard.state), role), pem)
     remember_yard(address, folder.parent)
     click.echo(f"joined the yard at {address} as {role} {name}; the certificate is in {folder}")
