@@ -26,7 +26,7 @@ NODE_STAMP := $(NODE)/node_modules/.installed
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client kernels up down status protos protos-check docs sbom check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client kernels up down status protos protos-check docs lock sbom check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -83,6 +83,13 @@ check: $(STAMP) protos-check docs ## ruff, mypy --strict, import-linter, generat
 	@$(BIN)/lint-imports
 
 SBOM := build/sbom
+LOCK := build/lock
+lock: ## pin what images install, by version and hash, in docker/requirements.txt
+	@rm -rf $(LOCK) && $(PYTHON) -m venv $(LOCK) && $(LOCK)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	@$(LOCK)/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.11 --python-platform linux \
+		--only-binary :all: --no-emit-index-url --no-annotate --custom-compile-command 'make lock' \
+		--constraint constraints.txt --output-file docker/requirements.txt pyproject.toml
+
 sbom: ## list what an installation with torch consists of (CycloneDX), in build/sbom/sbom.json
 	@rm -rf $(SBOM) && mkdir -p $(SBOM)
 	@$(PYTHON) -m venv $(SBOM)/installed && $(SBOM)/installed/bin/pip install --quiet --disable-pip-version-check \

@@ -257,6 +257,20 @@ def test_coordinator_and_servers_have_no_torch(built: Yard) -> None:
         run([*run_python, "import shardyard, grpc"])
 
 
+SHELLS = """
+import os, shutil
+names = "sh", "bash", "dash", "pip", "apt", "apt-get", "dpkg", "perl", "gcc", "cc"
+print([name for name in names if shutil.which(name) or os.path.lexists(f"/bin/{name}")])
+"""
+
+
+def test_coordinator_and_servers_have_no_shell_and_install_nothing(built: Yard) -> None:
+    for service in TORCH_FREE:
+        image = built.image(service)
+        assert run(["docker", "run", "--rm", "--entrypoint", "python", image, "-P", "-c", SHELLS]) == "[]\n"
+        assert "No module named" in refused(["docker", "run", "--rm", "--entrypoint", "python", image, "-m", "pip"])
+
+
 def test_coordinator_is_published_on_the_loopback_alone(yard: Yard) -> None:
     published = {
         service: [
@@ -291,8 +305,8 @@ def test_servers_use_the_kernels_of_the_image(yard: Yard) -> None:
 def test_another_processor_compiles_its_own_kernels_on_a_read_only_root(built: Yard) -> None:
     warm = "from shardyard_ps_server.jit import optimizer_warmup as jit; jit.warm(jit.every_loop(['float32']))\n"
     work = warm + KERNELS
-    confined = ["--read-only", "--tmpfs=/tmp", "--env=NUMBA_CPU_NAME=generic", "--entrypoint=entrypoint.sh"]
-    python = ["python", "-P", "-W", "error", "-c", work]
+    confined = ["--read-only", "--tmpfs=/tmp", "--env=NUMBA_CPU_NAME=generic", "--entrypoint=python"]
+    python = ["-P", "/opt/shardyard/bin/entrypoint.py", "python", "-P", "-W", "error", "-c", work]
     told = json.loads(run(["docker", "run", "--rm", *confined, built.image("server"), *python], timeout_s=300))
     assert told["shipped"] > 0
     assert not told["same"]
