@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -72,7 +73,7 @@ def join(address: str, invitation: str, state: str | None, config: str | None, s
     from shardyard.transport.enrolment import keep_credentials
 
     settings = load_given(config, sets, {"yard.state": state, "coordinator": address}).loaded.settings
-    text = click.get_text_stream("stdin").readline().strip() if invitation == "-" else invitation
+    text = sys.stdin.readline().strip() if invitation == "-" else invitation
     pem, role, name = enrol(address, text)
     folder = keep_credentials(folder_of(Path(settings.yard.state), role), pem)
     remember_yard(address, folder.parent)
