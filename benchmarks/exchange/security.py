@@ -5,7 +5,8 @@
 `tls_push_pull`: 64 MiB pushed and pulled over streams (TCP on loopback), in rounds a second. `tls_latency`: steps of
 4 KiB over streams, by their p50. `tls_same_host`: the same steps over the local socket, which has nothing to encrypt.
 Each is the figure with TLS over the one without, so 1 is no cost. `authorisation_us`: what the door of a service takes
-for one call, in microseconds; a stream is looked at once, when it opens. The numbers are checked.
+for one call, in microseconds; a stream is looked at once, when it opens. The numbers are checked. `encrypted_write` and
+`encrypted_read`: a file of 256 MiB in a folder, in bytes a second, with storage.key_file over without.
 
 `under_attack`: what training keeps of its steps a second while a yard is attacked. Two workers train a small model,
 asynchronously, over two servers. One process attacks both servers and the coordinator (harness.attacks). Its steps are
@@ -30,11 +31,14 @@ from harness.measuring.pairs import Figures, column, measure_pairs, ratios, spre
 from harness.measuring.report import Panel, conclude, options_of, report
 from harness.processes.programs import Programs
 from harness.processes.sides import Side, shardyard_side
+from shardyard.domain.limits import MIB
 from shardyard.security.authority import Authority, make_credentials
 from shardyard.security.credentials import write_credentials
 from shardyard.security.door import Door
 from shardyard.security.identity import Role
 from shardyard.security.local import AUTHORITY
+from shardyard.storage.encryption import EncryptedStorage, StorageKeys
+from shardyard.storage.storage import LocalStorage, Storage
 from shardyard.wire import methods
 
 LARGE = ("--tensors", "16", "--elements", str(1 << 20))
@@ -43,6 +47,7 @@ SIDES = {"TLS": True, "without TLS": False}
 WARM_ROUNDS = 6
 WARM_S = 1.0
 DOOR_CALLS = 20_000
+FILE_BYTES = 256 * MIB
 SETTLE_S = 5.0
 """How long an attack takes to begin, and its traces to go."""
 
@@ -133,6 +138,29 @@ def measure_door(repeats: int) -> list[float]:
     return found
 
 
+def measure_file(storage: Storage) -> Figures:
+    """A file is written in pieces of 1 MiB, with fsync, and read from the page cache."""
+    pieces = [np.random.default_rng(number).bytes(MIB) for number in range(FILE_BYTES // MIB)]
+    begun = time.perf_counter()
+    storage.write("file", pieces)
+    written = time.perf_counter()
+    found = list(storage.read_pieces("file", 0, FILE_BYTES))
+    read = time.perf_counter()
+    assert b"".join(found) == b"".join(pieces)
+    storage.delete_file("file")
+    mib = FILE_BYTES / MIB
+    return {"written_mib_per_s": mib / (written - begun), "read_mib_per_s": mib / (read - written)}
+
+
+def measure_files(pairs: int) -> dict[str, list[Figures]]:
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "key"
+        key.write_text("ab" * 32)
+        plain = LocalStorage(Path(folder))
+        sides = {"encrypted": EncryptedStorage(plain, StorageKeys(key)), "plain": plain}
+        return measure_pairs({name: partial(measure_file, storage) for name, storage in sides.items()}, pairs)
+
+
 def main() -> None:
     parser = options_of(__doc__, pairs=9)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of 64 MiB in a measurement (20)")
@@ -148,6 +176,7 @@ def main() -> None:
         return
     large = run(LARGE, "never", partial(measure_rounds, rounds=options.rounds), options.pairs)
     small = run(SMALL, "never", partial(measure_steps, seconds=options.seconds), options.pairs)
+    files = measure_files(options.pairs)
     local = run(SMALL, "auto", partial(measure_steps, seconds=options.seconds), options.pairs)
     found = {
         "tls_push_pull": ratios(large["TLS"], large["without TLS"], "rounds_per_s"),
@@ -155,11 +184,18 @@ def main() -> None:
         "tls_latency": ratios(small["without TLS"], small["TLS"], "p50_us"),
         "tls_same_host": ratios(local["without TLS"], local["TLS"], "p50_us"),
         "authorisation_us": measure_door(options.pairs),
+        "encrypted_write": ratios(files["encrypted"], files["plain"], "written_mib_per_s"),
+        "encrypted_read": ratios(files["encrypted"], files["plain"], "read_mib_per_s"),
         "under_attack": under_attack,
     }
     raw = {
         f"{what}, {name}": results
-        for what, measured in (("64 MiB", large), ("4 KiB", small), ("4 KiB, same host", local))
+        for what, measured in (
+            ("64 MiB", large),
+            ("4 KiB", small),
+            ("4 KiB, same host", local),
+            ("file of 256 MiB", files),
+        )
         for name, results in measured.items()
     }
     for name, results in raw.items():
