@@ -4,7 +4,7 @@
     |-- InvalidRequest              what was asked cannot be done, now or later; nothing changed
     |   |-- ConfigurationError      a settings file, an environment variable or a flag
     |   |-- ShapeMismatch  DTypeMismatch  UnknownVariable  VariableConflict  RateMismatch
-    |   |-- MalformedPayload  TooLarge  UnsupportedOptimizer  UnsupportedModel
+    |   |-- MalformedPayload  TooLarge  QuotaExceeded  UnsupportedOptimizer  UnsupportedModel
     |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  NotShareable
     |   |-- TableError              a table of rows
     |   |   |-- TableFull

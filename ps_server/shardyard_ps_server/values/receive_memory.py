@@ -3,7 +3,8 @@
 Owns: how many bytes all streams have together, and those of one job. Invariants: these are bounded before memory is
 allocated; a push that is larger than the bound is received alone, since it would never be received otherwise; whoever
 waits for memory has none; the requests of one job get theirs in their order. Streams keep their buffers for their next
-push, and lose them when others need the memory. Safe for several threads. Must not know: what the bytes mean.
+push, and lose them when others need the memory. Up to SMALL_BYTES a request is not counted: a message takes as much
+before it is known what it is. Safe for several threads. Must not know: what the bytes mean.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Final
 
 from shardyard.domain.errors import NotReady
 from shardyard.domain.ids import JobId
+from shardyard.domain.limits import FRAME_BYTES
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
+SMALL_BYTES: Final = FRAME_BYTES
 WAIT_S: Final = 30.0
 """How long a push waits for memory before it is refused."""
 
@@ -54,6 +57,9 @@ class ReceiveMemory:
     @contextlib.contextmanager
     def reserved(self, job: JobId, nbytes: int) -> Iterator[None]:
         """Counts memory that the caller allocates meanwhile. Waits for it. Raises NotReady."""
+        if nbytes <= SMALL_BYTES:
+            yield
+            return
         self.take(job, nbytes)
         try:
             yield
@@ -159,6 +165,8 @@ class ReceiveBuffer:
 
     def __init__(self, memory: ReceiveMemory) -> None:
         self._memory = memory
+        self._small: Bytes | None = None
+        """Of its own, for small pushes."""
         self.bytes: Bytes | None = None
         self.nbytes = 0
         self.job = JobId(0)
@@ -166,6 +174,10 @@ class ReceiveBuffer:
     def take(self, job: JobId, nbytes: int, *, wait_s: float = WAIT_S) -> Bytes:
         """Returns so many bytes, in use until `release`. What was in them is lost. Raises NotReady, and TooLarge if
         there is no memory."""
+        if nbytes <= SMALL_BYTES:
+            if self._small is None or len(self._small) < nbytes:
+                self._small = aligned_empty(nbytes)
+            return self._small[:nbytes]
         kept = self._memory.reuse(self, job, nbytes)
         if kept is not None:
             return kept
@@ -184,4 +196,5 @@ class ReceiveBuffer:
             self._memory.keep(self)
 
     def close(self) -> None:
-        self._memory.drop(self)
+        if self.nbytes:
+            self._memory.drop(self)

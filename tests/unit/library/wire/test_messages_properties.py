@@ -85,7 +85,7 @@ sources = st.one_of(
 keys = st.builds(SourceKey, sources, u32)
 versions = st.builds(Version, u64, u64)
 few_versions = st.builds(Version, st.just(1), st.integers(0, 2))
-spans = st.lists(st.integers(0, limits.SEQUENCE_MAX), min_size=2, max_size=2).map(sorted)
+spans = st.lists(st.integers(0, limits.SEQUENCE_MAX - 1), min_size=2, max_size=2).map(sorted)
 names = st.builds(lambda key, token, span: PushName(key, Token(token), *span), keys, u64, spans)
 partition_numbers = u32.map(PartitionId)
 partition_lists = st.lists(partition_numbers, max_size=4, unique=True).map(tuple)
@@ -460,7 +460,7 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
     ("ticket", tickets, lambda v: pull_messages.ticket_from_wire(pull_messages.ticket_to_wire(v))),
     (
         "sources",
-        st.lists(st.tuples(keys, u64.map(Token)), max_size=4).map(tuple),
+        st.lists(st.tuples(keys, st.integers(0, limits.SEQUENCE_MAX).map(Token)), max_size=4).map(tuple),
         lambda v: lease_messages.sources_from_wire(lease_messages.sources_to_wire(v)),
     ),
     (

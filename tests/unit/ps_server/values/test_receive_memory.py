@@ -18,6 +18,7 @@ ONE, TWO = JobId(1), JobId(2)
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for memory that stays in use."""
+    monkeypatch.setattr(receive_memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(ReceiveMemory.take, "__defaults__", (0.05,))
     monkeypatch.setattr(ReceiveBuffer.take, "__kwdefaults__", {"wait_s": 0.05})
 
@@ -126,3 +127,19 @@ def test_a_buffer_that_is_released_makes_way_for_what_waits() -> None:
     kept.release()
     waiting.join()
     assert (kept.nbytes, memory.used) == (0, 50)
+
+
+def test_small_pushes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive_memory, "SMALL_BYTES", 10)
+    memory = ReceiveMemory(100)
+    buffer = ReceiveBuffer(memory)
+    with memory.reserved(ONE, 10):
+        first = buffer.take(ONE, 10)
+        buffer.release()
+        again = buffer.take(ONE, 8)
+        assert (memory.used, len(first), len(again)) == (0, 10, 8)
+        assert first.ctypes.data == again.ctypes.data
+        assert len(buffer.take(ONE, 11)) == 11
+        assert memory.used == 11
+    buffer.close()
+    assert memory.used == 0
