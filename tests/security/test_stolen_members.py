@@ -170,6 +170,17 @@ def test_worker_with_a_pass_for_its_own_job_does_not_reach_another(
         coordinator.call(methods.LEAVE, wire.LeaveRequest(caller=caller), timeout_ms=CALL_MS)
 
 
+def test_member_gets_no_pass_for_a_job_that_it_is_not_in(coordinator: GrpcPeer, job: Job) -> None:
+    own = register(coordinator).incarnation
+    caller = common.Caller(job=job.id, incarnation=own)
+    try:
+        # a heartbeat that says when its pass ends gets another in time
+        request = wire.HeartbeatRequest(caller=caller, pass_until_s=1)
+        refused(coordinator, methods.HEARTBEAT, request, f"worker eve speaks for job {JobId(job.id)}, and is in none")
+    finally:
+        coordinator.call(methods.LEAVE, wire.LeaveRequest(caller=common.Caller(incarnation=own)), timeout_ms=CALL_MS)
+
+
 def test_pass_of_another_is_worth_nothing(server: GrpcPeer, eve: GrpcNetwork, job: Job) -> None:
     eve.job_pass = job.network.job_pass
     request = server_wire.PullRequest(caller=job.caller, server=1, generation=1, partitions=[0])

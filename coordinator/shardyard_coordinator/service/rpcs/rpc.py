@@ -98,7 +98,8 @@ class Backend:
             log.error("the audit cannot be written (%s): %s of %s, %s", error, method.name, caller, outcome)
 
     def check_caller(self, request: Any, caller: Identity) -> None:
-        """Raises NotPermitted if a member speaks for another one. `caller`: by its certificate."""
+        """Raises NotPermitted if a member speaks for another one, or for a job that it is not in. `caller`: by its
+        certificate."""
         said = request.caller if "caller" in request.DESCRIPTOR.fields_by_name else None
         if said is None or caller.role not in MEMBERS:
             return
@@ -111,6 +112,12 @@ class Backend:
                 f"{caller} speaks for member {Incarnation(said.incarnation)}, which is {known or 'nobody'}",
                 why="a process speaks for its own membership",
                 todo="register; members do so by themselves",
+            )
+        if member is not None and said.job not in (0, member.job):
+            raise NotPermitted(
+                f"{caller} speaks for job {JobId(said.job)}, and is in {member.job or 'none'}",
+                why="a process speaks for the job that it has joined",
+                todo="join the job; workers do so by themselves",
             )
 
     def check_owner(self, method: Method[Any, Any], request: Any, caller: Identity) -> None:
