@@ -71,6 +71,23 @@ def test_reader_of_another_owner_follows_nothing(yard: OwnersYard, of_ada: Any) 
             session.close()
 
 
+def test_worker_of_another_owner_does_not_follow(yard: OwnersYard, of_ada: Any) -> None:
+    """A worker that follows a job without being its member gets a pass to read it."""
+    peer = yard.network(Role.WORKER, "eve").connect(yard.coordinator, name="coordinator")
+    number = of_ada._session.caller.job
+    requests: list[tuple[Any, Any]] = [
+        (methods.FOLLOW_JOB, wire.FollowJobRequest(job=number, reader=b"r" * 16)),
+        (methods.FOLLOW_JOB, wire.FollowJobRequest(job_name="ranking", reader=b"r" * 16)),
+        (methods.REPORT_EVALUATION, wire.ReportEvaluationRequest(job=number)),
+    ]
+    try:
+        for method, request in requests:
+            with pytest.raises(errors.NotPermitted, match="which is another's"):
+                peer.call(method, request, timeout_ms=CALL_MS)
+    finally:
+        peer.close()
+
+
 def test_operator_decides_about_jobs_of_its_owner_only(yard: OwnersYard, of_ada: Any) -> None:
     number = of_ada._session.caller.job
     requests: list[tuple[Any, Any]] = [

@@ -122,8 +122,9 @@ class Backend:
 
     def check_owner(self, method: Method[Any, Any], request: Any, caller: Identity) -> None:
         """Raises NotPermitted if the caller belongs to an owner, and asks for what is another's."""
-        if not caller.owner or caller.role in MEMBERS:
-            return  # a member's requests are about the job that it has joined
+        is_of_member = caller.role in MEMBERS and "caller" in request.DESCRIPTOR.fields_by_name
+        if not caller.owner or is_of_member:
+            return  # what a member asks as a member is about the job that it has joined
         if method.path in OF_THE_YARD:
             raise NotPermitted(f"{caller} decides nothing about the yard, only about jobs of {caller.owner}")
         if method.path not in OF_A_JOB:
