@@ -78,6 +78,18 @@ def test_promise_2_loader_that_reads_ahead_counts_each_sample_once_under_every_s
         assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
 
 
+@pytest.mark.long("async-stolen-first", "sync-stolen-first")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])
+@pytest.mark.parametrize("kind", ["async-stolen", "bounded-stolen", "sync-stolen", "hybrid-stolen"])
+def test_promise_s2_stolen_certificate_of_a_worker_spoils_no_result(kind: str, seeds: range, run: Run) -> None:
+    met: Counter[str] = Counter()
+    for found in run(seeds, kind=kind):
+        assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
+        met.update(found["happened"])
+    assert met["revoked"] >= len(seeds) / 4, met
+
+
 @pytest.mark.long("sync-leave-first")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", [FIRST_SEEDS_OF_A_KIND, SEEDS_OF_A_KIND], ids=["first", "all"])
@@ -157,6 +169,11 @@ def test_seed_has_one_trace_whatever_the_hashes_and_whatever_ran_before() -> Non
         for what in ("digest", "switches", "calls", "virtual_s"):
             assert one[seed][what] == other[seed][what], (seed, what)
     assert len({each["digest"] for each in one.values()}) == len(SAMPLE)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_seed_with_certificates_and_a_thief_has_one_trace() -> None:
+    assert len({run_plan(make_plan(SAMPLE[0], "async-stolen")).digest for _ in range(2)}) == 1
 
 
 @pytest.mark.usefixtures("simulated")

@@ -178,7 +178,10 @@ class SimulatedOs:
 
     def fdopen(self, descriptor: int, *given: Any, **more: Any) -> Any:
         pipe = self._pipes.get(descriptor)
-        return os.fdopen(descriptor, *given, **more) if pipe is None else contextlib.nullcontext(pipe)
+        if pipe is not None:
+            return contextlib.nullcontext(pipe)
+        current().process.descriptors.discard(descriptor)  # the file closes it
+        return os.fdopen(descriptor, *given, **more)
 
     def write(self, descriptor: int, data: Any) -> int:
         pipe = self._pipes.get(descriptor)

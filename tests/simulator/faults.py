@@ -1,18 +1,21 @@
-"""The faults of a run, the end of all faults, and the person who switches the job."""
+"""The faults of a run, the end of all faults, and what comes from other machines: people, and a thief."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
-from .network import SimulatedNetwork
+from .identities import identity_of
+from .network import SimulatedNetwork, SimulatedPeer
 from .plan import TO_STEPS
 from .processes import EXPECTED
 from .state import COORDINATOR, JOB, Yard
+from .thief import VICTIM, steal
 from .world import MS, SECOND, current
 
 SWITCH_TRIES = 20
@@ -20,11 +23,18 @@ SWITCH_TRIES = 20
 
 def schedule(yard: Yard) -> None:
     if yard.plan.switches:
-        yard.person = yard.world.process("person-0")
-        yard.person.spawn(functools.partial(_switch, yard), "main")
+        _spawn(yard, "person-0", functools.partial(_switch, yard))
+    if yard.plan.thief:
+        _spawn(yard, "thief-0", functools.partial(steal, yard))
     for at, kind in yard.plan.faults:
         yard.world.call(at, functools.partial(_fault, yard, kind))
     yard.world.call(yard.plan.calm_at, functools.partial(_calm, yard))
+
+
+def _spawn(yard: Yard, host: str, work: Callable[[], None]) -> None:
+    process = yard.world.process(host)
+    yard.strangers.append(process)
+    process.spawn(work, "main")
 
 
 def _fault(yard: Yard, kind: str) -> None:
@@ -81,11 +91,15 @@ def _fault(yard: Yard, kind: str) -> None:
             yard.disk.fail_power()
 
 
+def _coordinator(yard: Yard) -> SimulatedPeer:
+    """The coordinator, for a person."""
+    network = SimulatedNetwork(yard.wires, current().process, identity_of(yard, current().process.host))
+    return network.connect(COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+
+
 def _drain(yard: Yard, worker: Incarnation) -> None:
     """As `shardyard drain` does, once."""
-    peer = SimulatedNetwork(yard.wires, current().process).connect(
-        COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable
-    )
+    peer = _coordinator(yard)
     try:
         peer.call(methods.DRAIN, wire.DrainRequest(member=f"worker-{worker}"), timeout_ms=1_000)
     except (*EXPECTED, errors.NotFound) as error:
@@ -104,11 +118,31 @@ def _calm(yard: Yard) -> None:
     for process in yard.places.values():
         if process.alive and process.frozen:
             process.thaw()
+    if yard.plan.thief and not yard.jobs_finished:
+        _spawn(yard, "person-2", functools.partial(_revoke, yard))
+
+
+def _revoke(yard: Yard) -> None:
+    """A person gives the worker another certificate, starts it anew, and revokes the stolen one."""
+    stolen = identity_of(yard, VICTIM)
+    assert stolen is not None
+    yard.certificates[VICTIM] = f"{VICTIM}.again"
+    yard.places[VICTIM].kill("its certificate was stolen")
+    peer = _coordinator(yard)
+    while yard.revoked_at is None:
+        try:
+            peer.call(methods.REVOKE_IDENTITY, wire.RevokeIdentityRequest(holder=stolen.holder), timeout_ms=1_000)
+            yard.revoked_at = yard.world.now
+            yard.happened.append("revoked")
+            yard.world.say(f"{stolen} is revoked")
+        except EXPECTED as error:
+            yard.world.say(f"{stolen} is not revoked yet: {error.what}")
+            yard.world.pause(300 * MS)
+    peer.close()
 
 
 def _switch(yard: Yard) -> None:
     """A person on another machine asks for each switch, and asks again after each refusal, SWITCH_TRIES times."""
-    network = SimulatedNetwork(yard.wires, current().process)
     for at, bound in yard.plan.switches:
         yard.world.pause(max(0, at - yard.world.now))
         if bound == TO_STEPS:
@@ -117,7 +151,7 @@ def _switch(yard: Yard) -> None:
             mode = wire.CONSISTENCY_MODE_ASYNC if bound is None else wire.CONSISTENCY_MODE_BOUNDED
             request = wire.SwitchConsistencyRequest(job_name=JOB, mode=mode, staleness=bound)
         for _ in range(SWITCH_TRIES):
-            peer = network.connect(COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+            peer = _coordinator(yard)
             try:
                 peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=1_000)
                 break

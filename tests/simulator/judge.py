@@ -33,8 +33,11 @@ from .state import JOB, Yard
 def judge(yard: Yard) -> None:
     wanted = _wanted(yard)
     yard.world.violations += yard.hand_overs.repeated()
-    if {kind for _, kind in yard.plan.faults} == {"kill coordinator"} and yard.plan.weather == Weather():
-        kills = len(yard.plan.faults)
+    if not yard.plan.stops and any(step is not None for step in yard.stops.values()):
+        yard.world.violations.append("the job has stopped, and its script has not asked for that")
+    plan = yard.plan
+    if {kind for _, kind in plan.faults} == {"kill coordinator"} and plan.weather == Weather() and not plan.thief:
+        kills = len(plan.faults)
         if yard.starts > len(yard.hosts) + kills:
             yard.world.violations.append(f"{kills} ends of the coordinator cost others their lives")
     for host, values in sorted(yard.finished.items()):

@@ -5,21 +5,28 @@ each wait for an answer has a deadline. The seed decides all else: how long a me
 comes first; connections that break, before or after a call was served; links that are silently dead in one direction
 for a while, and deliver later what they were given; calls that come a second time, long after.
 
+A call carries the identity of its caller, as a certificate of TLS would, and its pass. The shipped door of the listener
+decides whether it is admitted.
+
 Owns: which process listens where, calls under way, the state of links. Invariants: what travels is bytes, encoded and
 decoded by the methods' own codecs. A process that has ended sends nothing more. Must not know: what the messages mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shardyard.domain import errors
+from shardyard.security.door import Door
+from shardyard.security.identity import Identity
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import from_detail, to_detail
-from shardyard.transport.interfaces import Context, LocalAddress, Service
+from shardyard.transport.grpc_server import _context_of
+from shardyard.transport.interfaces import PASS_KEY, REQUEST_ID_KEY, LocalAddress, Service
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -27,6 +34,10 @@ from .world import MS, SECOND, Process, Task, World, current
 
 LATE_MAX = 15 * SECOND
 """How much later a second copy of a call may come."""
+HEARD_CALLS_MAX = 5
+"""How many calls of one caller and method are remembered, if somebody listens."""
+HEARD_MAX = 20
+"""How many requests of one call are remembered."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,42 @@ class Weather:
     slow_max: int = 1 * SECOND
 
 
+class Shown(NamedTuple):
+    """What a caller shows. `identity`: of its certificate; None: this yard has none."""
+
+    identity: Identity | None
+    job_pass: bytes
+
+
+class Overheard(NamedTuple):
+    """A call that was sent, and its first requests. `caller`: its host."""
+
+    caller: str
+    method: Method[Any, Any]
+    address: str
+    shown: Shown
+    sent: list[bytes]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """`door`: None without certificates. `vital`: as in GrpcServer."""
+
+    process: Process
+    handlers: dict[str, tuple[Method[Any, Any], Any]]
+    door: Door | None
+    vital: frozenset[str]
+    served: dict[Call, None] = field(default_factory=dict)
+
+    def revoke(self, holders: frozenset[str]) -> None:
+        """As GrpcServer.revoke."""
+        if self.door is not None:
+            self.door.revoked = holders
+        for call in list(self.served):
+            if call.shown.identity is not None and call.shown.identity.holder in holders:
+                call.break_off()
+
+
 class Wires:
     """All links and listeners of a world."""
 
@@ -50,18 +97,20 @@ class Wires:
         self.weather = Weather()
         self.dead_links: set[tuple[str, str]] = set()
         self.calls = 0
+        self.overheard: dict[tuple[str, Method[Any, Any]], deque[Overheard]] | None = None
+        """The newest calls of each caller and method, if somebody listens."""
         self._stuck: dict[tuple[str, str], list[Any]] = {}
-        self._listeners: dict[str, tuple[Process, dict[str, tuple[Method[Any, Any], Any]]]] = {}
+        self._listeners: dict[str, Listener] = {}
 
-    def listen(self, address: str, services: Sequence[Service]) -> None:
+    def listen(self, address: str, services: Sequence[Service], door: Door | None, vital: Collection[str]) -> None:
         process = current().process
-        self._listeners[address] = (
-            process,
-            {method.path: (method, handler) for service in services for method, handler in service.handlers.items()},
-        )
+        handlers = {
+            method.path: (method, handler) for service in services for method, handler in service.handlers.items()
+        }
+        listener = self._listeners[address] = Listener(process, handlers, door, frozenset(vital))
 
         def gone() -> None:
-            if self._listeners.get(address, (None,))[0] is process:
+            if self._listeners.get(address) is listener:
                 del self._listeners[address]
 
         process.at_end[gone] = None
@@ -69,7 +118,7 @@ class Wires:
     def leave(self, address: str) -> None:
         self._listeners.pop(address, None)
 
-    def at(self, address: str) -> tuple[Process, dict[str, tuple[Method[Any, Any], Any]]] | None:
+    def at(self, address: str) -> Listener | None:
         return self._listeners.get(address)
 
     def delay(self) -> int:
@@ -109,8 +158,18 @@ class Wires:
 class Call:
     """Both ends of one call. `caller` None: a copy, whose answers are dropped."""
 
-    def __init__(self, wires: Wires, method: Method[Any, Any], address: str, caller: Process, *, is_copy: bool) -> None:
+    def __init__(
+        self,
+        wires: Wires,
+        method: Method[Any, Any],
+        address: str,
+        caller: Process,
+        shown: Shown,
+        *,
+        is_copy: bool,
+    ) -> None:
         self.wires = wires
+        self.shown = shown
         self.world = wires.world
         self.method = method
         self.address = address
@@ -133,14 +192,20 @@ class Call:
         self._busy = False
         self._there_at = self._back_at = 0
         self.target = address.rpartition(":")[0]
+        self._heard: list[bytes] = []
         if not is_copy:
             caller.at_end[self._caller_has_ended] = None
+            if wires.overheard is not None:
+                calls = wires.overheard.setdefault((caller.host, method), deque(maxlen=HEARD_CALLS_MAX))
+                calls.append(Overheard(caller.host, method, address, shown, self._heard))
 
     # ---- from the caller to the server
 
     def send(self, data: bytes) -> None:
         world = self.world
         world.note(data)
+        if self.wires.overheard is not None and len(self._heard) < HEARD_MAX:
+            self._heard.append(data)
         if self.broken:
             return
         if self.wires.loses():
@@ -183,8 +248,8 @@ class Call:
                 self._back(("lost", "nobody is there"))
                 return
             # a process that is frozen gets what the kernel has taken for it when it wakes
-            self.server, services = found
-            self.server.spawn(lambda: self._serve(services), f"serve-{self.number}-{self.method.name}")
+            self.server = found.process
+            self.server.spawn(lambda: self._serve(found), f"serve-{self.number}-{self.method.name}")
             self.server.at_end[self._server_has_ended] = None
         if self.server.alive:
             self.arrived.append(data)
@@ -245,30 +310,54 @@ class Call:
                 return
             yield self.arrived.popleft()
 
-    def _serve(self, services: dict[str, tuple[Method[Any, Any], Any]]) -> None:
-        known = services.get(self.method.path)
+    def _serve(self, listener: Listener) -> None:
+        known = listener.handlers.get(self.method.path)
         try:
             if known is None:
                 raise errors.ProtocolMismatch(f"no method {self.method.path}")
             method, handler = known
-            context = Context(
-                peer="simulated", is_active=lambda: not self.gone, offer=lambda way: setattr(self, "at_once", way)
+            context, id_ = _context_of(
+                method,
+                self,  # type: ignore[arg-type]
+                listener.door,
+                lambda way: setattr(self, "at_once", way),
             )
-            requests = self._requests()
-            sent = requests if method.streams_in else next(requests, None)
-            if sent is None:
-                return
-            # as over gRPC, an answer's error comes after the answers
-            for answer in serve(method, handler, sent, context, f"call-{self.number}"):
-                if answer is not None:
-                    self._back(("answer", answer))
+            listener.served[self] = None
+            door = None if method.path in listener.vital else listener.door
+            with contextlib.nullcontext() if door is None or context.speaker is None else door.call_of(context.speaker):
+                requests = self._requests()
+                sent = requests if method.streams_in else next(requests, None)
+                if sent is None:
+                    return
+                # as over gRPC, an answer's error comes after the answers
+                for answer in serve(method, handler, sent, context, id_):
+                    if answer is not None:
+                        self._back(("answer", answer))
             self._back(("end", None))
         except errors.ShardyardError as error:
             self._back(("error", to_detail(error).SerializeToString(deterministic=True)))
         finally:
             self.at_once = None
+            listener.served.pop(self, None)
             if self.server is not None:
                 self.server.at_end.pop(self._server_has_ended, None)
+
+    # what the listener asks of gRPC's call
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return (REQUEST_ID_KEY, f"call-{self.number}"), (PASS_KEY, self.shown.job_pass)
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """What TLS would know of the caller. The URI is in the place of the certificate's bytes too."""
+        assert self.shown.identity is not None
+        uri = self.shown.identity.uri.encode()
+        return {"x509_pem_cert": [uri], "x509_subject_alternative_name": [uri]}
+
+    def peer(self) -> str:
+        return "simulated"
+
+    def is_active(self) -> bool:
+        return not self.gone
 
     # ---- from the server to the caller
 
@@ -326,13 +415,19 @@ class Call:
 
 
 class SimulatedNetwork:
-    """The network of one process. See shardyard.transport.interfaces.Network."""
+    """The network of one process. See shardyard.transport.interfaces.Network. `identity`: whom its certificate is for;
+    None: this yard has none."""
 
     job_pass = b""
 
-    def __init__(self, wires: Wires, process: Process) -> None:
+    def __init__(self, wires: Wires, process: Process, identity: Identity | None) -> None:
         self.wires = wires
         self.process = process
+        self.identity = identity
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(self.identity, self.job_pass)
 
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
@@ -358,13 +453,13 @@ class SimulatedPeer:
         return f"{self._name} at {self._address}"
 
     def call(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Any:
-        return next(self._run(method, [request], timeout_ms))
+        return next(self.run(method, [request], timeout_ms))
 
     def send(self, method: Method[Any, Any], requests: Iterable[Any], *, timeout_ms: int) -> Any:
-        return next(self._run(method, requests, timeout_ms))
+        return next(self.run(method, requests, timeout_ms))
 
     def receive(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Iterator[Any]:
-        return self._run(method, [request], timeout_ms)
+        return self.run(method, [request], timeout_ms)
 
     def open(self, method: Method[Any, Any], *, timeout_ms: int, socket: LocalAddress | None = None) -> SimulatedStream:
         return SimulatedStream(self, method)
@@ -378,14 +473,15 @@ class SimulatedPeer:
     def begin(self, method: Method[Any, Any]) -> Call:
         if self._closed:
             raise self.unavailable(f"{self.name} was closed")
-        call = Call(self._network.wires, method, self._address, self._network.process, is_copy=False)
+        network = self._network
+        call = Call(network.wires, method, self._address, network.process, network.shown, is_copy=False)
         self._open[call] = None
         return call
 
     def end(self, call: Call) -> None:
         self._open.pop(call, None)
 
-    def _run(self, method: Method[Any, Any], requests: Iterable[Any], timeout_ms: int) -> Generator[Any, None, None]:
+    def run(self, method: Method[Any, Any], requests: Iterable[Any], timeout_ms: int) -> Generator[Any, None, None]:
         call = self.begin(method)
         until = call.world.now + timeout_ms * MS
         try:
@@ -412,7 +508,7 @@ class SimulatedPeer:
         wires = self._network.wires
         if not sent or call.method.name == "Register" or not wires.repeats():
             return
-        again = Call(wires, call.method, self._address, self._network.process, is_copy=True)
+        again = Call(wires, call.method, self._address, self._network.process, call.shown, is_copy=True)
 
         def deliver() -> None:
             for data in sent:

@@ -80,6 +80,8 @@ class Plan:
     """For synchronous jobs in local mode: the steps of a round."""
     looks_ahead: bool = False
     """Whether the script announces which rows it will look up."""
+    thief: bool = False
+    """Whether processes have certificates, and a thief has one of them."""
     pulls_ahead: int | None = None
     """How many lists of `job.sampler` a loader pulls ahead of the batch that it delivers. None: job.batches."""
 
@@ -136,6 +138,7 @@ class Plan:
             lag=0,
             looks_ahead=False,
             cold=False,
+            thief=False,
         )
 
     def batches_of(self, source: DataShardSource) -> int:
@@ -188,6 +191,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     - "drain": workers leave in order, most of them while others are there; each comes back as a new one.
     - "full": the disk of the coordinator's journal is full for a while, once or more often.
     - "sampler": a loader pulls ahead from job.sampler.
+    - "stolen": processes have certificates, and a thief has that of a worker, until it is revoked.
     - "lag", after "async" or "bounded": one worker is far slower than the others, and a server is killed.
     """
     rng = random.Random(f"plan {seed}")
@@ -207,6 +211,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         "lives",
         "cold",
         "sampler",
+        "stolen",
         *WRONGS,
     )
     given = [word for word in words if word not in others] or [""]
@@ -286,6 +291,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_full_journal(plan)
     if "sampler" in words:
         plan = _with_sampler(plan)
+    if "stolen" in words:
+        plan = _with_thief(plan)
     if "over" in words:
         return _with_steps(plan)
     if "switch" in words:
@@ -378,6 +385,13 @@ def _with_full_journal(plan: Plan) -> Plan:
     rng = random.Random(f"full {plan.seed}")
     times = [rng.randrange(plan.calm_at) for _ in range(rng.choice((1, 2, 3)))]
     return replace(plan, faults=tuple(sorted((*plan.faults, *((at, "full journal") for at in times)))))
+
+
+def _with_thief(plan: Plan) -> Plan:
+    """A plan with workers whose certificates are not stolen. In half of the seeds nothing else happens."""
+    rng = random.Random(f"stolen {plan.seed}")
+    faults = plan.faults if rng.random() < 0.5 else ()
+    return replace(plan, thief=True, workers=rng.choice((2, 2, 3)), faults=faults)
 
 
 def _with_laggard(plan: Plan) -> Plan:

@@ -174,7 +174,7 @@ def settings_of(yard: Yard) -> Settings:
             exchange="delayed" if plan.window else "blocking",
         ),
         membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000, drain_s=6),
-        security=SecuritySettings(tls=False),
+        security=SecuritySettings(tls=plan.thief),
     )
 
 

@@ -96,7 +96,12 @@ class Yard:
             *(f"server-{index}" for index in range(plan.servers)),
             *(f"worker-{index}" for index in range(plan.workers)),
         )
-        self.person: Process | None = None
+        self.strangers: list[Process] = []
+        """Processes of no host of the yard: a person, a thief."""
+        self.certificates: dict[str, str] = {}
+        """The names in the certificates of places whose name is another."""
+        self.revoked_at: int | None = None
+        """When the coordinator has answered that the stolen certificate is revoked."""
 
 
 running: list[Yard] = []

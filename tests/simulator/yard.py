@@ -16,15 +16,20 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardyard.domain.ids import RunName
+from shardyard.security.identity import Identity
+from shardyard.security.passes import PassSigner
+from shardyard.transport.tls import ServerSecurity
+from shardyard_coordinator.service import identities as identities_of_yard
 from shardyard_coordinator.service.journal import Journal
 
+from . import identities
 from .disk import SimulatedOs
 from .faults import schedule
 from .hand_overs import watch_hand_overs
@@ -37,7 +42,7 @@ from .processes import come_again, start
 from .state import Ending, Yard, current_yard, running
 from .substitutes import installed
 from .watches import SimulatedJournal, Watch, watch_ledgers, watch_logs
-from .world import MS, SECOND, Stuck, current
+from .world import MS, SECOND, Process, Stuck, current
 
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
@@ -50,6 +55,8 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     """Simulates clock, threads, network and disk within the block. `run_plan` runs in it. Not reentrant. `level`: which
     log messages a trace has."""
     from shardyard.runtime.malloc import tune_malloc
+    from shardyard.security.local import forget_yard, remember_yard
+    from shardyard.transport.enrolment import own_credentials
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.transport.grpc_server import GrpcServer
     from shardyard.transport.local_listener import LocalListener
@@ -65,6 +72,11 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(GrpcNetwork): _network,
         id(GrpcServer): _Listener,
         id(LocalListener): _NoLocalSocket,
+        id(own_credentials): identities.own_identity,
+        id(identities_of_yard.security_of): identities.security_of,
+        id(PassSigner): identities.Signer,
+        id(remember_yard): lambda *_: None,
+        id(forget_yard): lambda *_: None,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(run_of): lambda _: RunName(f"launch {current_yard().jobs_failed}"),
@@ -110,6 +122,8 @@ class _NoLocalSocket:
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def start(self) -> None: ...
+
+    def revoke(self, holders: frozenset[str]) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -181,14 +195,20 @@ def _run(yard: Yard, *, judged: bool) -> Ending:
         standing,
         yard.happened,
     )
-    for process in [*yard.places.values(), *([] if yard.person is None else [yard.person])]:
+    _end(yard.places.values())
+    _end(yard.strangers)
+    return outcome
+
+
+def _end(processes: Iterable[Process]) -> None:
+    for process in processes:
         if process.alive:
             process.kill("the end")
-    return outcome
 
 
 def _judge_the_end(yard: Yard) -> None:
     """Checks that a worker that comes again finds its run finished, and begins no other."""
+    _end(yard.strangers)
     world, again = yard.world, come_again(yard)
     try:
         world.run(lambda: not again.alive or bool(yard.unfinished), limit=world.now + PATIENCE)
@@ -220,21 +240,35 @@ def prepare(plan: Plan) -> Ending | None:
 
 class _Listener:
     def __init__(
-        self, bind: str, services: Any, security: None, *, threads: int = 64, vital: Collection[str] = ()
+        self,
+        bind: str,
+        services: Any,
+        security: ServerSecurity | None,
+        *,
+        threads: int = 64,
+        vital: Collection[str] = (),
     ) -> None:
         self.address = bind
         self.port = int(bind.rpartition(":")[2])
         self._services = services
+        self._door = None if security is None else security.door
+        self._vital = vital
 
     def start(self) -> None:
-        current_yard().wires.listen(self.address, self._services)
+        current_yard().wires.listen(self.address, self._services, self._door, self._vital)
 
     def set_ready(self, *, ready: bool) -> None:
         """Does nothing: readiness is not simulated."""
+
+    def revoke(self, holders: frozenset[str]) -> None:
+        listener = current_yard().wires.at(self.address)
+        if listener is not None:
+            listener.revoke(holders)
 
     def stop(self, grace_ms: int = 500) -> None:
         current_yard().wires.leave(self.address)
 
 
-def _network(_credentials: None) -> SimulatedNetwork:
-    return SimulatedNetwork(current_yard().wires, current().process)
+def _network(identity: Identity | None) -> SimulatedNetwork:
+    """The credentials of a simulated process are its identity."""
+    return SimulatedNetwork(current_yard().wires, current().process, identity)
