@@ -56,7 +56,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shardyard.domain.errors import ConfigurationError, InvalidRequest, MalformedPayload
-from shardyard.security.credentials import Pem, digest_of, make_private, replace_file, sync_folder
+from shardyard.runtime.durable import sync_folder
+from shardyard.security.credentials import Pem, digest_of, make_private, replace_file
 from shardyard.security.identity import Identity, Role
 from shardyard.security.signatures import YardKeys, sign
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.domain.errors import NotTrusted
+from shardyard.runtime.durable import sync_folder
 
 KEY: Final = "tls.key"
 CERTIFICATE: Final = "tls.crt"
@@ -138,12 +139,3 @@ def replace_file(path: Path, content: bytes, *, synced: bool = False) -> None:
         raise
     if synced:
         sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

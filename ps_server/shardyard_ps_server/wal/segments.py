@@ -34,6 +34,7 @@ from typing import Final
 
 from shardyard.domain.errors import StorageUnavailable
 from shardyard.domain.ids import Generation, Incarnation, JobId
+from shardyard.runtime.durable import sync_folder
 from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.wal.records import (
     MARK_BYTES,
@@ -354,14 +355,6 @@ def write_once(path: Path, data: bytes, *, before: Callable[[], None] = lambda: 
         os.link(mine, path)
     mine.unlink()
     sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

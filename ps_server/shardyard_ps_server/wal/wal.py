@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from shardyard.domain.errors import Internal, NotReady, ShardyardError, StaleIncarnation, TooLarge
+from shardyard.runtime.durable import sync_folder
 from shardyard.runtime.failpoints import failpoint
 from shardyard.runtime.waits import WaitRegistry
 from shardyard_ps_server.values.versions import Bytes
@@ -39,7 +40,7 @@ from shardyard_ps_server.wal.records import (
     record_header,
     segment_header,
 )
-from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogFiles, storing, sync_folder
+from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogFiles, storing
 
 log = logging.getLogger("shardyard.server")
 
