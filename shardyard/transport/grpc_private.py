@@ -70,6 +70,7 @@ class PrivateCall:
         self._status: PrivateStatus | None = None
         self._answer: bytes | None = None
         self._begun = False
+        self._is_cancelled = False
         inner: Any = channel
         self._call = inner._channel.segregated_call(
             _NO_FLAGS, path.encode(), None, None, metadata, None, operations, None, None
@@ -78,40 +79,55 @@ class PrivateCall:
     def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
         """Sends messages in order, and waits until each is sent. If `answered`, does not wait for the last one. Raises
         Ended."""
-        with self._taking:
-            held: bytes | None = None
-            for message in messages:
-                if held is not None:
+        try:
+            with self._taking:
+                held: bytes | None = None
+                for message in messages:
+                    if held is not None:
+                        self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
+                        self._until(_SEND)
+                    held = message
+                if held is not None and not answered:
                     self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
                     self._until(_SEND)
-                held = message
-            if held is not None and not answered:
-                self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
-                self._until(_SEND)
-            elif held is not None:
-                self._do(
-                    (cygrpc.SendMessageOperation(held, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), _EXCHANGE
-                )
-                self._begun = True
+                elif held is not None:
+                    self._do(
+                        (cygrpc.SendMessageOperation(held, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)),
+                        _EXCHANGE,
+                    )
+                    self._begun = True
+        finally:
+            if self._is_cancelled:
+                self._drain_if_free()
 
     def receive(self) -> bytes:
         """Returns the next answer. Raises Ended."""
-        with self._taking:
-            if self._begun:
-                self._begun = False
-                self._until(_EXCHANGE)
-            else:
-                self._do((cygrpc.ReceiveMessageOperation(_NO_FLAGS),), _RECEIVE)
-                self._until(_RECEIVE)
-            if self._answer is None:
-                self._end()
-            answer, self._answer = self._answer, None
-            assert answer is not None
-            return answer
+        try:
+            with self._taking:
+                if self._begun:
+                    self._begun = False
+                    self._until(_EXCHANGE)
+                else:
+                    self._do((cygrpc.ReceiveMessageOperation(_NO_FLAGS),), _RECEIVE)
+                    self._until(_RECEIVE)
+                if self._answer is None:
+                    self._end()
+                answer, self._answer = self._answer, None
+                assert answer is not None
+                return answer
+        finally:
+            if self._is_cancelled:
+                self._drain_if_free()
 
     def cancel(self) -> None:
         """Ends the call. Any thread may call this; a thread that waits for an answer is woken."""
+        self._is_cancelled = True
         self._call.cancel(_common.STATUS_CODE_TO_CYGRPC_STATUS_CODE[grpc.StatusCode.CANCELLED], "cancelled here")
+        self._drain_if_free()
+
+    def _drain_if_free(self) -> None:
+        """Takes the events of a call that was cancelled, without which its connection stays open. A thread that sends
+        or receives meanwhile does this when it is done."""
         if self._taking.acquire(blocking=False):
             try:
                 self._drain()
@@ -146,6 +162,7 @@ class PrivateCall:
     def _drain(self) -> None:
         while self._due:
             self._take()
+        self._begun = False
 
     def _end(self) -> None:
         """Waits for the end of the call, which has ended or soon will, and raises Ended."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from shardyard.domain import errors
@@ -30,6 +32,7 @@ from tests.support.echoes import (
     frames_of,
     said,
 )
+from tests.support.waiting import wait_until
 
 
 def test_unary_call_is_answered(stage: Stage) -> None:
@@ -212,6 +215,31 @@ def test_cancelled_stream_is_unavailable_and_its_handler_ends(stage: Stage, stre
 
 def test_stream_that_was_never_used_can_be_cancelled(stage: Stage) -> None:
     stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS).cancel()
+
+
+def test_stream_that_is_cancelled_while_it_sends_leaves_no_connection(stage: Stage) -> None:
+    """Another thread may cancel a stream whose request is just being sent. Its answer is never asked for then."""
+    stream = stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
+
+    def requests() -> Iterator[Frame]:
+        yield from frames_of(1)
+        canceller = threading.Thread(target=stream.cancel)
+        canceller.start()
+        canceller.join()
+
+    with contextlib.suppress(errors.Unavailable):
+        stream.send(requests())
+    stage.peer.close()
+    port = int(stage.echo.address.rpartition(":")[2])
+
+    def is_gone() -> bool:
+        found = psutil.Process().net_connections("tcp")
+        return not any(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)
+
+    wait_until(is_gone, "the connection to be closed")
+    with contextlib.suppress(errors.Unavailable):  # in process the answer was there before
+        stream.receive(timeout_ms=TIMEOUT_MS)
+    stream.cancel()
 
 
 def test_streams_side_by_side_are_apart(stage: Stage, stream: Stream) -> None:
