@@ -99,6 +99,8 @@ class Membership:
         self._servers: dict[Incarnation, Member] = {}
         """Those of them that are servers."""
         self._former: dict[Incarnation, str] = {}
+        self._agents: dict[Incarnation, tuple[str, str]] = {}
+        """The certificates and hosts of agents, of former ones as well."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
@@ -230,14 +232,24 @@ class Membership:
         return f"{self._servers_expected - there} more of {self._servers_expected} servers, for up to 10 s"
 
     def started_by(self, agent: Member, pid: int) -> tuple[Member, ...]:
-        """The workers that ran in process `pid` on the agent's machine."""
+        """The workers that ran in process `pid` and that this agent has started, in this membership or in an earlier
+        one. What the agent says of its host does not make a worker its own."""
         return tuple(
             member
             for member in self._members.values()
             if member.role is MemberRole.WORKER
             and member.registration.pid == pid
-            and (member.registration.agent == agent.incarnation or member.registration.host == agent.registration.host)
+            and self._has_started(agent, member.registration)
         )
+
+    def _has_started(self, agent: Member, worker: Registration) -> bool:
+        if worker.agent == agent.incarnation:
+            return True
+        if worker.agent in self._members:
+            return False
+        # an agent that has registered again since; where none is known, the host decides, but without certificates only
+        before = self._agents.get(worker.agent or Incarnation(0), ("", worker.host))
+        return before == (agent.registration.principal, agent.registration.host)
 
     # ---- records
 
@@ -276,6 +288,10 @@ class Membership:
         if member.role is MemberRole.SERVER:
             self._servers[incarnation] = member
             self._server_came_ms = now_ms
+        elif member.role is MemberRole.AGENT:
+            self._agents[incarnation] = (registration.principal, registration.host)
+            while len(self._agents) > FORMER_MAX:
+                del self._agents[next(iter(self._agents))]
         return member
 
     def _remember(self, incarnation: Incarnation, reason: str) -> None:

@@ -98,13 +98,29 @@ def test_another_role_may_not_ask() -> None:
         yard.require(server.incarnation, MemberRole.WORKER)
 
 
-def test_exit_names_the_workers_of_that_process_on_that_machine() -> None:
+def test_exit_names_the_workers_of_that_process_that_the_agent_has_started() -> None:
     yard = members()
     agent = yard.add(AGENT, 0)
-    here = yard.add(WORKER, 0)
-    elsewhere = yard.add(dataclasses.replace(WORKER, host="other"), 0)
-    in_a_container = yard.add(dataclasses.replace(WORKER, host="other", agent=agent.incarnation), 0)
-    yard.add(dataclasses.replace(WORKER, pid=99), 0)
-    found = yard.started_by(agent, pid=7)
-    assert found == (here, in_a_container)
-    assert elsewhere not in found
+    by_it = dataclasses.replace(WORKER, agent=agent.incarnation)
+    here = yard.add(by_it, 0)
+    in_a_container = yard.add(dataclasses.replace(by_it, host="other"), 0)
+    yard.add(dataclasses.replace(by_it, pid=99), 0)
+    of_nobody = yard.add(WORKER, 0)
+    yard.add(dataclasses.replace(WORKER, host="other"), 0)
+    assert yard.started_by(agent, pid=7) == (here, in_a_container, of_nobody)
+    agent.registration = dataclasses.replace(AGENT, principal="agent/a")
+    assert yard.started_by(agent, pid=7) == (here, in_a_container)
+
+
+def test_exit_is_taken_from_the_agent_that_has_registered_again_and_from_no_other() -> None:
+    """S2: an agent says of itself on which host it runs, and may lie."""
+    yard = members()
+    first = yard.add(dataclasses.replace(AGENT, address="box:1", principal="agent/a"), 0)
+    worker = yard.add(dataclasses.replace(WORKER, agent=first.incarnation), 0)
+    liar = yard.add(dataclasses.replace(AGENT, address="box:2", principal="agent/b"), 0)
+    again = yard.add(dataclasses.replace(AGENT, address="box:3", principal="agent/a"), 0)
+    assert yard.started_by(liar, pid=7) == ()
+    assert yard.started_by(again, pid=7) == (), "the first is still there"
+    yard.remove(first.incarnation, "was silent")
+    assert yard.started_by(liar, pid=7) == ()
+    assert yard.started_by(again, pid=7) == (worker,)
