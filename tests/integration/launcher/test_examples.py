@@ -1,5 +1,5 @@
-"""The examples with tables, run small: what a run has learned is asserted, against bounds that a table which does not
-learn misses."""
+"""The examples with tables and the GPT, run small: what a run has learned is asserted, against bounds that one which
+does not learn misses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.support.yards import ROLE, RoleYard, Script
 ROOT = Path(__file__).parents[3]
 SKIPGRAM = str(ROOT / "examples" / "skipgram" / "train.py")
 RECOMMENDER = str(ROOT / "examples" / "recommender" / "train.py")
+GPT = str(ROOT / "examples" / "gpt" / "train.py")
 
 
 @contextmanager
@@ -195,5 +196,83 @@ def test_wrong_options_are_told_before_anything_begins(
     monkeypatch.syspath_prepend(str(Path(RECOMMENDER).parent))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(RECOMMENDER, run_name="__main__")
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- the GPT
+
+WORDS = ["alpha", "bravo", "delta", "gamma", "kappa", "omega", "sigma", "theta"]
+TINY = ["--layers", "2", "--heads", "2", "--width", "32", "--block", "32", "--passages", "1200", "--batch-size", "8"]
+TINY += ["--lr", "0.01", "--prompt", "alpha ", "--sample", "60", "--seed", "3"]
+HELD_OUT = re.compile(r"([\d.]+) bits per byte of ([\d,]+) held-out passages after ([\d,]+) steps")
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> str:
+    """A text of eight words in any order: half a bit per byte, if the words are known."""
+    drawn, path = random.Random(5), tmp_path / "story.txt"
+    path.write_text(" ".join(drawn.choice(WORDS) for _ in range(8_000)))
+    return str(path)
+
+
+def held_out(lines: list[str]) -> tuple[float, int]:
+    """Bits per byte, and the job's step."""
+    (found,) = [match for line in lines if (match := HELD_OUT.search(line))]
+    return float(found[1]), int(found[3].replace(",", ""))
+
+
+def sampled(lines: list[str]) -> str:
+    (begin,) = [number for number, line in enumerate(lines) if "a sample of 60 bytes" in line]
+    (text,) = [line for line in lines[begin + 1 :] if "alpha" in line]
+    return text[text.index("alpha") :]
+
+
+@pytest.mark.long("accumulated-bf16")
+@pytest.mark.parametrize("options", [[], ["--accumulate", "2", "--bf16"]], ids=["float32", "accumulated-bf16"])
+def test_gpt_learns_words_and_writes_them(story: str, options: list[str]) -> None:
+    lines = run(GPT, *TINY, "--files", story, "--clip", "1", *options)
+    bits, steps = held_out(lines)
+    assert bits < 1.5  # 8 know nothing, 4 know how frequent each byte is
+    assert steps == (75 if options else 150)
+    text = sampled(lines)
+    assert len(text) in (65, 66)  # with the blank at its end, if there is one
+    words = text.split()[:-1]
+    assert sum(word in WORDS for word in words) > 0.5 * len(words), text
+
+
+def test_gpt_that_does_not_learn_knows_nothing(story: str) -> None:
+    bits, _ = held_out(run(GPT, *TINY, "--files", story, "--lr", "0", "--passages", "80"))
+    assert 7 < bits < 9
+
+
+@pytest.mark.long
+def test_gpt_learns_in_a_yard_of_real_processes_what_one_process_learns(story: str) -> None:
+    """The command of the documentation: one server, two workers, synchronous steps."""
+    config, options = str(ROOT / "configs" / "gpt.yaml"), [*TINY, "--files", story, "--epochs", "2"]
+    together = run(*ROLE, "run", "-c", config, GPT, *options)
+    bits, steps = held_out(together)
+    assert bits < 1.5
+    assert steps == 150
+    alone = run(GPT, "--config", config, *options)
+    assert held_out(alone) == (bits, steps)
+    assert sampled(alone) == sampled(together)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--heads", "3"], "each head needs an even width"),
+        (["--prompt", ""], "at least one character"),
+        (["--temperature", "0"], "above 0"),
+    ],
+)
+def test_wrong_options_of_gpt_are_told_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [GPT, *options])
+    monkeypatch.syspath_prepend(str(Path(GPT).parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(GPT, run_name="__main__")
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
