@@ -62,13 +62,13 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 34)
+@mutation("C2", "async-wal", 99)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """a server that was frozen continues a log that another server has taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
-@mutation("C2", "async-wal", 34)
+@mutation("C2", "async-wal", 99)
 def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     """a successor looks for a log's end before it raises the fence"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
@@ -93,7 +93,7 @@ def nobody_waits_for_the_slowest(patch: Patch) -> None:
     patch.setattr(WorkerClocks, "_slowest_to_await", lambda self, worker, report, bound: None)
 
 
-@mutation("C3", "bounded-checkpoint-lag", 3)
+@mutation("C3", "bounded-checkpoint-lag", 1)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for workers that it has not heard from"""
     patch.setattr(WorkerClocks, "expect", lambda self, workers: None)

@@ -36,7 +36,7 @@ from shardyard_worker.training.nonfinite import NonFiniteCheck
 from .mutation import Patch, instead_of, mutation, nobody_is_fenced, to_the_last, whatever_its_token
 
 
-@mutation("A1", "async", 6)
+@mutation("A1", "async", 17)
 def named_by_the_lease(patch: Patch) -> None:
     """a new lease starts its work's numbers at 0, as if work were named by its lease"""
     real = Ledger.open
@@ -50,7 +50,7 @@ def named_by_the_lease(patch: Patch) -> None:
     patch.setattr(Ledger, "open", open_)
 
 
-@mutation("A2", "async", 6, 9)
+@mutation("A2", "async", 17)
 def duplicates_count(patch: Patch) -> None:
     """a push that was counted counts again"""
     real, advance = Ledger.is_duplicate, Ledger.advance
@@ -58,13 +58,13 @@ def duplicates_count(patch: Patch) -> None:
     patch.setattr(Ledger, "advance", to_the_last(advance))
 
 
-@mutation("A2", "async", 17)
+@mutation("A2", "async", 30)
 def gaps_count(patch: Patch) -> None:
     """a push counts before the pushes that precede it"""
     instead_of(patch, SequenceGap)
 
 
-@mutation("A3", "async", 112)
+@mutation("A3", "async", 237)
 def a_store_stays_in_its_epoch(patch: Patch) -> None:
     """a server takes requests like an earlier one, whatever has happened since that was admitted"""
     patch.setattr(Store, "epoch", property(lambda _: 1, lambda _, epoch: None), raising=False)
@@ -106,7 +106,7 @@ def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
     patch.setattr(NonFiniteCheck, "_report", lambda self, *said: None)
 
 
-@mutation("A5", "async", 112)
+@mutation("A5", "async", 227)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """pushes under an overtaken token count, and no worker is fenced"""
     patch.setattr(Ledger, "is_duplicate", whatever_its_token(Ledger.is_duplicate))
@@ -133,7 +133,7 @@ def single_partitions_go_back_further(patch: Patch) -> None:
     patch.setattr(recovery_flow, "bases", bases)
 
 
-@mutation("A9", "async-checkpoint", 18)
+@mutation("A9", "async-checkpoint", 17)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint copies the data ledger after its partitions are written"""
     real = checkpointing.end
@@ -163,7 +163,7 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 3)
+@mutation("A11", "async-checkpoint", 17)
 def closed_is_closed(patch: Patch) -> None:
     """data shards stay closed after a restore has undone their work"""
     patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
@@ -175,13 +175,13 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 454)
+@mutation("A12", "async", 107)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 44)
+@mutation("A14", "async-rows", 47)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 
@@ -202,7 +202,7 @@ def what_was_promised_counts(patch: Patch) -> None:
     patch.setattr(SampledEpoch, "takes_step", lambda epoch: real(epoch) or (not epoch._ended and not epoch._is_taken))
 
 
-@mutation("A16", "async-sampler", 5)
+@mutation("A16", "async-sampler", 7)
 def a_loader_ends_with_what_it_has(patch: Patch) -> None:
     """a loader is not kept going at the end of what a worker has"""
     patch.setattr(SampledEpoch, "_must_go_on", False)

@@ -49,7 +49,7 @@ def rows_do_not_go_back(patch: Patch) -> None:
     patch.setattr(PartitionTables, "become", become)
 
 
-@mutation("A8", "async-checkpoint-rows-lives", 3)
+@mutation("A8", "async-checkpoint-rows-lives", 10)
 def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch) -> None:
     """ids that have no row yet are restored with a frequency of 1"""
     real = TableOfPartition.load
@@ -62,7 +62,7 @@ def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch)
     patch.setattr(TableOfPartition, "load", load)
 
 
-@mutation("A8", "async-checkpoint-rows-lives", 61)
+@mutation("A8", "async-checkpoint-rows-lives", 59)
 def filters_do_not_come_back(patch: Patch) -> None:
     """a filter's cells are not restored from a checkpoint"""
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
@@ -91,7 +91,7 @@ def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     change_cuts(patch, end_with_step)
 
 
-@mutation("A1", "hybrid-checkpoint", 3)
+@mutation("A1", "hybrid-checkpoint", 16)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
     """a checkpoint records that all rows of the next step have counted"""
 
@@ -128,7 +128,7 @@ def ranks_are_alike_in_rows(patch: Patch) -> None:
     patch.setattr(row_sums, "mean_of", mean_of)
 
 
-@mutation("B3", "sync-rows", 298)
+@mutation("B3", "sync-rows", 31)
 def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     """a look-up of rows at a version returns the newest rows"""
     real = lookups.look_up_rows
@@ -141,7 +141,7 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     patch.setattr(lookups, "look_up_rows", look_up_rows)
 
 
-@mutation("B7", "sync-checkpoint-rows", 57)
+@mutation("B7", "sync-checkpoint-rows", 6)
 def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
     """rows are restored with a later step of their last push"""
     real = TableOfPartition.load
@@ -183,7 +183,7 @@ def rows_are_not_in_the_log(patch: Patch) -> None:
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
-@mutation("promise 4", "async", 112)
+@mutation("promise 4", "async", 227)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server accepts calls of fenced workers"""
     nobody_is_fenced(patch)

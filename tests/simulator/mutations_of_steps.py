@@ -63,7 +63,7 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B3", "sync", 10)
+@mutation("B3", "sync", 154)
 def one_version_is_kept(patch: Patch) -> None:
     """a partition keeps only its newest version"""
     real = Versions.find
@@ -136,7 +136,7 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
     patch.setattr(pushes, "take_verdict", take_verdict)
 
 
-@mutation("B6", "sync-backup", 14)
+@mutation("B6", "sync-backup", 18)
 def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
     """the coordinator announces a step's verdict without writing it to its journal"""
     real = work_verdicts.decide_step
@@ -176,7 +176,7 @@ def a_sealed_partition_takes_pushes(patch: Patch) -> None:
     patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
-@mutation("C8", "async-full", 0)
+@mutation("C8", "async-full", 11)
 def what_was_not_written_down_is_told(patch: Patch) -> None:
     """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
     real = Mailbox._begin_stall
