@@ -22,6 +22,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "JobState.departing": "found again with the next tick",
     "JobState.missing": "found again with the next tick",
     "Membership._server_came_ms": "the servers that are expected are waited for anew",
+    "Membership._agents": "workers of an agent that has registered again since are lost with their lease",
     "JobState.reads_steps": "servers are asked again",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",
