@@ -5,7 +5,7 @@
 
 Shardyard's own modules read a clock that jumps; gRPC's keep theirs, with the one that hands it times of day, since its
 core, in C, reads the system's: the two would disagree for ever, where after a real jump they agree again at once. So do
-certificates and passes (shardyard.security), whose times TLS compares with the system's clock.
+certificates and passes (shardyard.security, shardyard.transport.tls), whose times TLS compares with the system's clock.
 """
 
 import builtins
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 HANDS_TIMES_TO_GRPC = "shardyard.transport.grpc_client"
-COMPARED_BY_TLS = "shardyard.security."
+COMPARED_BY_TLS = ("shardyard.security.", "shardyard.transport.tls")
 JUMP_S = 86_400
 EVERY_S = 0.2
 JUMPS = random.Random()
