@@ -39,6 +39,10 @@ _TABLE: Final[tuple[tuple[Method[Any, Any], tuple[Role, ...]], ...]] = (
     (methods.REPORT_NOT_FINITE, (_WORKER,)),
     (methods.DECIDE_STEP, (_WORKER,)),
     (methods.READ_MAKE_UP, (_WORKER,)),
+    (methods.JOIN_REPLICA_GROUP, (_WORKER,)),
+    (methods.PUT_GROUP_KEY, (_WORKER,)),
+    (methods.GET_GROUP_KEYS, (_WORKER,)),
+    (methods.REPORT_PUBLISHED, (_WORKER,)),
     (methods.REBASE_SOURCE, (_WORKER,)),
     (methods.REPORT_RESIDUAL, (_WORKER,)),
     (methods.TAKE_UP_RESIDUAL, (_WORKER,)),
@@ -65,6 +69,7 @@ _TABLE: Final[tuple[tuple[Method[Any, Any], tuple[Role, ...]], ...]] = (
     # servers: values
     (methods.INITIALIZE, (_WORKER,)),
     (methods.INITIALIZE_OPTIMIZER, (_WORKER,)),
+    (methods.PUBLISH_STATE, (_WORKER,)),
     (methods.OPEN_SOURCES, (_WORKER,)),
     (methods.PUSH, (_WORKER,)),
     (methods.PUSH_PULL, (_WORKER,)),

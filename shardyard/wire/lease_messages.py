@@ -9,6 +9,7 @@ from shardyard.domain.consistency import Consistency, ConsistencyMode, Stop, Swi
 from shardyard.domain.errors import InvalidRequest, TooLarge
 from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
 from shardyard.domain.push_names import DataLease, DoneDataShards, RankLease, SourceKey, Watermark
+from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire.common_messages import (
     CONSISTENCY_MODES,
     bounded,
@@ -140,3 +141,21 @@ def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:
 def data_lease_from_wire(message: coordinator.DataLease) -> DataLease:
     source, token = data_shard_from_wire(message.data_shard), Token(message.token)
     return DataLease(source, token, message.begin, message.end, message.announce_until)
+
+
+def replica_group_to_wire(group: ReplicaGroup) -> coordinator.ReplicaGroup:
+    return coordinator.ReplicaGroup(
+        generation=group.generation, members=group.members, step=group.step, donor=group.donor
+    )
+
+
+def replica_group_from_wire(message: coordinator.ReplicaGroup) -> ReplicaGroup:
+    """Raises TooLarge, InvalidRequest."""
+    members = tuple(
+        Incarnation(each) for each in bounded(message.members, limits.LOGICAL_RANKS_MAX, "members of a replica group")
+    )
+    step = message.step if message.HasField("step") else None
+    donor = message.donor if message.HasField("donor") else None
+    if (step is None) is not (donor is None) or (donor is not None and donor >= len(members)):
+        raise InvalidRequest(f"a replica group of {len(members)} members at step {step}, with donor {donor}")
+    return ReplicaGroup(message.generation, members, step, donor)

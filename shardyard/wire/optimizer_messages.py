@@ -10,12 +10,15 @@ from shardyard.domain import limits
 from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId
 from shardyard.domain.optimizers import PartitionSlots
+from shardyard.domain.replica_groups import NO_STEP, TakenStep
 from shardyard.wire import common_messages
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 
 
-def given_to_header(caller: Caller, server: Incarnation, generation: Generation, slots: PartitionSlots) -> bytes:
-    """The header of InitializeOptimizer."""
+def given_to_header(
+    caller: Caller, server: Incarnation, generation: Generation, slots: PartitionSlots, taken: TakenStep = NO_STEP
+) -> bytes:
+    """The header of InitializeOptimizer, and of PublishState after a step that replicas have taken."""
     return wire.OptimizerHeader(
         caller=common_messages.caller_to_wire(caller),
         server=server,
@@ -23,6 +26,8 @@ def given_to_header(caller: Caller, server: Incarnation, generation: Generation,
         partition=slots.partition,
         counts=slots.counts,
         slots=slots.slots,
+        step=taken.step,
+        group=taken.group,
     ).SerializeToString()
 
 
@@ -37,11 +42,14 @@ def read_to_header(slots: PartitionSlots) -> bytes:
     ).SerializeToString()
 
 
-def given_from_header(header: bytes) -> tuple[Caller, Incarnation, Generation, PartitionSlots]:
+def given_from_header(header: bytes) -> tuple[Caller, Incarnation, Generation, TakenStep, PartitionSlots]:
     """Raises MalformedPayload, TooLarge."""
     message = _parsed(header)
     caller = common_messages.caller_from_wire(message.caller)
-    return caller, Incarnation(message.server), Generation(message.generation), _slots(message)
+    if message.step > limits.SEQUENCE_MAX:
+        raise MalformedPayload(f"a state of step {message.step}")
+    taken = TakenStep(message.step, message.group)
+    return caller, Incarnation(message.server), Generation(message.generation), taken, _slots(message)
 
 
 def read_from_header(header: bytes) -> PartitionSlots:

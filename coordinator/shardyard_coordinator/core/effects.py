@@ -18,6 +18,7 @@ from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId, Rank, Token
 from shardyard.domain.layout.layouts import JobLayout, PartitionMap
 from shardyard.domain.push_names import DataShardSource, DoneDataShards, LeasedSource, RankLease, SourceKey
+from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.checkpoint_book import Committed, Draft
@@ -251,6 +252,15 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroupAnswer:
+    """`group`: the newest, if the worker is in it; None: the worker waits for the next one, and `waiting_for` says what
+    that waits for."""
+
+    group: ReplicaGroup | None
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """A member has left. `residual_lost`: whether a worker's residual counts as lost."""
 
@@ -288,7 +298,9 @@ class HeartbeatReply:
     """The answer to a heartbeat. `job_state` is None for a member without a job. `feedback`: the residuals that the
     worker takes over. `restored_generation`: the generation with which the whole job last went back to a checkpoint.
     `checkpoint`: the newest one. `world_size`: as in Joined. `consistency`: set for a job that was switched.
-    `switch_point`: set while the job changes between synchronous and asynchronous updates."""
+    `switch_point`: set while the job changes between synchronous and asynchronous updates. `replica_generation`: the
+    worker leaves replica groups of a lower generation. `publish`: replicas give the servers their state.
+    `lost_replica_generation`: the newest group, if it lacks a member."""
 
     job_state: JobPhase | None = None
     failure: ShardyardError | None = None
@@ -307,6 +319,9 @@ class HeartbeatReply:
     consistency: Consistency | None = None
     switch_point: SwitchPoint | None = None
     drain: Draining | None = None
+    replica_generation: int = 0
+    publish: bool = False
+    lost_replica_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

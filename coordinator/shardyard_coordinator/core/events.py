@@ -144,6 +144,25 @@ class LeaseReturned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroupAsked(Event):
+    """A worker has left replica group `left` (0: none), and waits for the next one. `step`: that of its replica; None:
+    it has none."""
+
+    caller: Caller
+    left: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasPublished(Event):
+    """All servers have the state of that step of the replicas of a group."""
+
+    caller: Caller
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchBegun(Event):
     """A worker is about to compute a batch of its data shard, or a step of its logical rank. `highest`: the highest
     next sequence of the source over all partitions."""

@@ -37,6 +37,7 @@ from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.losses import Departed, LostPushes, LostResiduals
 from shardyard_coordinator.work.quarantine import Suspects
 from shardyard_coordinator.work.ranks import RankBook
+from shardyard_coordinator.work.replica_book import ReplicaBook
 from shardyard_coordinator.work.step_ledger import StepLedger
 from shardyard_coordinator.work.step_times import StepTimes
 from shardyard_coordinator.work.tokens import Tokens
@@ -60,7 +61,7 @@ class JobState:
     until then it can only begin again.
     `reads_steps`: a read of the ledgers is under way. `departing`: what it waits for, while a
     server leaves it. `missing`: the servers for which its partitions wait. `rows_seen`: by server, the rows of
-    each table. `owner`: whose it is; empty: of nobody in particular."""
+    each table. `replicas`: the groups of a mirrored job. `owner`: whose it is; empty: of nobody in particular."""
 
     id: JobId
     settings: JobSettings
@@ -76,6 +77,7 @@ class JobState:
     mode: ModeSetting
     book: CheckpointBook
     log_owners: LogOwners | None
+    replicas: ReplicaBook | None = None
     owner: str = ""
     phase: JobPhase = JobPhase.STARTING
     failure: errors.ShardyardError | None = None
@@ -224,6 +226,15 @@ def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str 
         mode=ModeSetting(consistency.mode, consistency.bound),
         book=CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms),
         log_owners=LogOwners(settings.checkpoint.keep) if settings.durability is Durability.WAL else None,
+        replicas=_new_replicas(settings) if settings.strategy.is_mirrored else None,
+    )
+
+
+def _new_replicas(settings: JobSettings) -> ReplicaBook:
+    return ReplicaBook(
+        members_max=settings.logical_rank_count,
+        workers_expected=settings.workers_expected,
+        grace_ms=settings.rank_grace_ms,
     )
 
 

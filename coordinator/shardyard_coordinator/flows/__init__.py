@@ -6,6 +6,7 @@ keeps no state and does no I/O. A flow imports only flows that stand below it in
 
 - `deployment`: variables are registered, created on servers and given first values.
 - `leasing`: workers get data shards. `last_step`: the step before which all workers stop, or change the mode.
+- `replication`: workers of a mirrored job form groups, and give the servers their state.
 - `work_verdicts`: which results count. `mode_switch`: the consistency mode of a running job changes.
 - `job_end`: the last checkpoint, and the end.
 - `departure`: partitions of a server that leaves in order go to others.

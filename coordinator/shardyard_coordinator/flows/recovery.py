@@ -153,6 +153,24 @@ def lose(job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str
     return [*job.records([record]), LogMessage(f"{message} of step {newest.step:,}", warning=True)]
 
 
+def lose_replicas(job: JobState, now_ms: int) -> list[Effect]:
+    """A mirrored job has lost all its replicas. What the servers have may be of several steps, since a member may have
+    died while it published, so all partitions go back to the newest checkpoint. Raises WorkerFailed if there is
+    none."""
+    newest = job.book.committed
+    if newest is None or not can_go_back(job):
+        raise errors.WorkerFailed(
+            f"{job.title} has lost all its replicas, and has no checkpoint",
+            why="its variables were in its workers",
+            todo="set job.checkpoint.url and job.checkpoint.every_s, and start the script again",
+        )
+    assert job.deployment.layout is not None
+    job.book.abandon()
+    record = job.recovery.lose([part.partition for part in job.deployment.layout.partitions], now_ms)
+    message = f"{job.title} has lost all its replicas; it goes back to checkpoint {newest.number}"
+    return [*job.records([record]), LogMessage(f"{message} of step {newest.step:,}", warning=True)]
+
+
 def lose_values(
     job: JobState, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int, *, at_once: bool = False
 ) -> list[Effect]:
@@ -316,6 +334,8 @@ def _take_map(job: JobState, map_: PartitionMap, *, goes_back: bool) -> list[Dat
     was closed since is opened again (rule A11) and returned."""
     assert job.book.committed is not None
     job.deployment.map = map_
+    if job.replicas is not None and goes_back:
+        job.replicas.went_back(job.workers)
     if job.deployment.stage is Stage.RESTORING:
         job.deployment.stage = Stage.OPEN
         return []

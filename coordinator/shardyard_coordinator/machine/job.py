@@ -130,6 +130,8 @@ def _remove(
         job.roster.close_at(now_ms + late_ms if is_done else None)
     if job.ranks is not None:
         job.ranks.suspend(worker)
+    if job.replicas is not None:
+        job.replicas.lose(worker)
     job.deployment.suspend(worker)
     return "worker_gone", {
         "worker": worker,

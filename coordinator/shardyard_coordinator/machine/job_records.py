@@ -32,6 +32,7 @@ def entries(job: JobState) -> list[Entry]:
         *job.pending_switch.entries(),
         *job.deployment.entries(),
         *([] if job.ranks is None else job.ranks.entries()),
+        *([] if job.replicas is None else job.replicas.entries()),
         *job.feeds.entries(),
         *job.suspects.entries(),
         *job.not_finite.entries(),
@@ -61,6 +62,12 @@ def _rank_given(job: JobState, _: str, body: Body, now_ms: int) -> None:
     assert job.ranks is not None
     job.ranks.restore(body, now_ms)
     job.tokens.seen(body.number("token"))
+
+
+def _replicas(job: JobState, kind: str, body: Body, _: int) -> None:
+    require(job.replicas is not None, "replicas of a job whose strategy has none")
+    assert job.replicas is not None
+    job.replicas.restore(kind, body)
 
 
 def _feeds(job: JobState, kind: str, body: Body, _: int) -> None:
@@ -120,6 +127,7 @@ _KINDS: Final[tuple[tuple[str, Restore], ...]] = (
     ("worker_freed", lambda job, _, body, now_ms: fencing.restore_freed(job, body, now_ms)),
     ("workers_gone", lambda job, _, body, now_ms: job.roster.restore(body, now_ms)),
     ("rank_given", _rank_given),
+    ("replica_group replicas_published", _replicas),
     ("token_given", lambda job, _, body, __: job.tokens.seen(body.number("token"))),
     ("feed_opened feed_progress feed_closed data_leased data_closed batch_quarantined", _feeds),
     ("steps_decided contributions_dropped_before", _verdicts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.push_names import RankLease, RankSource
@@ -34,7 +35,20 @@ def heartbeat_reply(job: JobState, worker: Incarnation, drain: Draining | None =
         consistency=job.consistency,
         switch_point=job.pending_switch.switch_point,
         drain=drain,
+        **_of_replicas(job),
     )
+
+
+def _of_replicas(job: JobState) -> dict[str, Any]:
+    book = job.replicas
+    if book is None:
+        return {}
+    generation, lacks = book.group.generation, book.lacks_a_member(job.workers)
+    return {
+        "replica_generation": generation + (lacks or book.has_room(job.workers)),
+        "lost_replica_generation": generation if lacks else 0,
+        "publish": book.is_to_publish,
+    }
 
 
 def joined(job: JobState, worker: Incarnation, *, started: bool) -> Joined:

@@ -40,6 +40,7 @@ from shardyard_coordinator.flows import (
     leasing,
     lost_pushes,
     mode_switch,
+    replication,
     residuals,
     work_verdicts,
 )
@@ -154,15 +155,15 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
-                job, missing = self._job_of(caller), self._members.missing_servers(now_ms)
+                job, missing = self.require_job(caller), self._members.missing_servers(now_ms)
                 quotas.check_variables(self._quotas, self._jobs, job, event)
                 return deployment.register_variables(job, event, self._servers(now_ms), missing)
             case events.LedgerRead(returned, next_sequence, generation):
-                return leasing.close_lease(self._job_of(returned.caller), returned, next_sequence, generation)
+                return leasing.close_lease(self.require_job(returned.caller), returned, next_sequence, generation)
             case events.WatermarksRead(asked):
-                return lost_pushes.declare_lost(self._job_of(asked.caller), event)
+                return lost_pushes.declare_lost(self.require_job(asked.caller), event)
             case events.LostPushesSkipped(asked, lost):
-                self._job_of(asked.caller)
+                self.require_job(asked.caller)
                 return [Reply(Rebased(lost))]
             case events.CheckpointRequested(caller, job_name, ticket):
                 return checkpointing.request(callers.asked_about(self._members, self._jobs, caller, job_name), ticket)
@@ -181,23 +182,27 @@ class Machine:
             case events.RestoreCancelled(job_name, owner):
                 return self._jobs.cancel_restore(job_name, owner)
             case events.VariablesCommitted(caller, generation):
-                return deployment.commit_variables(self._job_of(caller), caller.incarnation, generation)
+                return deployment.commit_variables(self.require_job(caller), caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
-                return leasing.open_feed(self._job_of(caller), feed, spec)
+                return leasing.open_feed(self.require_job(caller), feed, spec)
             case events.LeaseRequested(caller, feed, known):
-                return leasing.lease(self._job_of(caller), caller.incarnation, feed, known)
+                return leasing.lease(self.require_job(caller), caller.incarnation, feed, known)
             case events.LeaseReturned(caller):
-                return leasing.return_lease(self._job_of(caller), event)
+                return leasing.return_lease(self.require_job(caller), event)
             case events.BatchBegun(caller):
-                return work_verdicts.begin_batch(self._job_of(caller), event)
+                return work_verdicts.begin_batch(self.require_job(caller), event)
             case events.StepReported(caller, step, ranks):
-                return work_verdicts.decide_step(self._job_of(caller), step, ranks, now_ms)
+                return work_verdicts.decide_step(self.require_job(caller), step, ranks, now_ms)
             case events.MakeupRequested(caller, feed, step):
-                return work_verdicts.read_make_up(self._job_of(caller), feed, step)
+                return work_verdicts.read_make_up(self.require_job(caller), feed, step)
+            case events.ReplicaGroupAsked(caller):
+                return replication.ask(self.require_job(caller), event, now_ms)
+            case events.ReplicasPublished(caller):
+                return replication.published(self.require_job(caller), event)
             case events.RebaseRequested(caller):
-                return lost_pushes.rebase(self._job_of(caller), event)
+                return lost_pushes.rebase(self.require_job(caller), event)
             case events.FeedbackRead(caller):
-                return residuals.take(self._job_of(caller), event)
+                return residuals.take(self.require_job(caller), event)
             case _:
                 return self._end_effect(event, now_ms)
 
@@ -265,7 +270,7 @@ class Machine:
         return [*effects, Reply(Acknowledged())]
 
     def _report_not_finite(self, said: events.NotFiniteReported, now_ms: int) -> list[Effect]:
-        job = self._job_of(said.caller)
+        job = self.require_job(said.caller)
         effects = work_verdicts.report_not_finite(job, said)
         reply = effects[-1]
         assert isinstance(reply, Reply)
@@ -354,7 +359,9 @@ class Machine:
         effects += life.join(job, worker.incarnation, event.run, now_ms)
         return [*effects, Reply(job_views.joined(job, worker.incarnation, started=found is None))]
 
-    def _job_of(self, caller: Caller) -> JobState:
+    def require_job(self, caller: Caller) -> JobState:
+        """The unfinished job of a living worker that asks about it. Raises NotFound, StaleIncarnation, and its
+        failure."""
         return callers.require_job(self._members, self._jobs, caller)
 
     def _restore(self, kind: str, body: Body, now_ms: int) -> None:

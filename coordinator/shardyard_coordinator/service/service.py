@@ -26,6 +26,7 @@ from shardyard.transport.interfaces import Network
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.members.membership import Member
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.group_keys import GroupKeys
 from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.mailbox import Mailbox
@@ -96,6 +97,7 @@ class Coordinator:
                 checkpoint_io=checkpoint_io,
                 access=access,
                 residuals=self._residuals,
+                group_keys=GroupKeys(),
                 wait_registry=self._wait_registry,
                 membership=membership,
                 checkpoints=checkpoints,

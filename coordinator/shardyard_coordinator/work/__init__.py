@@ -6,6 +6,7 @@ samples are done, dropped or lost. Each sample counts once an epoch; docs/intern
 - `tokens` and `feeds`: what a lease and a feed are. Start here.
 - Asynchronous jobs: `data_ledger` leases ranges of samples (`data_shards`: those of one feed).
 - Synchronous jobs: `ranks` gives logical ranks to workers, `step_ledger` follows the steps.
+- Mirrored jobs: `replica_book` forms the groups of workers that train together.
 - `checkpoint_copy`: the ledger's copy in a checkpoint, and what is open again when partitions go back to it.
 - Backup workers: `straggler_verdicts` says which ranks count in a step, `step_times` how long to wait for the rest.
 - `quarantine`: batches that kill workers or have no finite gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from pydantic.fields import FieldInfo
 
 from shardyard.config.settings.process import Settings
 from shardyard.config.settings.values import Expected, Section
-from shardyard.domain.consistency import BufferMode, ConsistencyMode, Durability, NonFinite
-from shardyard.domain.pulls import RowCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _expected(bare, [each for info in inner for each in info.metadata])
     if get_origin(kind) is Literal:
         return _one_of([str(choice) for choice in get_args(kind)])
-    if isinstance(kind, type) and issubclass(kind, BufferMode | ConsistencyMode | Durability | NonFinite | RowCode):
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _one_of([choice.value for choice in kind])
     if kind is bool:
         return "true or false"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from shardyard.domain.consistency import (
     NonFinite,
     UpdateMode,
 )
+from shardyard.domain.replica_groups import Strategy
 
 PARTITIONS_AUTO: Final = 8
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
@@ -77,6 +78,13 @@ class JobSettings(Section):
         description="A larger variable is cut into blocks of this size. auto: half of a partition's fair share of"
         " the job's bytes, at least 1 MiB, so that a variable is cut only where that improves the"
         " balance. Parameters under LAMB are not cut.",
+    )
+    strategy: Strategy = Field(
+        default=Strategy.PARAMETER_SERVER,
+        strict=False,
+        description="Where variables live. parameter_server: on the servers, which get every gradient."
+        " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
+        " job.consistency.mode is sync. See docs/guides/strategies.md.",
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
@@ -141,6 +149,11 @@ class JobSettings(Section):
         return self.clip.clipping if self.consistency.mode.updates is UpdateMode.SYNC else NO_CLIPPING
 
     @property
+    def updates_in_workers(self) -> bool:
+        """Whether workers run the optimizer that changes their values."""
+        return self.consistency.local_steps is not None or self.strategy.is_mirrored
+
+    @property
     def partition_count(self) -> int:
         return PARTITIONS_AUTO if self.partitions == "auto" else self.partitions
 
@@ -148,6 +161,40 @@ class JobSettings(Section):
     def logical_rank_count(self) -> int:
         ranks = self.consistency.logical_ranks
         return self.workers_expected if ranks == "auto" else ranks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replicas_are_synchronous(cls, given: Any) -> Any:
+        """A mirrored strategy sets the mode where the settings do not."""
+        if not isinstance(given, dict) or given.get("strategy") in (
+            None,
+            Strategy.PARAMETER_SERVER,
+            "parameter_server",
+        ):
+            return given
+        consistency = given.get("consistency")
+        if consistency is None or (isinstance(consistency, dict) and "mode" not in consistency):
+            return {**given, "consistency": {**(consistency or {}), "mode": ConsistencyMode.SYNC.value}}
+        return given
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> Self:
+        if not self.strategy.is_mirrored:
+            return self
+        for name, found, wanted in (
+            ("consistency.mode", self.consistency.mode.value, ConsistencyMode.SYNC.value),
+            ("consistency.backup_workers", self.consistency.backup_workers, 0),
+            ("durability", self.durability.value, Durability.CHECKPOINT.value),
+            ("clip.value", self.clip.value, 0.0),
+            ("compression.push", self.compression.push_rules.compresses, False),
+        ):
+            if found != wanted:
+                raise impossible(
+                    ("strategy", name),
+                    f"{name} {wanted} with strategy {self.strategy.value}, whose gradients do not go to servers",
+                    f"{name} {found}",
+                )
+        return self
 
     @model_validator(mode="after")
     def _a_log_follows_a_checkpoint(self) -> Self:

@@ -363,7 +363,7 @@ class CheckpointResidual(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("authorities", "revoked", "job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "undecided")
+    __slots__ = ("authorities", "revoked", "job_pass", "term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "drain", "initializer", "recovering", "save_residual", "feedback", "restored_generation", "world_size", "stop", "checkpoint", "consistency", "switch_point", "replica_generation", "publish", "lost_replica_generation", "undecided")
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     JOB_PASS_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,9 @@ class HeartbeatReply(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SWITCH_POINT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    LOST_REPLICA_GENERATION_FIELD_NUMBER: _ClassVar[int]
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
     authorities: bytes
     revoked: Revoked
@@ -409,8 +412,11 @@ class HeartbeatReply(_message.Message):
     checkpoint: CheckpointStatus
     consistency: Consistency
     switch_point: SwitchPoint
+    replica_generation: int
+    publish: bool
+    lost_replica_generation: int
     undecided: str
-    def __init__(self, authorities: _Optional[bytes] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., undecided: _Optional[str] = ...) -> None: ...
+    def __init__(self, authorities: _Optional[bytes] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., job_pass: _Optional[bytes] = ..., term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., initializer: bool = ..., recovering: bool = ..., save_residual: _Optional[_Union[SaveResidual, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[CheckpointResidual, _Mapping]]] = ..., restored_generation: _Optional[int] = ..., world_size: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., switch_point: _Optional[_Union[SwitchPoint, _Mapping]] = ..., replica_generation: _Optional[int] = ..., publish: bool = ..., lost_replica_generation: _Optional[int] = ..., undecided: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("left_ms", "empty")
@@ -663,6 +669,86 @@ class CloseLeaseReply(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     done: bool
     def __init__(self, done: bool = ...) -> None: ...
+
+class JoinReplicaGroupRequest(_message.Message):
+    __slots__ = ("caller", "left", "step")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    left: int
+    step: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., left: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class JoinReplicaGroupReply(_message.Message):
+    __slots__ = ("retry_ms", "group", "waiting_for")
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    retry_ms: int
+    group: ReplicaGroup
+    waiting_for: str
+    def __init__(self, retry_ms: _Optional[int] = ..., group: _Optional[_Union[ReplicaGroup, _Mapping]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class ReplicaGroup(_message.Message):
+    __slots__ = ("generation", "members", "step", "donor")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    step: int
+    donor: int
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., donor: _Optional[int] = ...) -> None: ...
+
+class PutGroupKeyRequest(_message.Message):
+    __slots__ = ("caller", "generation", "key", "value")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    key: str
+    value: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class PutGroupKeyReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetGroupKeysRequest(_message.Message):
+    __slots__ = ("caller", "generation", "keys")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetGroupKeysReply(_message.Message):
+    __slots__ = ("retry_ms", "values")
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    retry_ms: int
+    values: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, retry_ms: _Optional[int] = ..., values: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ReportPublishedRequest(_message.Message):
+    __slots__ = ("caller", "generation", "step")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    step: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ReportPublishedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DecideStepRequest(_message.Message):
     __slots__ = ("caller", "step", "ranks")

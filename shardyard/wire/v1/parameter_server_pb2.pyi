@@ -823,7 +823,7 @@ class ReadOptimizerRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class OptimizerHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots")
+    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots", "step", "group")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -831,6 +831,8 @@ class OptimizerHeader(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -838,7 +840,13 @@ class OptimizerHeader(_message.Message):
     version: _common_pb2.Version
     counts: _containers.RepeatedScalarFieldContainer[int]
     slots: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+    step: int
+    group: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class PublishStateReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class OptimizerFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

@@ -118,6 +118,9 @@ def heartbeat_reply(
         switch_point=parts.switch_point(answer.switch_point),
         checkpoint=parts.checkpoint(answer.checkpoint),
         drain=parts.drain(answer.drain),
+        replica_generation=answer.replica_generation,
+        publish=answer.publish,
+        lost_replica_generation=answer.lost_replica_generation,
     )
 
 

@@ -30,6 +30,7 @@ from shardyard.wire import methods
 from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.group_keys import GroupKeys
 from shardyard_coordinator.service.identities import YardIdentities
 from shardyard_coordinator.service.mailbox import Mailbox
 from shardyard_coordinator.service.residual_collection import ResidualCollections
@@ -72,6 +73,7 @@ class Backend:
     checkpoint_io: CheckpointIO
     access: StorageAccess
     residuals: ResidualCollections
+    group_keys: GroupKeys
     wait_registry: WaitRegistry
     membership: MembershipSettings
     checkpoints: str | None

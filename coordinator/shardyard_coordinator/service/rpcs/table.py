@@ -7,7 +7,7 @@ from typing import Final, NoReturn
 
 from shardyard.domain.errors import NotReady
 from shardyard.transport.interfaces import Service
-from shardyard_coordinator.service.rpcs import checkpoints, data, identities, inspection, jobs, members
+from shardyard_coordinator.service.rpcs import checkpoints, data, identities, inspection, jobs, members, replicas
 from shardyard_coordinator.service.rpcs.rpc import Backend, Rpc
 
 RPCS: Final[tuple[Rpc, ...]] = (
@@ -15,6 +15,7 @@ RPCS: Final[tuple[Rpc, ...]] = (
     *members.RPCS,
     *jobs.RPCS,
     *data.RPCS,
+    *replicas.RPCS,
     *checkpoints.RPCS,
     *inspection.RPCS,
 )

@@ -1,0 +1,68 @@
+"""Replica groups of a mirrored job, and when its replicas give the servers their state.
+
+`work.replica_book` has the groups. Invariants: a group is recorded before a worker learns of it; a checkpoint of a
+mirrored job is begun when the servers have the state of a step that all replicas have taken (docs/internals/ledger.md,
+rule D4), and not before its workers have published since it became due. Must not know: what a replica is, how servers
+are called.
+"""
+
+from __future__ import annotations
+
+from shardyard.domain.errors import InvalidRequest, NotReady, StaleGeneration, WorkerFailed
+from shardyard.domain.ids import Incarnation
+from shardyard_coordinator.core.effects import Acknowledged, Effect, LogMessage, ReplicaGroupAnswer, Reply
+from shardyard_coordinator.core.events import ReplicaGroupAsked, ReplicasPublished
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.flows import job_end, recovery
+from shardyard_coordinator.placement.deployment import Stage
+from shardyard_coordinator.work.replica_book import ReplicaBook
+
+
+def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
+    """A worker waits for the next group. Raises InvalidRequest, NotReady."""
+    book, worker = _book(job), asked.caller.incarnation
+    if job.deployment.stage is not Stage.OPEN:
+        raise NotReady(f"{job.title} has no variables on the servers yet", todo="call job.prepare first")
+    book.ask(worker, asked.left, asked.step, now_ms)
+    effects: list[Effect] = []
+    if book.has_lost_all(job.workers) and not job.recovery.needed:
+        effects += _go_back(job, now_ms)
+    formed = book.form(job.workers, now_ms)
+    if formed is not None:
+        places = ", ".join(map(str, formed.members))
+        begins = "from the servers' state" if formed.step is None else f"at step {formed.step:,}"
+        effects += job.records([book.entry])
+        effects.append(LogMessage(f"{job.title}: replica group {formed.generation} of workers {places} {begins}"))
+    group = book.group_of(worker)
+    return [*effects, Reply(ReplicaGroupAnswer(group, "" if group is not None else book.waits_for(job.workers)))]
+
+
+def _go_back(job: JobState, now_ms: int) -> list[Effect]:
+    try:
+        return recovery.lose_replicas(job, now_ms)
+    except WorkerFailed as error:
+        return job_end.fail(job, error)
+
+
+def published(job: JobState, said: ReplicasPublished) -> list[Effect]:
+    """All servers have the replicas' state of that step. Raises InvalidRequest, StaleGeneration."""
+    book = _book(job)
+    check_member(book, said.caller.incarnation, said.generation)
+    job.progress.reach(said.step)
+    book.publish(said.step)
+    return [*job.records([book.published_entry]), Reply(Acknowledged())]
+
+
+def check_member(book: ReplicaBook, worker: Incarnation, generation: int) -> None:
+    """Raises StaleGeneration unless this is the newest group, and the worker is in it."""
+    if generation != book.group.generation or worker not in book.group.members:
+        raise StaleGeneration(
+            f"worker {worker} speaks for replica group {generation}; the newest is {book.group.generation}",
+            todo="ask for the next group; workers do so by themselves",
+        )
+
+
+def _book(job: JobState) -> ReplicaBook:
+    if job.replicas is None:
+        raise InvalidRequest(f"{job.title} has no replica groups: its job.strategy is {job.settings.strategy.value}")
+    return job.replicas

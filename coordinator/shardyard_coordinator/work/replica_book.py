@@ -1,0 +1,160 @@
+"""Which workers of a mirrored job train together, and from which step (docs/internals/ledger.md, rules D1 to D5).
+
+A worker leaves its group when the group lacks a member, or when another worker comes, and asks for the next one. Then
+it computes nothing until that is formed. A group is formed when every living member of the one before has asked (D1):
+so no two groups train at a time, and the newest step that any survivor has is known. The next group continues from that
+step (D2). If no replica is left, the servers go back to a checkpoint, from which the next group continues (D3).
+
+Owns: the newest group, and who asks for the next one. Invariants: generations only grow; members are living workers; a
+group has at most as many members as the job has logical ranks, since each computes at least one. Pure. Must not know:
+what a replica is, how workers reach each other, the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Incarnation
+from shardyard.domain.limits import SEQUENCE_MAX
+from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_coordinator.records import Body, Entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """`step`: that of the worker's replica; None: it has none."""
+
+    step: int | None
+
+
+class ReplicaBook:
+    """`members_max`: the number of logical ranks."""
+
+    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int) -> None:
+        self._members_max = members_max
+        self._workers_expected = min(workers_expected, members_max)
+        self._grace_ms = grace_ms
+        self._asking: dict[Incarnation, _Asking] = {}
+        self._asked_since_ms: int | None = None
+        self.group = ReplicaGroup(0, ())
+        """The newest group; number 0 before the first."""
+        self._has_trained = False
+        """Whether a group was formed since the servers had one state of all partitions for certain."""
+        self.published = 0
+        """The newest step whose state all servers have."""
+        self._is_fresh = True
+        self.is_to_publish = False
+        """Whether members are to give the servers their state."""
+
+    def ask(self, worker: Incarnation, left: int, step: int | None, now_ms: int) -> None:
+        """A living worker has left group `left` (0: none) and waits for the next one. `step`: that of its replica;
+        None: it has none. Raises InvalidRequest for a group that was not formed."""
+        if left > self.group.generation:
+            raise InvalidRequest(f"worker {worker} leaves replica group {left}; the newest is {self.group.generation}")
+        if left == self.group.generation or worker not in self.group.members:
+            if self._asked_since_ms is None:
+                self._asked_since_ms = now_ms
+            self._asking[worker] = _Asking(step)
+
+    def lose(self, worker: Incarnation) -> None:
+        """A worker is no living worker of the job any more."""
+        self._asking.pop(worker, None)
+
+    def group_of(self, worker: Incarnation) -> ReplicaGroup | None:
+        """The newest group, if the worker is in it and has not asked for the next one."""
+        return self.group if worker in self.group.members and worker not in self._asking else None
+
+    def lacks_a_member(self, living: Collection[Incarnation]) -> bool:
+        """Whether a member of the newest group is gone or has left it, so that the others wait in vain."""
+        return any(each not in living or each in self._asking for each in self.group.members)
+
+    def has_room(self, living: Collection[Incarnation]) -> bool:
+        """Whether another worker waits, and the newest group has fewer members than it may."""
+        waits = any(each in living and each not in self.group.members for each in self._asking)
+        return 0 < len(self.group.members) < self._members_max and waits
+
+    def has_lost_all(self, living: Collection[Incarnation]) -> bool:
+        """Whether no replica is left, and the servers' state may be one of several steps."""
+        return self._has_trained and not any(each in living for each in self.group.members)
+
+    def went_back(self, living: Collection[Incarnation]) -> None:
+        """All partitions have the state of a checkpoint."""
+        if not any(each in living for each in self.group.members):
+            self._has_trained = False
+
+    def form(self, living: Collection[Incarnation], now_ms: int) -> ReplicaGroup | None:
+        """Forms the next group, if it is due. None: workers go on waiting."""
+        former = [each for each in self.group.members if each in living]
+        if self.has_lost_all(living):
+            return None  # D3
+        if not self._asking or any(each not in self._asking for each in former):
+            return None  # D1
+        came = sorted(each for each in self._asking if each not in self.group.members)
+        chosen = [*former, *came][: self._members_max]
+        if not former and len(chosen) < self._workers_expected:
+            assert self._asked_since_ms is not None
+            if now_ms - self._asked_since_ms < self._grace_ms:
+                return None
+        steps = {each: self._asking[each].step for each in chosen}
+        newest = max((step for step in steps.values() if step is not None), default=None)  # D2
+        donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
+        self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor))
+        return self.group
+
+    def waits_for(self, living: Collection[Incarnation]) -> str:
+        """What the next group waits for, in words."""
+        late = [each for each in self.group.members if each in living and each not in self._asking]
+        if late:
+            return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
+        return f"other workers: {len(self._asking)} of {self._workers_expected} are here"
+
+    def publish(self, step: int) -> None:
+        """All servers have the state of that step."""
+        self.published = max(self.published, step)
+        self._is_fresh, self.is_to_publish = True, False
+
+    def take_published(self) -> bool:
+        """Whether the servers have a state that was published since the last time this returned True. If not, members
+        are asked to publish theirs."""
+        is_fresh, self._is_fresh = self._is_fresh, False
+        self.is_to_publish = not is_fresh
+        return is_fresh
+
+    def _begin(self, group: ReplicaGroup) -> None:
+        self.group = group
+        self._has_trained = True
+        self._asking = {worker: asking for worker, asking in self._asking.items() if worker not in group.members}
+        self._asked_since_ms = None
+
+    # ---- records
+
+    @property
+    def entry(self) -> Entry:
+        """The record of the newest group."""
+        found = self.group
+        return "replica_group", {
+            "generation": found.generation,
+            "members": list(found.members),
+            "step": -1 if found.step is None else found.step,
+            "donor": -1 if found.donor is None else found.donor,
+        }
+
+    @property
+    def published_entry(self) -> Entry:
+        return "replicas_published", {"step": self.published}
+
+    def entries(self) -> list[Entry]:
+        groups = [self.entry] if self.group.generation else []
+        return [*groups, self.published_entry] if self.published else groups
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Applies a record of `entries`. Raises DamagedRecord."""
+        if kind == "replicas_published":
+            self.publish(body.number("step", most=SEQUENCE_MAX))
+            return
+        step, donor = body.number("step", least=-1), body.number("donor", least=-1)
+        members = tuple(Incarnation(each) for each in body.numbers("members"))
+        generation = body.number("generation", least=1)
+        self._begin(ReplicaGroup(generation, members, None if step < 0 else step, None if donor < 0 else donor))

@@ -1,0 +1,62 @@
+"""Groups of workers that hold replicas of a job's variables (job.strategy multi_worker_mirrored).
+
+Values only. A group is formed by the coordinator, has a number that only grows, and never changes: if a member goes or
+another worker comes, the next group is formed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from shardyard.domain.ids import Incarnation, Rank
+
+
+class Strategy(enum.Enum):
+    """Where a job's variables live, and how gradients are combined (docs/guides/strategies.md)."""
+
+    PARAMETER_SERVER = "parameter_server"
+    """On the servers, which get every gradient."""
+    MULTI_WORKER_MIRRORED = "multi_worker_mirrored"
+    """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
+
+    @property
+    def is_mirrored(self) -> bool:
+        return self is not Strategy.PARAMETER_SERVER
+
+
+class TakenStep(NamedTuple):
+    """A state of replicas: after so many steps, the last of which was taken by the group of this generation. Two groups
+    may take the same step, if the first has lost all members that took it; then the later one counts."""
+
+    step: int
+    group: int
+
+
+NO_STEP: Final = TakenStep(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """`generation`: its number, from 1. `members`: in the order of their places. `step`: the step that all replicas
+    continue from; None: the one that the servers have. `donor`: the place of a member whose replica is of that step,
+    from which members with another one get it; None if all load it from the servers."""
+
+    generation: int
+    members: tuple[Incarnation, ...]
+    step: int | None = None
+    donor: int | None = None
+
+    def place_of(self, worker: Incarnation) -> int | None:
+        return self.members.index(worker) if worker in self.members else None
+
+    def ranks_at(self, place: int, ranks: int) -> tuple[Rank, ...]:
+        """The logical ranks that the member at this place computes: neighbours, evenly many.
+
+        >>> ReplicaGroup(1, (Incarnation(7), Incarnation(9))).ranks_at(1, ranks=5)
+        (3, 4)
+        """
+        size = len(self.members)
+        first, end = (-(-ranks * each // size) for each in (place, place + 1))
+        return tuple(Rank(rank) for rank in range(first, end))

@@ -1,0 +1,337 @@
+"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4): the coordinator's book as it is shipped, with
+workers, collectives and servers reduced to what the rules speak of; and that each rule is needed.
+
+A replica is the list of steps that it has taken, each with its group. A collective has all contributions or
+none; each member takes its result by itself, later, or fails if another member is gone by then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from shardyard.domain.ids import Incarnation
+from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_coordinator.work import replica_book
+from shardyard_coordinator.work.replica_book import ReplicaBook
+
+SEEDS = range(400)
+SEEDS_FOR_A_MUTATION = 2_000
+EVENTS = 400
+MEMBERS_MAX = 4
+PARTITIONS = 3
+PUBLISH_SHARE = 0.25
+
+History = tuple[int, ...]
+"""The generation of the group that took each step."""
+
+
+class Violation(AssertionError):
+    pass
+
+
+@dataclass
+class Worker:
+    number: Incarnation
+    history: History | None = None
+    group: ReplicaGroup | None = None
+    left: int = 0
+    is_frozen: bool = False
+    taken: int = 0
+    """Collectives of its group whose result it has."""
+    meets: int = 0
+    """How often it has met the others since it began to publish. 0: it does not publish."""
+
+    @property
+    def place(self) -> int:
+        assert self.group is not None
+        return self.group.members.index(self.number)
+
+
+@dataclass
+class Collective:
+    """`joined`: members that have contributed. `leaves`: the members form the next group afterwards, as one of them has
+    said in it."""
+
+    what: tuple[Any, ...]
+    joined: set[Incarnation] = field(default_factory=set)
+    leaves: bool = False
+
+
+class Yard:
+    """`rules`: changed by a mutation."""
+
+    def __init__(self, seed: int, *, meets_before: bool = True, later_group_counts: bool = True) -> None:
+        self.rng = random.Random(seed)
+        self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
+        self.workers: dict[Incarnation, Worker] = {}
+        self.zombies: dict[Incarnation, Worker] = {}
+        """Workers that were declared dead and run."""
+        self.collectives: dict[int, list[Collective]] = {}
+        """Those of each group, in their order."""
+        self.partitions: list[tuple[History, int]] = [((), 0)] * PARTITIONS
+        self.checkpoint: History = ()
+        self.now = 0
+        self.numbers = 0
+        self.steps_taken = 0
+        self._meets_before = meets_before
+        self._later_group_counts = later_group_counts
+
+    @property
+    def living(self) -> list[Incarnation]:
+        return list(self.workers)
+
+    def run(self) -> Yard:
+        for _ in range(EVENTS):
+            self.now += 1
+            self.rng.choices(
+                [self.come, self.die, self.freeze, self.wake, self.restart_coordinator, self.act],
+                [2, 1, 0.5, 1, 0.3, 30],
+            )[0]()
+        return self
+
+    # ---- faults
+
+    def come(self) -> None:
+        if len(self.workers) < MEMBERS_MAX + 1:
+            self.numbers += 1
+            number = Incarnation(self.numbers)
+            self.workers[number] = Worker(number)
+
+    def die(self) -> None:
+        if self.workers:
+            self._bury(self.rng.choice(self.living))
+
+    def _bury(self, number: Incarnation) -> Worker:
+        self.book.lose(number)
+        return self.workers.pop(number)
+
+    def freeze(self) -> None:
+        if self.workers:
+            self.workers[self.rng.choice(self.living)].is_frozen = True
+
+    def wake(self) -> None:
+        """A frozen worker runs again; it may have been declared dead."""
+        frozen = [each for each in self.workers.values() if each.is_frozen]
+        if not frozen:
+            return
+        worker = self.rng.choice(frozen)
+        worker.is_frozen = False
+        if self.rng.random() < 0.6:
+            self.zombies[worker.number] = self._bury(worker.number)
+
+    def restart_coordinator(self) -> None:
+        """It knows what it has recorded, and not who asks."""
+        records = self.book.entries()
+        has_trained = self.book._has_trained
+        self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
+        for kind, body in records:
+            self.book.restore(kind, replica_book.Body(body))
+        self.book._has_trained = has_trained
+
+    # ---- a worker's next move
+
+    def act(self) -> None:
+        running = [each for each in (*self.workers.values(), *self.zombies.values()) if not each.is_frozen]
+        if not running:
+            return
+        worker = self.rng.choice(running)
+        if worker.group is None:
+            self.ask(worker)
+        elif worker.meets:
+            self.publish(worker)
+        else:
+            self.step(worker)
+
+    def ask(self, worker: Worker) -> None:
+        if worker.number in self.zombies:
+            del self.zombies[worker.number]  # the coordinator says that it is no member
+            return
+        step = None if worker.history is None else len(worker.history)
+        self.book.ask(worker.number, worker.left, step, self.now)
+        if self.book.has_lost_all(self.living):
+            self.partitions = [(self.checkpoint, 0)] * PARTITIONS
+            self.book.went_back(self.living)
+        formed = self.book.form(self.living, self.now)
+        if formed is not None:
+            self._check_formed(formed)
+        group = self.book.group_of(worker.number)
+        if group is not None:
+            self._join(worker, group)
+
+    def _check_formed(self, group: ReplicaGroup) -> None:
+        others = [each for each in self.workers.values() if each.group is not None and each.number not in group.members]
+        if any(each.group is not None and each.group.generation < group.generation for each in others):
+            raise Violation(f"group {group.generation} is formed while {[each.number for each in others]} train")
+        self.sources = {number: self.workers[number].history for number in group.members if number in self.workers}
+
+    def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        """Its replica stands at the group's step now."""
+        if group.step is None:
+            histories = {history for history, _ in self.partitions}
+            if len(histories) > 1:
+                raise Violation(f"group {group.generation} begins with partitions of several steps")
+            worker.history = histories.pop()
+        else:
+            assert group.donor is not None
+            if worker.history is None or len(worker.history) != group.step:
+                given = self.sources[group.members[group.donor]]
+                assert given is not None
+                worker.history = given
+            if len(worker.history) != group.step:
+                raise Violation(f"a replica of step {len(worker.history)} in a group of step {group.step}")
+        worker.group, worker.left, worker.meets, worker.taken = group, group.generation, 0, 0
+        same = {each.history for each in self.workers.values() if each.group == group and each.history is not None}
+        if len({history[: len(worker.history)] for history in same}) > 1:
+            raise Violation(f"members of group {group.generation} have different replicas: {same}")
+
+    # ---- collectives
+
+    def _collective(self, worker: Worker, what: tuple[Any, ...]) -> Collective | bool:
+        """Takes part in the next one of its group. Returns it if its result is there; False: the group has lost a
+        member; True: it waits."""
+        assert worker.group is not None
+        generation, members = worker.group.generation, worker.group.members
+        all_ = self.collectives.setdefault(generation, [])
+        if worker.taken == len(all_):
+            all_.append(Collective(what))
+        found = all_[worker.taken]
+        if found.what != what:
+            raise Violation(f"members of group {generation} take part in {found.what} and in {what}")
+        found.joined.add(worker.number)
+        found.leaves = found.leaves or self.book.has_room(self.living)
+        complete = found.joined >= set(members)
+        if self._has_lost_a_member(worker.group) and (not complete or self.rng.random() < 0.5):
+            return False
+        if complete:
+            worker.taken += 1
+        return found if complete else True
+
+    def _has_lost_a_member(self, group: ReplicaGroup) -> bool:
+        """Whether one has ended, or has left the group."""
+        for each in group.members:
+            worker = self.workers.get(each) or self.zombies.get(each)
+            if worker is None or worker.group != group:
+                return True
+        return False
+
+    def _leave_group(self, worker: Worker) -> None:
+        worker.group, worker.meets = None, 0
+
+    def step(self, worker: Worker) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
+        at = len(worker.history)
+        done = self._collective(worker, ("step", at))
+        if done is False:
+            self._leave_group(worker)
+        elif isinstance(done, Collective):
+            worker.history = (*worker.history, worker.group.generation)
+            self.steps_taken += 1
+            if random.Random(f"{worker.group.generation} {at}").random() < PUBLISH_SHARE:  # the same for all members
+                worker.meets = 1
+            elif done.leaves:
+                self._leave_group(worker)
+
+    def publish(self, worker: Worker) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
+        if worker.meets == 1 and not self._meets_before:
+            worker.meets = 2
+        if worker.meets == 2:
+            self._give(worker)
+            worker.meets = 3
+            return
+        done = self._collective(worker, ("meet", len(worker.history), worker.meets))
+        if done is False:
+            self._leave_group(worker)
+        elif isinstance(done, Collective) and worker.meets == 1:
+            worker.meets = 2
+        elif isinstance(done, Collective):
+            if worker.place == 0 and worker.number in self.workers and self.book.group == worker.group:
+                self._reported(worker)
+            worker.meets = 0
+
+    def _give(self, worker: Worker) -> None:
+        """Publishes its share. Servers refuse one that was declared dead, which ends it."""
+        assert worker.group is not None
+        assert worker.history is not None
+        if worker.number not in self.workers:
+            del self.zombies[worker.number]
+            return
+        taken = (len(worker.history), worker.group.generation)
+        for partition in range(PARTITIONS):
+            history, group = self.partitions[partition]
+            newer = taken > (len(history), group) if self._later_group_counts else taken[0] > len(history)
+            if partition % len(worker.group.members) == worker.place and newer:
+                self.partitions[partition] = worker.history, worker.group.generation
+
+    def _reported(self, worker: Worker) -> None:
+        assert worker.history is not None
+        self.book.publish(len(worker.history))
+        if {history for history, _ in self.partitions} != {worker.history}:
+            raise Violation(f"step {len(worker.history)} is published, and partitions have {self.partitions}")
+        self.checkpoint = worker.history
+
+
+def test_groups_keep_the_rules_under_every_seed() -> None:
+    steps = [Yard(seed).run().steps_taken for seed in SEEDS]
+    assert sum(steps) > 20 * len(SEEDS)
+
+
+def forms_without_the_others(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a group is formed of whoever asks (rule D1)"""
+    real = ReplicaBook.form
+
+    def form(self: ReplicaBook, living: Any, now_ms: int) -> Any:
+        return real(self, [each for each in living if each in self._asking], now_ms)
+
+    monkeypatch.setattr(ReplicaBook, "form", form)
+    return {}
+
+
+def each_keeps_its_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """nobody takes the replica of another (rule D2)"""
+    monkeypatch.setattr(Yard, "_join", _join_as_it_is)
+    return {}
+
+
+def _join_as_it_is(self: Yard, worker: Worker, group: ReplicaGroup) -> None:
+    if worker.history is None:
+        worker.history = self.partitions[0][0]
+    worker.group, worker.left, worker.meets, worker.taken = group, group.generation, 0, 0
+    same = {each.history for each in self.workers.values() if each.group == group and each.history is not None}
+    if len({history[: len(worker.history)] for history in same}) > 1:
+        raise Violation(f"members of group {group.generation} have different replicas: {same}")
+
+
+def nobody_goes_back(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """without a replica the next group begins with what the servers have (rule D3)"""
+    monkeypatch.setattr(ReplicaBook, "has_lost_all", lambda *_: False)
+    return {}
+
+
+def nobody_waits_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a member publishes a step that another may lack, and a partition keeps the first state of a step (rule D4)"""
+    return {"meets_before": False, "later_group_counts": False}
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [forms_without_the_others, each_keeps_its_step, nobody_goes_back, nobody_waits_before_it_publishes],
+    ids=lambda each: each.__name__,
+)
+def test_without_a_rule_some_seed_is_red(
+    monkeypatch: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], dict[str, bool]]
+) -> None:
+    given = mutation(monkeypatch)
+    for seed in range(SEEDS_FOR_A_MUTATION):
+        try:
+            Yard(seed, **given).run()
+        except Violation:
+            return
+    raise AssertionError(f"{SEEDS_FOR_A_MUTATION} seeds are green although {mutation.__doc__}")

@@ -1,0 +1,204 @@
+"""Replica groups of a mirrored job in the coordinator's machine (docs/internals/ledger.md, rules D1 to D4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardyard.config.settings import CheckpointSettings, JobSettings
+from shardyard.domain import errors
+from shardyard.domain.ids import Caller, MemberRole
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.replica_groups import ReplicaGroup, Strategy
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.job_state import JobState
+from shardyard_coordinator.members.progress import Report
+from tests.support.machine_yards import MachineYard
+
+LEASE_MS = 1_000
+GRACE_MS = 300
+
+
+class Yard(MachineYard):
+    """A machine with a mirrored job of one server and two workers."""
+
+    def __init__(self, *, checkpoints: str = "/checkpoints") -> None:
+        super().__init__(lease_ms=LEASE_MS)
+        self.server = self.register(MemberRole.SERVER, "s:1")
+        self.settings = JobSettings(
+            strategy=Strategy.MULTI_WORKER_MIRRORED,
+            workers_expected=2,
+            rank_grace_ms=GRACE_MS,
+            checkpoint=CheckpointSettings(url=checkpoints, every_s=0, every_steps=10),
+        )
+        self.first, self.second = self.hire(), self.hire()
+        spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
+        self.open_job(self.first, (VariableSpec("v", DType.FLOAT64, (8,)),), spec)
+
+    def hire(self) -> Caller:
+        return self.join_as(self.register(MemberRole.WORKER), self.settings)
+
+    def ask(self, caller: Caller, left: int = 0, step: int | None = None) -> ReplicaGroup | None:
+        answer = self.handle(events.ReplicaGroupAsked(caller, left, step))
+        assert isinstance(answer, effects.ReplicaGroupAnswer)
+        assert (answer.group is None) is bool(answer.waiting_for)
+        return answer.group
+
+    def form(self, *callers: Caller, left: int = 0, step: int | None = None) -> ReplicaGroup:
+        for caller in callers:
+            self.ask(caller, left, step)
+        found = {self.ask(caller, left, step) for caller in callers}
+        assert len(found) == 1
+        group = found.pop()
+        assert group is not None
+        return group
+
+    def pass_time(self, ms: int, *callers: Caller) -> None:
+        """These workers, and the server, are alive meanwhile."""
+        for _ in range(ms // 100):
+            self.now_ms += 100
+            for caller in callers:
+                self.beat(caller.incarnation)
+            self.beat(self.server)
+            self.handle(events.Ticked())
+
+    def complete_checkpoint_of(self, step: int) -> None:
+        """The checkpoint under way is written."""
+        taking = self.latest[effects.TakeCheckpoint]
+        assert isinstance(taking, effects.TakeCheckpoint)
+        number = taking.draft.number
+        self.handle(events.CheckpointTaken(taking.spec.job, number, number, step))
+
+    @property
+    def state(self) -> JobState:
+        return self.machine.jobs[-1]
+
+
+def test_first_group_has_the_workers_that_are_expected() -> None:
+    yard = Yard()
+    assert yard.ask(yard.first) is None
+    assert yard.ask(yard.second) == ReplicaGroup(1, (yard.first.incarnation, yard.second.incarnation))
+    assert yard.ask(yard.first) == yard.ask(yard.second)
+
+
+def test_first_group_does_not_wait_for_ever() -> None:
+    yard = Yard()
+    assert yard.ask(yard.first) is None
+    yard.now_ms += GRACE_MS
+    assert yard.ask(yard.first) == ReplicaGroup(1, (yard.first.incarnation,))
+
+
+def test_rule_d1_next_group_waits_for_all_that_live() -> None:
+    yard = Yard()
+    yard.form(yard.first, yard.second)
+    assert yard.ask(yard.first, left=1, step=7) is None
+    told = yard.beat(yard.second.incarnation)
+    assert (told.replica_generation, told.lost_replica_generation) == (2, 1), "the first has left it"
+    assert yard.ask(yard.second, left=1, step=8) == ReplicaGroup(
+        2, (yard.first.incarnation, yard.second.incarnation), step=8, donor=1
+    )
+
+
+def test_rule_d1_one_that_is_silent_is_waited_for_until_its_lease_is_over() -> None:
+    yard = Yard()
+    yard.form(yard.first, yard.second)
+    assert yard.ask(yard.first, left=1, step=7) is None
+    yard.pass_time(LEASE_MS - 100, yard.first)
+    assert yard.ask(yard.first, left=1, step=7) is None
+    yard.pass_time(200, yard.first)
+    assert yard.ask(yard.first, left=1, step=7) == ReplicaGroup(2, (yard.first.incarnation,), step=7, donor=0)
+    with pytest.raises(errors.StaleIncarnation):
+        yard.ask(yard.second, left=1, step=9)
+
+
+def test_rule_d2_newcomer_takes_the_replica_of_another() -> None:
+    yard = Yard()
+    yard.form(yard.first, yard.second)
+    yard.kill(yard.second.incarnation)
+    assert yard.form(yard.first, left=1, step=3).members == (yard.first.incarnation,)
+    third = yard.hire()
+    assert yard.ask(third) is None
+    told = yard.beat(yard.first.incarnation)
+    assert (told.replica_generation, told.lost_replica_generation) == (3, 0), "nobody is missing; one step may end"
+    assert yard.form(yard.first, left=2, step=4).members == (yard.first.incarnation, third.incarnation)
+    assert yard.ask(third) == ReplicaGroup(3, (yard.first.incarnation, third.incarnation), step=4, donor=0)
+
+
+def test_more_workers_than_ranks_wait_for_a_place() -> None:
+    yard = Yard()
+    yard.form(yard.first, yard.second)
+    third = yard.hire()
+    assert yard.ask(third) is None
+    assert yard.beat(yard.first.incarnation).replica_generation == 1, "there is no room"
+    yard.kill(yard.first.incarnation)
+    assert yard.form(yard.second, left=1, step=5).members == (yard.second.incarnation, third.incarnation)
+
+
+def test_rule_d3_job_without_a_replica_goes_back_to_its_checkpoint() -> None:
+    yard = Yard()
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    yard.form(yard.first, yard.second)
+    yard.kill(yard.first.incarnation)
+    yard.kill(yard.second.incarnation)
+    third, fourth = yard.hire(), yard.hire()
+    assert yard.ask(third) is None
+    yard.pass_time(200, third, fourth)
+    restoring = yard.latest[effects.RestorePartitions]
+    assert isinstance(restoring, effects.RestorePartitions)
+    assert yard.ask(third) is None
+    assert yard.ask(fourth) is None, "the servers have nothing yet"
+    yard.handle(events.PartitionsRestored(third.job, restoring.map.generation))
+    assert yard.form(third, fourth) == ReplicaGroup(2, (third.incarnation, fourth.incarnation))
+
+
+def test_rule_d3_job_without_a_checkpoint_ends() -> None:
+    yard = Yard(checkpoints="never")
+    yard.form(yard.first, yard.second)
+    yard.kill(yard.first.incarnation)
+    yard.kill(yard.second.incarnation)
+    third = yard.hire()
+    yard.ask(third)
+    with pytest.raises(errors.WorkerFailed, match="lost all its replicas, and has no checkpoint"):
+        yard.ask(third)
+
+
+def test_rule_d4_checkpoint_waits_until_the_replicas_have_published() -> None:
+    yard = Yard()
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    group = yard.form(yard.first, yard.second)
+    yard.latest.clear()
+    yard.beat(yard.first.incarnation, Report(step=12))
+    yard.pass_time(200)
+    assert effects.TakeCheckpoint not in yard.latest
+    assert yard.beat(yard.second.incarnation).publish
+    with pytest.raises(errors.StaleGeneration):
+        yard.handle(events.ReplicasPublished(yard.first, group.generation + 1, 13))
+    yard.handle(events.ReplicasPublished(yard.first, group.generation, 13))
+    assert not yard.beat(yard.second.incarnation).publish
+    yard.pass_time(200, yard.first, yard.second)
+    taken = yard.latest[effects.TakeCheckpoint]
+    assert isinstance(taken, effects.TakeCheckpoint)
+    assert taken.draft.step == 13
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_groups_outlive_the_coordinator(from_snapshot: bool) -> None:
+    yard = Yard()
+    group = yard.form(yard.first, yard.second)
+    yard.handle(events.ReplicasPublished(yard.first, 1, 4))
+    yard.restart(from_snapshot=from_snapshot)
+    assert yard.state.replicas is not None
+    assert (yard.state.replicas.group, yard.state.replicas.published) == (group, 4)
+    assert yard.ask(yard.first, left=1, step=5) is None, "the second may still train"
+    assert yard.ask(yard.second, left=1, step=5) is not None
+
+
+def test_groups_are_for_mirrored_jobs() -> None:
+    yard = Yard()
+    with pytest.raises(errors.InvalidRequest, match="leaves replica group 3; the newest is 0"):
+        yard.ask(yard.first, left=3)
+    plain = yard.join_as(yard.register(MemberRole.WORKER), JobSettings(name="plain"))
+    with pytest.raises(errors.InvalidRequest, match=r"has no replica groups: its job\.strategy"):
+        yard.handle(events.ReplicaGroupAsked(plain, 0, None))
