@@ -292,6 +292,13 @@ class ServerWorld:
             "CreatePartitions": [encoded(each) for each in (create, again, other, anew, restore)],
             "Initialize": [encoded(values), *([encoded(given)] if self.tables else [])],
             "InitializeOptimizer": [encoded(server.OptimizerFrame(header={**read, "counts": [3]}))],
+            "PublishState": [
+                encoded(
+                    server.OptimizerFrame(
+                        header={**read, "counts": [3], "slots": ["values"], "step": 2, "group": 1}, data=bytes(16)
+                    )
+                )
+            ],
             "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],
             "SaveCheckpoint": [encoded(self._save(2))],
             "ForgetSources": [
@@ -498,6 +505,13 @@ class CoordinatorWorld:
                 encoded(wire.DecideStepRequest(caller=caller, step=1)),
             ],
             "ReadMakeUp": [encoded(wire.ReadMakeUpRequest(caller=caller, feed=0, step=each)) for each in (0, 5)],
+            "JoinReplicaGroup": [
+                encoded(wire.JoinReplicaGroupRequest(caller=caller)),
+                encoded(wire.JoinReplicaGroupRequest(caller=caller, left=1, step=3)),
+            ],
+            "PutGroupKey": [encoded(wire.PutGroupKeyRequest(caller=caller, generation=1, key="k", value=b"v"))],
+            "GetGroupKeys": [encoded(wire.GetGroupKeysRequest(caller=caller, generation=1, keys=["k"]))],
+            "ReportPublished": [encoded(wire.ReportPublishedRequest(caller=caller, generation=1, step=3))],
             "TakeCheckpoint": [
                 encoded(wire.TakeCheckpointRequest(caller=caller)),
                 encoded(wire.TakeCheckpointRequest(job_name="default")),

@@ -56,7 +56,8 @@ def name_cut(
 
 def cut_if_named(partition: Partition, version: Version) -> None:
     """Called by the update that has made that version, with `changed` held."""
-    if version.number == partition.named_cut:
+    named = partition.named_cut
+    if isinstance(named, int) and version.number >= named:
         try:
             partition.named_cut = _cut(partition, partition.named_since, seal=partition.named_seal)
         except ShardyardError as error:  # the update counts all the same

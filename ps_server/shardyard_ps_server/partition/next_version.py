@@ -59,9 +59,9 @@ def gather(partition: Partition, steps: SyncSteps, taken: Verdict[Contribution])
     return partition.dense.gather(taken.members, taken.shares, partition.versions.values, own, limit), own
 
 
-def publish(partition: Partition, new: Bytes) -> None:
-    """Called with `changed` held."""
-    version = partition.versions.publish(new)
+def publish(partition: Partition, new: Bytes, number: int | None = None) -> None:
+    """Called with `changed` held. `number`: as in Versions.publish."""
+    version = partition.versions.publish(new, number)
     partition.changed.notify_all()
     if partition.steps is not None:
         cut_if_named(partition, version)

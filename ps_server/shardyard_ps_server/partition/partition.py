@@ -145,7 +145,9 @@ class Partition:
             row_kinds = [table.optimizer for table in layout.tables]
             kind, logged = layout.optimizer.kind, rules.logged
             self.stale = Staleness(rules.stale, partition, kind, self.versions, logged=logged, row_kinds=row_kinds)
-        self.steps = SyncSteps(self._gate_at(0)) if rules.mode is UpdateMode.SYNC else None
+        self.steps = SyncSteps(self.gate_at(0)) if rules.mode is UpdateMode.SYNC else None
+        self.published_by = 0
+        """The replica group whose state this is, in a mirrored job."""
         self.is_open = False
         self.named_cut: int | Cut | ShardyardError | None = None
         """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""
@@ -341,7 +343,7 @@ class Partition:
                 if self.stale is not None:
                     self.stale.restored(state.version)
                 if self.steps is not None:
-                    self.steps.gate, self.steps.mean = self._gate_at(state.version.number), None
+                    self.steps.gate, self.steps.mean = self.gate_at(state.version.number), None
                     self.steps.free_buffers()
                 self.is_open = True
                 self.changed.notify_all()
@@ -354,5 +356,6 @@ class Partition:
             self.rows.become({})
             self.overlay.clear("the partition has left this server")
 
-    def _gate_at(self, step: int) -> StepGate[Contribution]:
+    def gate_at(self, step: int) -> StepGate[Contribution]:
+        """A gate that gathers this step first."""
         return StepGate(self.id, self.rules.logical_ranks, step=step, backup_workers=self.rules.backup_workers)

@@ -64,6 +64,7 @@ class Servicer:
         service.on(methods.INITIALIZE, self.initialize)
         optimizers = OptimizerFrames(self._store)
         service.on(methods.INITIALIZE_OPTIMIZER, optimizers.initialize)
+        service.on(methods.PUBLISH_STATE, optimizers.publish)
         service.on(methods.OPEN_PARTITIONS, self.open_partitions)
         service.on(methods.SAVE_CHECKPOINT, self.save_checkpoint)
         service.on(methods.FORGET_SOURCES, self.forget_sources)

@@ -105,14 +105,14 @@ class Versions:
         """Where workers on this machine find the buffer, if they can."""
         return self._places.get(id(buffer))
 
-    def publish(self, buffer: Bytes) -> Version:
-        """Makes a buffer that was taken or allocated the next version."""
+    def publish(self, buffer: Bytes, number: int | None = None) -> Version:
+        """Makes a buffer that was taken or allocated the next version. `number`: of a version that skips some."""
         if len(self._kept) == KEPT:
             self._retire(self._kept[0][1])
-        self.newest = Version(self._life, self.newest.number + 1)
+        self.newest = Version(self._life, self.newest.number + 1 if number is None else number)
         self._kept.append((self.newest.number, buffer))
         for pin in self._pins:
-            if pin.version is None and pin.number == self.newest.number:
+            if pin.version is None and pin.number <= self.newest.number:
                 self.hold(buffer)
                 pin.version, pin.buffer = self.newest, buffer
         return self.newest

@@ -1,0 +1,54 @@
+"""The state that replicas publish: a partition jumps to a step that they have taken without it (ledger.md, rule D4).
+
+In a mirrored job gradients never come here. The partition holds the state of the newest step that was published, for
+checkpoints, for readers, and for replicas that begin. Publishing makes a version, so that cuts, pins and waiting pulls
+work as after an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Rank
+from shardyard.domain.push_names import RankSource, SourceKey
+from shardyard.domain.replica_groups import TakenStep
+from shardyard_ps_server.partition.next_version import publish
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.values.versions import Bytes
+
+
+def take_published(
+    partition: Partition,
+    taken: TakenStep,
+    counts: Sequence[int],
+    values: Bytes,
+    slots: Mapping[str, Bytes],
+    check_current: Callable[[], None],
+) -> None:
+    """Makes this the partition's state, of version `taken.step`; every logical rank counts as having taken all steps
+    before it. Does nothing if the partition has that state, or a later one. Raises InvalidRequest, TooLarge, NotReady
+    and what `check_current` raises, having changed nothing."""
+    steps = partition.steps
+    if steps is None:
+        raise InvalidRequest(f"a published state for partition {partition.id}, whose job has no steps")
+    with partition.turn:
+        check_current()
+        partition.check_whole()
+        with partition.lock:
+            partition.check_unsealed()
+            newest = partition.versions.newest.number
+            if newest >= taken.step and (newest, partition.published_by) >= taken:
+                return
+        partition.dense.slots.check(counts, slots)
+        new = partition.blank()
+        new[:] = values
+        partition.dense.keep_all()
+        partition.dense.begin_with(counts, slots)
+        with partition.lock:
+            for rank in range(partition.rules.logical_ranks):
+                partition.ledger.pass_over(SourceKey(RankSource(Rank(rank))), taken.step)
+            steps.gate = partition.gate_at(taken.step)
+            partition.published_by = taken.group
+            publish(partition, new, taken.step)
+    partition.wake()
