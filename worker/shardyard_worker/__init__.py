@@ -5,6 +5,7 @@ Rooms, from top to bottom. A room imports only rooms below it.
 - `job`: what `sy.connect()` returns. `reader`: what `sy.follow()` returns, for evaluation and serving.
 - `data`: `job.batches`. Which samples this worker computes next.
 - `consistency`: what a push is called, which version it is computed on, and when a step is over.
+- `replicas`: the variables of a mirrored job in this worker, and the sums of gradients over its workers.
 - `training`: the model's variables and tables in the job, from gradients to new values.
 - `compression`: codes for gradients, and the error feedback that stays here.
 - `exchange`: one push and pull, cut into a request for each server.

@@ -7,5 +7,6 @@ the step is over. In: the work at hand (a data shard's batch, or a logical rank'
 Read `modes` first: which mode is which class. `strategy` is what all have in common. `asynchronous` serves the modes
 async and bounded: `push_delivery` sends its pushes, `bounded` has the waits under a bound. `synchronous` serves sync:
 `logical_ranks` has the ranks of this worker, `step_versions` the waits for the next version, `step_permit` the step
-before which a job stops. On it build `backup_workers`, `hybrid`, and `local_sgd` (several local steps for each push).
+before which a job stops. On it build `backup_workers`, `hybrid`, `local_sgd` (several local steps for each push), and
+`mirrored` (steps of replicas in the workers).
 """

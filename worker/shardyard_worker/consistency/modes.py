@@ -6,14 +6,19 @@ from shardyard.domain.consistency import UpdateMode
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.hybrid import HybridStrategy
+from shardyard_worker.consistency.mirrored import MirroredStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.trainer import Trainer
 
 
-def strategy_for(trainer: Trainer) -> Strategy:
-    """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds."""
+def strategy_for(trainer: Trainer, replica: Replica | None) -> Strategy:
+    """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
+    `replica`: of a mirrored job."""
     session = trainer.session
+    if replica is not None:
+        return MirroredStrategy(trainer, replica)
     if session.mode is UpdateMode.ASYNC:  # async, bounded
         return AsyncStrategy(trainer)
     consistency = session.job_settings.consistency

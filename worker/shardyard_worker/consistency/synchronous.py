@@ -41,9 +41,14 @@ class SyncStrategy(Strategy):
 
     is_synchronous = True
 
-    def __init__(self, trainer: Trainer, versions: type[StepVersions] = StepVersions) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        versions: Callable[[Trainer, LogicalRanks], StepVersions] = StepVersions,
+        ranks: type[LogicalRanks] = LogicalRanks,
+    ) -> None:
         super().__init__(trainer)
-        self.ranks = LogicalRanks(trainer, self._keys)
+        self.ranks = ranks(trainer, self._keys)
         self.versions = versions(trainer, self.ranks)
         self._mixed = False
         """Whether the current work mixes values, or rows, of different versions."""
@@ -215,9 +220,7 @@ class SyncStrategy(Strategy):
             raise LostWork
         others = self.ranks.others_due(versions.current, rank)
         try:
-            if sending is not None and not pushes.may_count(name, sending, versions.current):
-                sending = None
-            sending = sending and pushes.of_rank(rank, sending)
+            sending = self._counted(name, rank, sending)
             answer = self._push(name, sending, upcoming, versions.pulled_with(last=not others))
         except errors.StaleToken as error:
             log.info("%s is another worker's now: %s", name, error.what)
@@ -228,6 +231,14 @@ class SyncStrategy(Strategy):
             versions.await_step() if self.ranks.held else versions.await_ranks()
             raise LostWork from error
         versions.recorded(rank, answer, sending, others=others)
+
+    def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
+        """What of this work counts."""
+        pushes, step = self._trainer.pushes, self.versions.current
+        assert step is not None
+        if sending is not None and not pushes.may_count(name, sending, step):
+            return None
+        return sending and pushes.of_rank(rank, sending)
 
     def _push(
         self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, pull: PullSpec | None

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.errors import MalformedPayload
 from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionMap
 from shardyard.domain.optimizers import PartitionSlots, Slot, slots_of
+from shardyard.domain.replica_groups import NO_STEP, TakenStep
 from shardyard.domain.variables import VariableKind
 from shardyard.wire import common_messages, frames, methods, optimizer_messages
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.exchange.fan_out import FanOut
 from shardyard_worker.exchange.server_stream import ServerStream
@@ -52,25 +55,54 @@ class OptimizerExchange:
 
         def send(stream: ServerStream) -> None:
             for partition in self._owned[stream.server]:
-                part, names = self._layout.partitions[partition], self._names_in(partition)
-                counts = tuple(states[block.variable].count if block.variable in states else 0 for block in part.blocks)
-                arrays = {name: np.zeros(part.payload_bytes, np.uint8) for name in names}
-                for block in part.blocks:
-                    elements = slice(block.offset, block.offset + block.length)
-                    for name, first in self._first_values(block.variable, states).items():
-                        self._of(block, arrays[name])[:] = first if isinstance(first, float) else first[elements]
-                slots = PartitionSlots(partition, counts, names)
-                caller = self._session.caller
-                header = optimizer_messages.given_to_header(caller, stream.server, self._generation, slots)
-                sent = frames.cut(header, [array.data for array in arrays.values()])
-                stream.peer.send(methods.INITIALIZE_OPTIMIZER, sent, timeout_ms=self._deadline_ms)
+                self._send(stream, partition, methods.INITIALIZE_OPTIMIZER, states)
 
         self._fan_out.call(send, "the optimizer's first state to arrive")
 
+    def publish(
+        self, taken: TakenStep, values: Sequence[Values], states: Mapping[int, VariableState], share: tuple[int, int]
+    ) -> None:
+        """Gives the servers the replicas' state after a step. `values`: of all variables, flat.
+        `share`: this worker's place among so many, each of which gives its share of the partitions."""
+        place, size = share
+
+        def send(stream: ServerStream) -> None:
+            for partition in self._owned[stream.server]:
+                if partition % size == place:
+                    self._send(stream, partition, methods.PUBLISH_STATE, states, taken=taken, values=values)
+
+        self._fan_out.call(send, f"the replicas' state of step {taken.step} to arrive")
+
+    def _send(
+        self,
+        stream: ServerStream,
+        partition: PartitionId,
+        method: Method[Any, Any],
+        states: Mapping[int, VariableState],
+        *,
+        taken: TakenStep = NO_STEP,
+        values: Sequence[Values] = (),
+    ) -> None:
+        part, names = self._layout.partitions[partition], self._names_in(partition)
+        counts = tuple(states[block.variable].count if block.variable in states else 0 for block in part.blocks)
+        if values:
+            names = (VALUES, *names)
+        arrays = {name: np.zeros(part.payload_bytes, np.uint8) for name in names}
+        for block in part.blocks:
+            elements = slice(block.offset, block.offset + block.length)
+            for name, first in self._first_values(block.variable, states).items():
+                self._of(block, arrays[name])[:] = first if isinstance(first, float) else first[elements]
+            if values:
+                self._of(block, arrays[VALUES])[:] = values[block.variable][elements]
+        slots = PartitionSlots(partition, counts, names)
+        caller = self._session.caller
+        header = optimizer_messages.given_to_header(caller, stream.server, self._generation, slots, taken)
+        sent = frames.cut(header, [array.data for array in arrays.values()])
+        stream.peer.send(method, sent, timeout_ms=self._deadline_ms)
+
     def _first_values(self, variable: int, states: Mapping[int, VariableState]) -> Mapping[str, Values | float]:
-        if variable in states:
-            return states[variable].slots
-        return {slot.name: slot.initial for slot in self._slots_of(variable)}
+        given = states[variable].slots if variable in states else {}
+        return {slot.name: given.get(slot.name, slot.initial) for slot in self._slots_of(variable)}
 
     def _slots_of(self, variable: int) -> tuple[Slot, ...]:
         spec, optimizer = self._layout.variables[variable], self._layout.optimizer

@@ -25,6 +25,7 @@ from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.optimizers.script_steps import refuse_steps
 from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.optimizers.torch_state import TorchState, VariableState, from_torch, to_torch
+from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.variables import StepInput, Variable
@@ -57,6 +58,13 @@ def prepare(
         )
     paths = {name: path for name, (path, _) in tables_by_path(model).items()}
     tables = tables_of(model)
+    strategy = loop.session.job_settings.strategy
+    if tables and strategy.is_mirrored:
+        raise ConfigurationError(
+            f"embedding table {next(iter(tables))!r} in a job with job.strategy {strategy.value}",
+            why="rows are on the servers, and gradients of a mirrored job do not go there yet",
+            todo="set job.strategy to parameter_server",
+        )
     if tables and loop.is_local:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
@@ -73,12 +81,35 @@ def prepare(
     rows = TableBinding(tables, optimizer.param_groups, paths) if tables else None
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     state = _state_of(optimizer, spec, parameters)
-    prepared = ServerOptimizer(optimizer, spec.kind, step, rows, partial(_fetched_state, loop, spec))
-    loop.begin([*parameters, *buffers, *counts], spec, prepared.settings, model=model, tables=rows, state=state)
-    loop.at_end.callback(refuse_steps(optimizer).remove)
+    replica = _replica_of(loop, parameters, buffers, optimizer, spec)
+    fetched = partial(_fetched_state, loop, spec) if replica is None else lambda: optimizer.state
+    prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
+    variables = [*parameters, *buffers, *counts]
+    loop.begin(variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica)
+    loop.at_end.callback(refuse_steps(optimizer, unless=lambda: replica is not None and replica.is_stepping).remove)
     if schedule is not None:
         schedule.follow()
     return prepared, schedule
+
+
+def _replica_of(
+    loop: TrainingLoop,
+    parameters: Sequence[Variable],
+    buffers: Sequence[Variable],
+    optimizer: torch.optim.Optimizer,
+    spec: OptimizerSpec,
+) -> Replica | None:
+    """None if the servers have the variables. Raises ConfigurationError."""
+    strategy = loop.session.job_settings.strategy
+    if not strategy.is_mirrored:
+        return None
+    if loop.scaler is not None:
+        raise ConfigurationError(
+            f"job.scaler in a job with job.strategy {strategy.value}",
+            why="its counts are variables of the servers",
+            todo="use bfloat16, which needs no scale, or job.strategy parameter_server",
+        )
+    return Replica(parameters, buffers, optimizer, spec)
 
 
 def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:

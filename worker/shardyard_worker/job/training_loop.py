@@ -19,6 +19,7 @@ from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import LocalRounds
+from shardyard_worker.consistency.mirrored import MirroredStrategy
 from shardyard_worker.consistency.modes import strategy_for
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
@@ -31,6 +32,7 @@ from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.optimizers.torch_state import VariableState
+from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.session.drain import Drained
 from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.metrics import MetricLog
@@ -93,6 +95,7 @@ class TrainingLoop:
         self.samples: ForwardSamples | None = None
         """Counts the samples of steps outside job.batches."""
         self.scaler: JobScaler | None = None
+        self.replica: Replica | None = None
         self.unprepared = UnpreparedSteps()
         self.at_end = contextlib.ExitStack()
         """What is undone when this worker leaves."""
@@ -160,9 +163,11 @@ class TrainingLoop:
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
         state: Mapping[int, VariableState] | None = None,
+        replica: Replica | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
-        `state`: what the optimizer begins with if this worker gives the initial values."""
+        `state`: what the optimizer begins with if this worker gives the initial values. `replica`: of a mirrored
+        job."""
         self.check_first()
         self.unprepared.close()
         if model is not None:
@@ -170,7 +175,7 @@ class TrainingLoop:
             self.at_end.callback(self.samples.close)
         with INTERRUPTS:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
-            self.trainer, self.settings = trainer, settings
+            self.trainer, self.settings, self.replica = trainer, settings, replica
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
             if tables is not None:
                 self.rows = RemoteRows(
@@ -194,7 +199,9 @@ class TrainingLoop:
                 strategy.close()
             if self.scaler is not None:
                 self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
-            strategy = self.strategy = strategy_for(self.need_trainer())
+            strategy = self.strategy = strategy_for(self.need_trainer(), self.replica)
+            if isinstance(strategy, MirroredStrategy):
+                strategy.weight_of_work = self._weight_of_work
             # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
                 strategy.begin()
@@ -224,6 +231,13 @@ class TrainingLoop:
             self._callbacks.after_step()
         self.between_steps()
         self._end_own_step()
+
+    def _weight_of_work(self) -> float | None:
+        """The samples of the step whose gradients are being computed; None: they are not known."""
+        if self.feed is None:
+            return 1.0
+        work = self.feed.work
+        return None if work is None or work.taken or not work.due else float(work.samples)
 
     def _takes_step(self, sampled: Sampled) -> bool:
         """Whether the batch at hand counts. One of `job.sampler` may not."""

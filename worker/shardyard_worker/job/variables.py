@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardyard.domain.consistency import UpdateMode
-from shardyard.domain.errors import UnknownVariable, UnsupportedOptimizer
+from shardyard.domain.errors import ConfigurationError, UnknownVariable, UnsupportedOptimizer
 from shardyard.domain.optimizers import KINDS, OptimizerSpec, make_group, setting_names
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import refuse_without_optimizer
@@ -23,6 +23,13 @@ def register(
 ) -> None:
     if loop.is_local:
         refuse_without_optimizer("job.register")
+    strategy = loop.session.job_settings.strategy
+    if strategy.is_mirrored:
+        raise ConfigurationError(
+            f"job.register in a job with job.strategy {strategy.value}",
+            why="workers take the steps with an optimizer of torch, and there is none",
+            todo="give a model and an optimizer to job.prepare, or set job.strategy to parameter_server",
+        )
     if optimizer not in KINDS:
         raise UnsupportedOptimizer(f"optimizer {optimizer!r}", todo=f"use one of {', '.join(sorted(KINDS))}")
     specs = [spec_of(name, tensor, VariableKind.PARAMETER) for name, tensor in variables.items()]

@@ -121,6 +121,12 @@ class Session:
         self.drain = Drain()
         self._acknowledged: int | None = None
         """The number of the mode that this worker computes in. None: it does not compute yet."""
+        self.replica_generation = 0
+        """A mirrored job's worker leaves replica groups of a lower generation."""
+        self.lost_replica_generation = 0
+        """The newest replica group that lacks a member."""
+        self.is_to_publish = False
+        """Whether replicas give the servers their state."""
         self.checkpoint: CheckpointTaken | None = None
         """The job's newest checkpoint."""
         self._membership = MembershipClient(
@@ -376,6 +382,9 @@ class Session:
         self.chief = reply.chief
         self.world_size = max(1, reply.world_size)
         self.recovering = reply.recovering
+        self.replica_generation = reply.replica_generation
+        self.lost_replica_generation = max(self.lost_replica_generation, reply.lost_replica_generation)
+        self.is_to_publish = reply.publish
         with self._lock:
             is_newer = reply.generation > self.generation
             self.generation = Generation(max(self.generation, reply.generation))

@@ -41,7 +41,7 @@ class ValueLoader:
         self._context = context
         self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
         # local steps change the targets in place, and the round's first values are needed at its end
-        local = session.job_settings.consistency.local_steps is not None
+        local = session.job_settings.updates_in_workers
         self._takes_steps_here = local
         self._view = session.settings.worker.exchange != "blocking" and not local
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None

@@ -132,7 +132,7 @@ class Trainer:
         encodes = self.pushes.feedback is not None
         # rows follow the payload on the stream, so then no part of it may be sent before its header
         overlaps = settings.exchange == "overlapped" and not encodes and link.tables is None
-        local = session.job_settings.consistency.local_steps is not None
+        local = session.job_settings.updates_in_workers
         self._hooks = GradHooks(
             link.buffers,
             {} if encodes or local else self.values.targets,

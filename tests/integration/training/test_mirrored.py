@@ -1,0 +1,225 @@
+"""Replicas in every worker, whose gradients are combined by an all-reduce: job.strategy multi_worker_mirrored."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import shardyard as sy
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard_worker.replicas.collectives import Collectives
+from tests.support.alone import Counted, local_yard, status
+
+MIRRORED: Mapping[str, object] = {
+    "job.strategy": "multi_worker_mirrored",
+    "membership.heartbeat_ms": 20,
+    "job.rank_grace_ms": 300,
+    "job.partitions": 4,
+    "job.checkpoint.url": "never",
+}
+SERVERS: Mapping[str, object] = {**MIRRORED, "job.strategy": "parameter_server", "job.consistency.mode": "sync"}
+SAMPLES, BATCH, EPOCHS = 48, 3, 2
+
+
+def ranks(count: int) -> dict[str, object]:
+    return {"job.workers_expected": count, "job.consistency.logical_ranks": count}
+
+
+def side_by_side(workers: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, range(workers)))
+
+
+class Losses:
+    """Trains a small network in float64, with BatchNorm, and notes each loss."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(3)
+        self._model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        ).double()
+        x = torch.randn(SAMPLES, 4, dtype=torch.float64)
+        self._data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+        self._optimizer = optimizer
+
+    def train(self, job: sy.Job, **batches: Any) -> dict[int, float]:
+        """The losses of this worker's ranks, added up by step."""
+        model = copy.deepcopy(self._model)
+        model, optimizer = job.prepare(model, self._optimizer(model.parameters(), lr=0.02))
+        found: dict[int, float] = {}
+        with job:
+            for x, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS, **batches):
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                found[job.step] = found.get(job.step, 0.0) + loss.item()
+                loss.backward()
+                if job.step_due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return found
+
+
+def losses_of(given: Mapping[str, object], workers: int, losses: Losses, **batches: Any) -> list[float]:
+    with local_yard(given) as (_, connect):
+        jobs = [connect() for _ in range(workers)]
+        found = side_by_side(workers, lambda at: losses.train(jobs[at], **batches))
+    steps = sorted({step for each in found for step in each})
+    return [sum(each.get(step, 0.0) for each in found) for step in steps]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "given", [{}, {"job.clip.norm": 0.05}, {"job.buffers": "first"}], ids=["plain", "clipped", "buffers of rank 0"]
+)
+def test_losses_are_those_of_parameter_servers(alone: None, workers: int, given: Mapping[str, object]) -> None:
+    """Whatever number of workers computes the three ranks."""
+    more = {**given, "job.consistency.logical_ranks": 3, "job.workers_expected": workers}
+    wanted = losses_of({**SERVERS, **more}, workers, Losses())
+    found = losses_of({**MIRRORED, **more}, workers, Losses())
+    assert len(found) == len(wanted) > 8
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_accumulated_gradients_count_as_one_step(alone: None) -> None:
+    wanted = losses_of({**SERVERS, **ranks(2)}, 2, Losses(torch.optim.SGD), accumulate=2)
+    found = losses_of({**MIRRORED, **ranks(2)}, 2, Losses(torch.optim.SGD), accumulate=2)
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_each_sample_counts_once_while_workers_come_and_go(alone: None) -> None:
+    """Promise 2: one leaves within the data, and another comes."""
+    with local_yard({**MIRRORED, **ranks(2)}) as (yard, connect):
+        first, second, third = connect(), connect(), connect()
+        has_left = threading.Event()
+
+        def stay(job: sy.Job) -> list[float]:
+            counted = Counted(job, SAMPLES)
+            with job:
+                for (index,) in job.batches(counted.data, batch_size=BATCH, epochs=EPOCHS):
+                    counted.step(index, 2.0)
+                return counted.counts
+
+        def leave(job: sy.Job) -> None:
+            counted = Counted(job, SAMPLES)
+            for number, (index,) in enumerate(job.batches(counted.data, batch_size=BATCH, epochs=EPOCHS)):
+                if number == 3:
+                    break
+                counted.step(index, 2.0)
+            job.close()
+            has_left.set()
+
+        def come(job: sy.Job) -> list[float]:
+            has_left.wait()
+            return stay(job)
+
+        one, _, other = side_by_side(
+            3,
+            lambda at: (stay, leave, come)[at]((first, second, third)[at]),  # type: ignore[operator]
+        )
+        assert one == other == [float(EPOCHS)] * SAMPLES
+        assert status(yard).step == SAMPLES * EPOCHS // (2 * BATCH)
+
+
+def test_workers_with_other_releases_of_torch_do_not_train_together(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo would end both processes where they sum different sizes."""
+    releases = iter(("2.13.0", "2.12.0"))
+    monkeypatch.setattr(Collectives, "_release", property(lambda _: next(releases)))
+    with local_yard({**MIRRORED, **ranks(2)}) as (_, connect):
+        jobs = [connect(), connect()]
+
+        def train(at: int) -> str:
+            try:
+                with jobs[at]:
+                    Losses().train(jobs[at])
+            except errors.ConfigurationError as error:
+                return error.what
+            return ""
+
+        first, second = side_by_side(2, train)
+    assert "torch 2.1" in first + second
+    assert "" in (first, second), "the other one goes on"
+
+
+def test_what_a_mirrored_job_cannot_do_is_refused_at_once(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(1)}) as (_, connect), connect() as job:
+        with pytest.raises(errors.ConfigurationError, match=r"job\.register in a job with job\.strategy"):
+            job.register({"w": torch.zeros(2)})
+        model = sy.Embedding(4, table=sy.tables.Table(4, name="t"))
+        with pytest.raises(errors.ConfigurationError, match="embedding table 't'"):
+            job.prepare(model, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+        job.scaler()
+        layer = torch.nn.Linear(2, 1)
+        with pytest.raises(errors.ConfigurationError, match=r"job\.scaler"):
+            job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("job.consistency.mode", "async"),
+        ("job.consistency.backup_workers", 1),
+        ("job.durability", "wal"),
+        ("job.clip.value", 1.0),
+        ("job.compression.push", "int8"),
+    ],
+)
+def test_settings_that_do_not_fit_name_both(name: str, value: object) -> None:
+    given = {"job.strategy": "multi_worker_mirrored", "job.consistency.logical_ranks": 2, name: value}
+    with pytest.raises(errors.ConfigurationError, match=name.removeprefix("job.").replace(".", r"\.")) as raised:
+        configuration.load(None, {}, given)
+    assert "strategy" in str(raised.value)
+
+
+def test_step_whose_mean_is_not_finite_changes_nothing_and_is_listed(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(1)}) as (yard, connect), connect() as job:
+        layer = torch.nn.Linear(2, 1)
+        layer, optimizer = job.prepare(layer, torch.optim.Adam(layer.parameters(), lr=0.1))
+        before = layer.weight.detach().clone()
+        (layer(torch.ones(1, 2)).sum() * float("inf")).backward()
+        optimizer.step()
+        assert torch.equal(layer.weight, before)
+        assert job.step == 1
+        optimizer.zero_grad()
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(layer.weight, before)
+        assert status(yard).not_finite
+
+
+def test_script_that_clips_its_own_gradients_is_followed(alone: None) -> None:
+    """What was sent during the backward is sent again, and from then on nothing is sent early."""
+
+    torch.manual_seed(5)
+    begun = torch.nn.Linear(4, 1).double()
+    given_x = torch.randn(SAMPLES, 4, dtype=torch.float64)
+    data = TensorDataset(given_x, given_x.sum(1, keepdim=True))
+
+    def train(given: Mapping[str, object], workers: int) -> list[torch.Tensor]:
+        with local_yard({**given, **ranks(workers)}) as (_, connect):
+            jobs = [connect() for _ in range(workers)]
+
+            def work(at: int) -> torch.Tensor:
+                layer = copy.deepcopy(begun)
+                layer, optimizer = jobs[at].prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+                with jobs[at]:
+                    for x, y in jobs[at].batches(data, batch_size=BATCH):
+                        optimizer.zero_grad()
+                        torch.nn.functional.mse_loss(layer(x), y).backward()
+                        torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+                        optimizer.step()
+                return layer.weight.detach().clone()
+
+            return side_by_side(workers, work)
+
+    one, other = train(MIRRORED, 2)
+    assert torch.equal(one, other)
+    assert torch.allclose(one, train(SERVERS, 2)[0], rtol=1e-9)

@@ -1,0 +1,104 @@
+"""Replicas in processes of their own that are killed, frozen and started: each sample counts once, and nobody waits for
+the dead (docs/internals/ledger.md, rules D1 to D5)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardyard_launcher.cli import main
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.yards import Probes, finish, running_yard, wait_for_any
+
+SAMPLES, EPOCHS, RANKS = 96, 4, 3
+OPTIONS = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--ranks", str(RANKS), "--pause-ms", "20")
+WANTED = [float(EPOCHS)] * SAMPLES
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    given = {"membership.lease_ms": 1_500, "membership.heartbeat_ms": 100}
+    with running_yard(tmp_path_factory.mktemp("yard"), servers=1, settings=given) as cluster:
+        yield cluster
+
+
+def settings(yard: LocalCluster, job: str) -> dict[str, object]:
+    return {
+        "coordinator": yard.coordinator,
+        "job": job,
+        "job__strategy": "multi_worker_mirrored",
+        "job__workers_expected": RANKS,
+        "membership__coordinator_grace_ms": 10_000,
+    }
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_promise_2_each_sample_counts_once_when_members_go(
+    yard: LocalCluster, probes: Probes, how: signal.Signals
+) -> None:
+    common = settings(yard, f"went-{how.name}")
+    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+    victim, _ = started.pop(1)
+    victim.wait_for("computed 5")
+    victim.process.send_signal(how)
+    for script, out in started:
+        assert finish(script, out)["counts"] == WANTED
+
+
+def test_another_worker_takes_the_place_of_one_that_was_killed(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "replaced")
+    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+    victim, _ = started.pop(0)
+    victim.wait_for("computed 5")
+    victim.kill()
+    started.append(probes.start("count", *OPTIONS, **common))
+    for script, out in started:
+        assert finish(script, out)["counts"] == WANTED
+    assert any("took the replica of worker" in line for line in started[-1][0].lines)
+
+
+def test_worker_without_a_rank_waits_and_ends_with_the_others(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "spare") | {"job__consistency__logical_ranks": RANKS}
+    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS + 1)]
+    results = [finish(script, out) for script, out in started]
+    assert [each["counts"] for each in results] == [WANTED] * (RANKS + 1)
+    assert sorted(each["computed"] for each in results)[0] == 0
+
+
+def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
+    yard: LocalCluster, probes: Probes, tmp_path: Path
+) -> None:
+    common = settings(yard, "begun-again") | {"job__checkpoint__every_steps": 5, "job__checkpoint__url": tmp_path}
+    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+    wait_for_any([script for script, _ in started], "computed 14")
+    for script, _ in started:
+        script.kill()
+    others = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+    results = [finish(script, out) for script, out in others]
+    assert [each["counts"] for each in results] == [WANTED] * RANKS
+    assert max(each["computed"] for each in results) < SAMPLES * EPOCHS // (RANKS * 4), "it did not begin at step 0"
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("multi_worker_mirrored", "parameter_server"), ("parameter_server", "multi_worker_mirrored")],
+    ids=["to servers", "from servers"],
+)
+def test_checkpoint_of_one_strategy_is_restored_under_another(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, strategies: tuple[str, str]
+) -> None:
+    """AdamW's state moves too: the loss at the end is that of a run that was not interrupted."""
+    job = f"moved-{strategies[0]}"
+    common = settings(yard, job) | {"job__workers_expected": 1, "job__consistency__mode": "sync"}
+    common |= {"job__checkpoint__url": tmp_path, "job__seed": 4}
+    undisturbed = probes.run("model", **(common | {"job": f"{job}-whole", "job__strategy": strategies[1]}))
+    stopped = probes.run("model", "--stop-at", "20", **(common | {"job__strategy": strategies[0]}))
+    assert stopped["computed"] == 20
+    order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
+    assert main([*order, "--state", str(yard._folder)]) == 0
+    went_on = probes.run("model", **(common | {"job__strategy": strategies[1]}))
+    assert went_on["computed"] == undisturbed["computed"] - 20
+    assert went_on["loss"] == pytest.approx(undisturbed["loss"], rel=1e-4)

@@ -1,0 +1,396 @@
+"""Synchronous steps of replicas: gradients are summed by an all-reduce, and every worker takes the step itself
+(docs/internals/ledger.md, rules D1 to D5).
+
+A step is a synchronous job's step: its logical ranks, their samples and their seeds are the same. But nothing goes to
+the servers. Each member of the newest replica group computes the ranks of its place; when the sum over all members is
+there, each takes the step. A member that goes away ends the group. The others ask the coordinator for the next one, and
+go on from the newest step that any of them has taken.
+
+With the gradients the members sum a few facts (`_Facts`), so that all of them learn in the same step that a checkpoint
+wants the state, or that the group is to be formed anew. No other message is needed for that.
+
+Owns: this worker's place in the newest group, and the step of its replica. Must not know: how tensors are summed, which
+work belongs to a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from shardyard.domain import errors
+from shardyard.domain.consistency import NonFinite
+from shardyard.domain.ids import Rank, Token
+from shardyard.domain.push_names import PushName
+from shardyard.domain.replica_groups import ReplicaGroup, TakenStep
+from shardyard.wire import common_messages, lease_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPosition
+from shardyard_worker.consistency.step_versions import StepVersions
+from shardyard_worker.consistency.synchronous import SyncStrategy
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
+from shardyard_worker.replicas.buffer_means import BufferMeans
+from shardyard_worker.replicas.collectives import Collectives, GroupLost
+from shardyard_worker.replicas.gradient_buckets import GradientBuckets
+from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.training.clipping import Clipper
+from shardyard_worker.training.table_binding import Upcoming
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput
+
+log = logging.getLogger("shardyard.worker")
+
+_WEIGHT, _OVERFLOWS, _CHANGED, _LEAVE, _PUBLISH = range(5)
+_FACTS: Final = 5
+
+
+class GroupRanks(LogicalRanks):
+    """The ranks of this worker's place in its group. They are not leased one by one."""
+
+    def hold(self, ranks: tuple[Rank, ...], step: int, generation: int) -> None:
+        self.held = {rank: RankPosition(Token(generation), step, step) for rank in ranks}
+
+    def announce_until(self, rank: Rank) -> int:  # noqa: ARG002
+        return 0
+
+    def is_offered(self) -> bool:
+        return False
+
+
+class ReplicaVersions(StepVersions):
+    """Versions that this worker makes itself."""
+
+    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: MirroredStrategy) -> None:
+        super().__init__(trainer, ranks)
+        self._strategy = strategy
+
+    def refresh_ranks(self) -> None:
+        """Ranks change with the group only."""
+
+    def find_work(self) -> None:
+        self._strategy.take_place()
+
+    def catch_up(self, at_least: int) -> None:  # noqa: ARG002 - replicas are at one step
+        self._strategy.take_place()
+
+    def await_ranks(self) -> None:
+        self._strategy.take_place()
+
+    def await_step(self) -> None:
+        """Other ranks of this worker are due at this step."""
+        self.load_again()
+
+    def begin_at(self, step: int) -> None:
+        self._hold(step, None)
+
+    def load_again(self) -> None:
+        self._strategy.replica.put_back_buffers()
+
+
+class MirroredStrategy(SyncStrategy):
+    """For job.strategy multi_worker_mirrored."""
+
+    ranks: GroupRanks
+    versions: ReplicaVersions
+
+    def __init__(self, trainer: Trainer, replica: Replica) -> None:
+        super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self), GroupRanks)
+        self.replica = replica
+        self._buckets = GradientBuckets(replica.targets, _FACTS + len(replica.targets))
+        self._buckets.early_weight = self._early_weight
+        self._settings = trainer.session.job_settings
+        self._collectives: Collectives | None = None
+        self._left = 0
+        """The generation of the newest group that this worker was in."""
+        self._replica_step: int | None = None
+        """The step of the replica; None: it has no values yet."""
+        self._buffer_means = BufferMeans(replica.buffers)
+        self._said = [0.0] * (_FACTS + len(replica.targets))
+        """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
+        self._is_to_leave = False
+        self._published = 0
+        """The step that this worker has helped to publish last."""
+        self._clipper: Clipper | None = None
+        if self._settings.clip.norm:
+            self._clipper = Clipper(self._settings.clip.clipping, [each.spec for each in replica.parameters])
+            trainer.pushes.clipper = self._clipper
+        self.weight_of_work: Callable[[], float | None] = lambda: None
+        """The samples of the work at hand; None: not known before the step."""
+
+    # ---- the group
+
+    def take_place(self) -> None:
+        """Returns when this worker has a place in the newest group, and its replica stands at the group's step."""
+        self.check_mode()
+        while self._collectives is None or self._is_to_leave:
+            self._leave_group()
+            try:
+                self._join(self._ask())
+            except GroupLost as error:
+                log.info("%s", error)
+
+    def _ask(self) -> ReplicaGroup:
+        session = self._session
+        request = wire.JoinReplicaGroupRequest(
+            caller=common_messages.caller_to_wire(session.caller), left=self._left, step=self._replica_step
+        )
+        reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
+        with session.wait_registry.over(lambda: f"the next replica group: {reply.waiting_for}"):
+            while reply.retry_ms:
+                self._trainer.router.pause(reply.retry_ms)
+                session.check_waiting()
+                if self._trainer.is_behind:
+                    self._trainer.follow_map()
+                reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
+        return lease_messages.replica_group_from_wire(reply.group)
+
+    def _join(self, group: ReplicaGroup) -> None:
+        place = group.place_of(self._session.caller.incarnation)
+        assert place is not None, group
+        self._left = group.generation
+        self._is_to_leave = False
+        self._collectives = Collectives(self._session, group, place, self._buckets.fingerprint)
+        if group.step is None:
+            step = self._load_from_servers()
+        else:
+            step = group.step
+            self._copy_from(group)
+        self._replica_step = step
+        self.replica.keep_buffers()
+        self._buckets.join(self._collectives)
+        self.ranks.hold(group.ranks_at(place, self._session.logical_ranks), step, group.generation)
+        self.versions.begin_at(step)
+        log.info("has place %d of %d in replica group %d, at step %d", place, len(group.members), self._left, step)
+
+    def _load_from_servers(self) -> int:
+        """Loads what the servers have. Returns its step."""
+        trainer = self._trainer
+        while True:
+            try:
+                step = trainer.pull_step(0)
+                assert step is not None
+                trainer.values.complete()
+                self.replica.set_state(trainer.router.optimizer.read(range(len(trainer.variables)), step))
+                return step
+            except MapChanged:
+                trainer.follow_map()
+
+    def _copy_from(self, group: ReplicaGroup) -> None:
+        """The donor gives its replica to all that have another step. All take part, since the operation is of the whole
+        group."""
+        collectives = self._collectives
+        assert collectives is not None
+        assert group.donor is not None
+        with self._session.wait_registry.over(lambda: "the replica of another worker"):
+            stale = torch.tensor([float(self._replica_step != group.step)])
+            collectives.wait(collectives.sum(stale))
+            if not float(stale):
+                return
+            packed = self.replica.packed()
+            for work in [collectives.give(each, group.donor) for each in packed]:
+                collectives.wait(work)
+        if self._replica_step != group.step:
+            self.replica.unpack(packed)
+            log.info("took the replica of worker %d, of step %d", group.members[group.donor], group.step)
+
+    def _leave_group(self) -> None:
+        collectives, self._collectives = self._collectives, None
+        self._buckets.collectives = None
+        self.ranks.held = {}
+        self.versions.current = None
+        self._is_to_leave = False
+        if collectives is not None and collectives.leave():
+            self._buckets.renew()
+            self._buffer_means.renew()
+        self._drop_sums()
+        if self._replica_step is not None:
+            self.replica.put_back_buffers()  # a forward may have changed them
+
+    def _drop_sums(self) -> None:
+        self._buckets.clear()
+        self._buffer_means.clear()
+        self._said = [0.0] * (_FACTS + len(self.replica.targets))
+
+    # ---- what the base asks
+
+    @property
+    def on_standby(self) -> bool:
+        return False
+
+    def begin(self) -> None:
+        self.take_place()
+
+    def _follow_map(self) -> None:
+        """The group or the map has changed."""
+        if self._trainer.is_behind:
+            self._trainer.follow_map()
+        self.check_mode()
+        self._is_to_leave = True
+        self.versions.current = None
+
+    def has_moved(self) -> bool:
+        """As of the base; and while this worker waits for a checkpoint, gives the servers the state for it."""
+        if self._trainer.is_behind:
+            self._trainer.follow_map()
+        assert self.versions.current is not None
+        try:
+            self._publish(self.versions.current)
+        except MapChanged as error:
+            log.info("the state of step %s is published again: %s", self._replica_step, error)
+            self._follow_map()
+            self.take_place()
+        return False
+
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        """Gives the servers the state, unless all members have done that together at the end of the data: others may
+        train on, so that nobody can be waited for."""
+        super().leave(groups)
+        step = self._replica_step
+        if self._session.drain.hands_over or step is None or step == self._published:
+            return
+        self._leave_group()
+        self._trainer.reach(lambda _: self._give_state(step, 0, 1))
+        with contextlib.suppress(errors.StaleGeneration):  # others are in the next group, and publish
+            self._report_published(step)
+
+    def close(self) -> None:
+        self._leave_group()
+        self._buckets.close()
+
+    def rows_version(self) -> int | None:
+        return None
+
+    # ---- a step
+
+    def _early_weight(self) -> float | None:
+        """The weight of the work whose gradients are being computed, if they may be sent at once."""
+        trainer, held = self._trainer, self.ranks.held
+        if len(held) != 1 or trainer.accumulates or trainer.accumulates_by_hand:
+            return None
+        return None if self.due() is None else self.weight_of_work()
+
+    def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:  # noqa: ARG002
+        """Whether gradients are finite is looked at once, in their mean."""
+        return sending and self._trainer.pushes.of_rank(rank, sending)
+
+    def _push(
+        self,
+        name: PushName,
+        sending: StepInput | None,
+        upcoming: Upcoming | None,  # noqa: ARG002 - without tables there is nothing to look up
+        pull: PullSpec | None,
+    ) -> ExchangeResult:
+        """Adds a rank's gradients. With the last of this worker, takes the step. Raises GroupLost."""
+        collectives = self._collectives
+        if collectives is None:
+            raise GroupLost("this worker has left its replica group")
+        count = len(self.replica.targets)
+        gradients: Sequence[torch.Tensor | None] = [None] * count
+        said, weight = self._said, 0.0
+        if sending is not None:
+            gradients, weight = sending.tensors[:count], sending.weight
+            said[_OVERFLOWS] += sending.overflow
+            self._buffer_means.add(sending.tensors[count:], weight)
+        said[_CHANGED] += self._buckets.changed(gradients)
+        said[_WEIGHT] += weight
+        for at, gradient in enumerate(gradients, _FACTS):
+            said[at] += gradient is not None
+        self._buckets.add(gradients, weight)
+        if pull is not None:
+            self._take_step(collectives, gradients, weight, name, sending)
+        return ExchangeResult()
+
+    def _take_step(
+        self,
+        collectives: Collectives,
+        local: Sequence[torch.Tensor | None],
+        weight: float,
+        name: PushName,
+        sending: StepInput | None,
+    ) -> None:
+        buckets, session, said = self._buckets, self._session, self._said
+        step = self.versions.current
+        assert step is not None
+        said[_LEAVE] = float(session.replica_generation > collectives.group.generation)
+        said[_PUBLISH] = float(session.is_to_publish)
+        with session.wait_registry.over(lambda: f"step {step} of the other replicas"):
+            sums = []
+            if self.replica.buffers:
+                sums += [collectives.sum(self._buffer_means.sums), collectives.most(self._buffer_means.most)]
+            facts = self._sum(said)
+            for work in sums:
+                collectives.wait(work)
+            if facts[_CHANGED]:
+                buckets.overlaps = False
+                buckets.clear()
+                buckets.add(local, weight)
+                facts = self._sum(said)
+        self._apply(step, name, sending, facts)
+        self._drop_sums()
+        self._replica_step = step + 1
+        if facts[_PUBLISH]:
+            self._publish(step + 1)
+        self._is_to_leave = bool(facts[_LEAVE])
+
+    def _sum(self, said: list[float]) -> list[float]:
+        """Sums the gradients over all members, and returns the facts of all."""
+        buckets = self._buckets
+        buckets.facts.copy_(torch.tensor(said))
+        buckets.send()
+        buckets.await_sums()
+        found: list[float] = buckets.facts.tolist()
+        return found
+
+    def _apply(self, step: int, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> None:
+        """Takes the step with the sums."""
+        replica, weight = self.replica, facts[_WEIGHT]
+        if weight:
+            means = self._buckets.mean(weight)
+            replica.keep_buffers(self._buffer_means.means())
+        if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending):
+            return
+        gradients = [mean if present else None for mean, present in zip(means, facts[_FACTS:], strict=True)]
+        if self._clipper is not None:
+            self._clipper.clip(gradients)
+        replica.step(gradients)
+
+    def _is_finite(self, step: int, name: PushName, sending: StepInput | None) -> bool:
+        """Whether the mean gradient is finite, or counts anyway. If not, the members whose gradients are not report
+        them, and nobody takes the step."""
+        if self._settings.nonfinite is NonFinite.ALLOW or self._buckets.are_finite():
+            return True
+        log.warning("step %d changes nothing: the mean gradient is not finite", step)
+        if sending is not None:
+            self._trainer.pushes.may_count(name, sending, step)
+        return False
+
+    # ---- the servers' copy
+
+    def _publish(self, step: int) -> None:
+        """All members give the servers the state of this step, each its share of the partitions (rule D4). Raises
+        MapChanged; then it is published again."""
+        collectives = self._collectives
+        assert collectives is not None
+        if self._published == step:
+            return
+        collectives.meet()  # rule D4: nobody publishes a step that a member may lack
+        self._give_state(step, collectives.place, collectives.size)
+        collectives.meet()
+        if collectives.place == 0:
+            self._report_published(step)
+        self._published = step
+
+    def _give_state(self, step: int, place: int, size: int) -> None:
+        values = [each.numpy() for each in self.replica.values()]
+        optimizer = self._trainer.router.optimizer
+        optimizer.publish(TakenStep(step, self._left), values, self.replica.state(), (place, size))
+
+    def _report_published(self, step: int) -> None:
+        caller = common_messages.caller_to_wire(self._session.caller)
+        request = wire.ReportPublishedRequest(caller=caller, generation=self._left, step=step)
+        self._session.ask(methods.REPORT_PUBLISHED, request)

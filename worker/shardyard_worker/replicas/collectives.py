@@ -1,0 +1,160 @@
+"""The collective operations of one replica group, by torch.distributed's gloo.
+
+Owns: the process group. Invariants: a collective that a member cannot complete is given up, and so is the group: its
+members wait for each other no more, whatever state they are in. Memory that an abandoned collective may still write is
+not used again. Must not know: what is reduced, how a group is formed.
+
+A member that has died closes its connections, so that the others fail at once. One that is frozen does not; then the
+coordinator declares it dead, and says so in a heartbeat.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
+
+from shardyard.domain.errors import ConfigurationError
+from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.replicas.group_store import GroupStore
+from shardyard_worker.session.session import Session
+
+log = logging.getLogger("shardyard.worker")
+
+SLICE: Final = datetime.timedelta(milliseconds=100)
+"""How long a wait for a collective lasts before the worker looks whether its group still is."""
+TIMEOUT: Final = datetime.timedelta(seconds=60)
+"""After which gloo gives up a collective. The coordinator knows earlier that a member is gone."""
+
+
+class GroupLost(MapChanged):
+    """The group has lost a member, or this worker: the collective counts for nobody. The next group continues."""
+
+
+class Collectives:
+    """Of the member at `place` of a group. For one thread. Raises GroupLost where the group cannot go on.
+    `fingerprint`: of what members sum; all must have the same, since gloo ends a process that is sent another size."""
+
+    def __init__(self, session: Session, group: ReplicaGroup, place: int, fingerprint: str) -> None:
+        """Raises ConfigurationError if another member sums something else."""
+        self._session = session
+        self.group = group
+        self.place = place
+        self.size = len(group.members)
+        self._pending: list[Any] = []
+        self._group: Any = None
+        if self.size > 1:
+            self._group = self._connect(f"torch {self._release}, {fingerprint}")
+
+    def _connect(self, fingerprint: str) -> Any:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = TIMEOUT
+        options._devices = [ProcessGroupGloo.create_device(hostname=_address(self._session.settings.coordinator))]
+        store = GroupStore(self._session, self.group, self.check)
+        store.set(f"fingerprint/{self.place}", fingerprint)
+        found = [each.decode() for each in store.multi_get([f"fingerprint/{each}" for each in range(self.size)])]
+        if found[0] != fingerprint:
+            raise ConfigurationError(
+                f"this worker has {fingerprint}; worker {self.group.members[0]} of its replica group has {found[0]}",
+                why="members of a group sum their gradients with each other",
+                todo="start all workers with the same release of torch, the same script, and devices of one kind",
+            )
+        try:
+            return ProcessGroupGloo(store, self.place, self.size, options)
+        except RuntimeError as error:
+            raise GroupLost(f"the members of replica group {self.group.generation} did not connect: {error}") from error
+
+    @property
+    def _release(self) -> str:
+        return torch.__version__
+
+    def check(self) -> None:
+        """Raises GroupLost once the group lacks a member, and what ends this worker."""
+        self._session.check()
+        if self._session.lost_replica_generation >= self.group.generation:
+            raise GroupLost(f"replica group {self.group.generation} lacks a member")
+
+    # ---- operations
+
+    def sum(self, tensor: torch.Tensor) -> Any:
+        """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each."""
+        return None if self._group is None else self._begun(lambda: self._group.allreduce([tensor]))
+
+    def most(self, tensor: torch.Tensor) -> Any:
+        """The same for the largest of all members' elements."""
+        if self._group is None or not tensor.numel():
+            return None
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
+        return self._begun(lambda: self._group.allreduce([tensor], options))
+
+    def give(self, tensor: torch.Tensor, root: int) -> Any:
+        """Begins to copy a tensor from the member at place `root` to all others."""
+        return None if self._group is None else self._begun(lambda: self._group.broadcast(tensor, root))
+
+    def wait(self, work: Any) -> None:
+        """Waits until an operation has ended."""
+        if work is None:
+            return
+        while True:
+            try:
+                work.wait(SLICE)
+            except RuntimeError as error:
+                if not work.is_completed():
+                    self.check()
+                    continue
+                raise self._lost(error) from error
+            self._pending.remove(work)
+            return
+
+    def meet(self) -> None:
+        """Returns when all members have called this."""
+        with self._session.wait_registry.over(lambda: "the other replicas"):
+            self.wait(self.sum(torch.zeros(1)))
+
+    def _begun(self, begin: Any) -> Any:
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._pending.append(work)
+        return work
+
+    def _lost(self, error: RuntimeError) -> GroupLost:
+        return GroupLost(f"replica group {self.group.generation}: {str(error).splitlines()[0][:200]}")
+
+    def leave(self) -> bool:
+        """Ends the group for this member. Returns whether memory of a collective may still be written."""
+        group, self._group = self._group, None
+        unfinished = [work for work in self._pending if not work.is_completed()]
+        self._pending = []
+        if group is None:
+            return False
+        # gloo waits for what is under way when a group is freed: in another thread, which ends with gloo's timeout
+        threading.Thread(target=_free, args=([group], unfinished), name="replica-group-end", daemon=True).start()
+        return bool(unfinished)
+
+
+def _free(group: list[Any], unfinished: Sequence[Any]) -> None:
+    while not all(work.is_completed() for work in unfinished):
+        time.sleep(SLICE.total_seconds())
+    group.clear()
+
+
+def _address(coordinator: str) -> str:
+    """This machine's address on the way to the coordinator, by which other members reach it."""
+    host, _, port = coordinator.rpartition(":")
+    if not port.isdigit():  # of a yard in this process
+        return "127.0.0.1"
+    family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])

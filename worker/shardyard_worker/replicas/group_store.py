@@ -1,0 +1,59 @@
+"""The store by which members of a replica group find each other: torch.distributed's Store, over the coordinator.
+
+torch's own TCPStore would open a port without TLS. Must not know: what the keys mean.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.session.session import Session
+
+
+class GroupStore(Store):
+    """For one group. torch's backends call it while they connect. `check` is called in waits; what it raises ends
+    them."""
+
+    def __init__(self, session: Session, group: ReplicaGroup, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._session = session
+        self._generation = group.generation
+        self._check = check
+
+    def set(self, key: str, value: bytes | str) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        request = wire.PutGroupKeyRequest(caller=self._caller, generation=self._generation, key=key, value=content)
+        self._session.ask(methods.PUT_GROUP_KEY, request, check=self._check)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._generation, keys=keys)
+        with self._session.wait_registry.over(lambda: f"members of replica group {self._generation} to connect"):
+            while True:
+                reply = self._session.ask(methods.GET_GROUP_KEYS, request, check=self._check)
+                if not reply.retry_ms:
+                    return list(reply.values)
+                self._check()
+                time.sleep(reply.retry_ms / 1000)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        del timeout  # `check` ends the wait
+        self.multi_get(keys)
+
+    @property
+    def _caller(self) -> Any:
+        return common_messages.caller_to_wire(self._session.caller)

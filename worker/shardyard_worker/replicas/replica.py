@@ -1,0 +1,156 @@
+"""One replica: the variables of a job in this worker, and the state of the optimizer that updates them here.
+
+Owns: the conversion between torch's state and arrays, by which a replica is copied from the servers, to them, and to
+another worker. Invariant: what is copied is everything that the next step depends on. Must not know: groups, gradients'
+way, when a copy is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardyard.domain.optimizers import OptimizerSpec, slots_of
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, widened
+from shardyard_worker.optimizers.torch_state import PRODUCT, STEP, VariableState, from_torch, to_torch
+from shardyard_worker.training.variables import Variable
+
+
+class Replica:
+    """`optimizer`: the script's own. `parameters` come before `buffers` among the job's variables."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+    ) -> None:
+        self.parameters = parameters
+        self.buffers = buffers
+        self.targets = [parameter.target for parameter in parameters]
+        self._optimizer = optimizer
+        self._spec = spec
+        self._kept: list[torch.Tensor] = []
+        self._counts = [0] * (len(parameters) + len(buffers))
+        """The updates of each variable, as servers count them: torch does not count those of every optimizer."""
+        self.is_stepping = False
+        """Whether the job takes a step with the script's optimizer now."""
+
+    # ---- a step
+
+    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Updates the parameters with these gradients. The script keeps its own: a step may follow a batch of another
+        rank, or of another worker."""
+        own = [target.grad for target in self.targets]
+        for at, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
+            target.grad = gradient
+            self._counts[at] += gradient is not None
+        self.is_stepping = True
+        try:
+            self._optimizer.step()
+        finally:
+            self.is_stepping = False
+            for target, gradient in zip(self.targets, own, strict=True):
+                target.grad = gradient
+
+    @torch.no_grad()
+    def keep_buffers(self, found: Sequence[torch.Tensor] | None = None) -> None:
+        """Notes the buffers of the version at hand, which a forward may change. `found`: their new values."""
+        if found is not None:
+            for at, (buffer, value) in enumerate(zip(self.buffers, found, strict=True), len(self.parameters)):
+                buffer.target.copy_(value)
+                self._counts[at] += 1
+        for buffer in self.buffers:
+            buffer.put_back()
+        self._kept = [buffer.target.clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
+        """The buffers are again those of the version at hand."""
+        for buffer, kept in zip(self.buffers, self._kept, strict=True):
+            buffer.put_back()
+            buffer.target.copy_(kept)
+
+    # ---- copies
+
+    def state(self) -> dict[int, VariableState]:
+        """The optimizer's state of the variables that were updated, by their places. Buffers have a count only."""
+        found = {}
+        for at, count in enumerate(self._counts):
+            slots: Mapping[str, Any] = {}
+            if at < len(self.parameters) and count:
+                parameter = self.parameters[at]
+                state = self._optimizer.state.get(parameter.target, {})
+                given = from_torch(self._spec.kind, self._group(at), state, parameter.target, parameter.spec.name)
+                slots = {} if given is None else given.slots
+            found.update({at: VariableState(count, slots)} if count else {})
+        return found
+
+    def set_state(self, states: Mapping[int, VariableState]) -> None:
+        """Replaces the optimizer's state. Variables that are left out were not updated."""
+        self._counts = [states[at].count if at in states else 0 for at in range(len(self._counts))]
+        self._optimizer.state.clear()
+        for at, state in states.items():
+            if at >= len(self.parameters):
+                continue
+            target = self.targets[at]
+            as_torch = to_torch(self._spec.kind, self._group(at), state, tuple(target.shape))
+            if as_torch:
+                self._optimizer.state[target] = {
+                    # torch keeps a count on the CPU, and slots beside their parameter
+                    name: value if name in (STEP, PRODUCT) else value.to(target.device, target.dtype)
+                    for name, value in as_torch.items()
+                }
+
+    def values(self) -> list[torch.Tensor]:
+        """The values of parameters and buffers, in the dtypes of the variables, on the CPU."""
+        return [widened(each.target).detach().cpu().reshape(-1) for each in (*self.parameters, *self.buffers)]
+
+    @torch.no_grad()
+    def packed(self) -> list[torch.Tensor]:
+        """Everything in a few flat tensors on the CPU, one for each dtype, of the same sizes in all replicas."""
+        states = self.state()
+        found: dict[torch.dtype, list[torch.Tensor]] = {}
+        found[torch.int64] = [torch.tensor(self._counts)]
+        for value in self.values():
+            found.setdefault(value.dtype, []).append(value)
+        for at, name, initial in self._slots():
+            if at in states and name in states[at].slots:
+                array = torch.from_numpy(states[at].slots[name])
+            else:
+                spec = self.parameters[at].spec
+                array = torch.full((spec.elements,), initial, dtype=TORCH_DTYPES[spec.dtype])
+            found.setdefault(array.dtype, []).append(array)
+        return [torch.cat(each) for _, each in sorted(found.items(), key=lambda item: str(item[0]))]
+
+    @torch.no_grad()
+    def unpack(self, packed: Sequence[torch.Tensor]) -> None:
+        """Takes what another replica's `packed` was."""
+        whole, ends = {each.dtype: each for each in packed}, dict[torch.dtype, int]()
+
+        def take(dtype: torch.dtype, elements: int) -> torch.Tensor:
+            begin = ends.get(dtype, 0)
+            ends[dtype] = begin + elements
+            return whole[dtype][begin : begin + elements]
+
+        counts = take(torch.int64, len(self._counts)).tolist()
+        for variable in (*self.parameters, *self.buffers):
+            values = take(TORCH_DTYPES[variable.spec.dtype], variable.spec.elements)
+            variable.target.copy_(values.view(variable.target.shape))
+        slots: dict[int, dict[str, Any]] = {at: {} for at in range(len(counts))}
+        for at, name, _ in self._slots():
+            spec = self.parameters[at].spec
+            slots[at][name] = take(TORCH_DTYPES[spec.dtype], spec.elements).numpy()
+        self.set_state({at: VariableState(count, slots[at]) for at, count in enumerate(counts) if count})
+
+    def _slots(self) -> Iterator[tuple[int, str, float]]:
+        """The place of each parameter, with the name and the first value of each of its state arrays."""
+        for at in range(len(self.parameters)):
+            for slot in slots_of(self._spec.kind, self._group(at)):
+                yield at, slot.name, slot.initial
+
+    def _group(self, at: int) -> Sequence[float]:
+        return self._spec.groups[self.parameters[at].spec.group]
