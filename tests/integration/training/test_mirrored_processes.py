@@ -48,6 +48,17 @@ def test_promise_2_each_sample_counts_once_when_members_go(
         assert finish(script, out)["counts"] == WANTED
 
 
+def test_promise_6_bits_are_the_same_for_a_number_of_workers(yard: LocalCluster, probes: Probes) -> None:
+    digests = []
+    for run in range(2):
+        common = settings(yard, f"bits-{run}") | {"job__seed": 9}
+        started = [probes.start("model", **common) for _ in range(RANKS)]
+        found = {finish(script, out)["digest"] for script, out in started}
+        assert len(found) == 1, "replicas differ"
+        digests += found
+    assert digests[0] == digests[1]
+
+
 def test_another_worker_takes_the_place_of_one_that_was_killed(yard: LocalCluster, probes: Probes) -> None:
     common = settings(yard, "replaced")
     started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
