@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain import errors
+from shardyard.domain.replica_groups import TakenStep
+from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas.collectives import Collectives
 from tests.support.alone import Counted, local_yard, status
 
@@ -223,3 +225,25 @@ def test_script_that_clips_its_own_gradients_is_followed(alone: None) -> None:
     one, other = train(MIRRORED, 2)
     assert torch.equal(one, other)
     assert torch.allclose(one, train(SERVERS, 2)[0], rtol=1e-9)
+
+
+def test_state_is_published_once_for_a_checkpoint(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every step until the next heartbeat, which says that it is not wanted any more."""
+    published: list[int] = []
+    real = OptimizerExchange.publish
+
+    def publish(self: OptimizerExchange, taken: TakenStep, *given: Any) -> None:
+        published.append(taken.step)
+        real(self, taken, *given)
+
+    monkeypatch.setattr(OptimizerExchange, "publish", publish)
+    rarely = {"membership.heartbeat_ms": 3_000, "membership.lease_ms": 20_000}
+    with local_yard({**MIRRORED, **ranks(1), **rarely}) as (_, connect), connect() as job:
+        layer = torch.nn.Linear(2, 1)
+        layer, optimizer = job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        for number in range(6):
+            job._session.is_to_publish = job._session.is_to_publish or number == 2  # as a heartbeat says it
+            optimizer.zero_grad()
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert published == [3]

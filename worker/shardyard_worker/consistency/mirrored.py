@@ -35,8 +35,9 @@ from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buffer_means import BufferMeans
-from shardyard_worker.replicas.collectives import Collectives, GroupLost
+from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
+from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.clipping import Clipper
 from shardyard_worker.training.table_binding import Upcoming
@@ -383,7 +384,9 @@ class MirroredStrategy(SyncStrategy):
         collectives.meet()
         if collectives.place == 0:
             self._report_published(step)
+        collectives.meet()
         self._published = step
+        self._session.refresh()  # else the last heartbeat still asks for it
 
     def _give_state(self, step: int, place: int, size: int) -> None:
         values = [each.numpy() for each in self.replica.values()]

@@ -23,8 +23,7 @@ from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
 
 from shardyard.domain.errors import ConfigurationError
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.exchange.fan_out import MapChanged
-from shardyard_worker.replicas.group_store import GroupStore
+from shardyard_worker.replicas.group_store import GroupLost, GroupStore
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
@@ -33,10 +32,6 @@ SLICE: Final = datetime.timedelta(milliseconds=100)
 """How long a wait for a collective lasts before the worker looks whether its group still is."""
 TIMEOUT: Final = datetime.timedelta(seconds=60)
 """After which gloo gives up a collective. The coordinator knows earlier that a member is gone."""
-
-
-class GroupLost(MapChanged):
-    """The group has lost a member, or this worker: the collective counts for nobody. The next group continues."""
 
 
 class Collectives:

@@ -8,14 +8,23 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.session.session import Session
+
+CONNECT_S: Final = 30.0
+"""After which a group is given up whose members do not find each other: a coordinator that has restarted has no keys of
+before."""
+
+
+class GroupLost(MapChanged):
+    """The group has lost a member, or this worker: the collective counts for nobody. The next group continues."""
 
 
 class GroupStore(Store):
@@ -38,12 +47,15 @@ class GroupStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._generation, keys=keys)
+        give_up = time.monotonic() + CONNECT_S
         with self._session.wait_registry.over(lambda: f"members of replica group {self._generation} to connect"):
             while True:
                 reply = self._session.ask(methods.GET_GROUP_KEYS, request, check=self._check)
                 if not reply.retry_ms:
                     return list(reply.values)
                 self._check()
+                if time.monotonic() > give_up:
+                    raise GroupLost(f"the members of replica group {self._generation} have not found each other")
                 time.sleep(reply.retry_ms / 1000)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
