@@ -77,12 +77,20 @@ class ReplicaBook:
 
     def has_lost_all(self, living: Collection[Incarnation]) -> bool:
         """Whether no replica is left, and the servers' state may be one of several steps."""
-        return self._has_trained and not any(each in living for each in self.group.members)
+        return self._has_trained and not self._has_replica(living)
 
     def went_back(self, living: Collection[Incarnation]) -> None:
         """All partitions have the state of a checkpoint."""
-        if not any(each in living for each in self.group.members):
+        if not self._has_replica(living):
             self._has_trained = False
+
+    def _has_replica(self, living: Collection[Incarnation]) -> bool:
+        """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
+        lost the group before it got one."""
+        return any(
+            each in living and (each not in self._asking or self._asking[each].step is not None)
+            for each in self.group.members
+        )
 
     def form(self, living: Collection[Incarnation], now_ms: int) -> ReplicaGroup | None:
         """Forms the next group, if it is due. None: workers go on waiting."""

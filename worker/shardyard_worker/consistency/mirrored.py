@@ -170,16 +170,20 @@ class MirroredStrategy(SyncStrategy):
 
     def _load_from_servers(self) -> int:
         """Loads what the servers have. Returns its step."""
-        trainer = self._trainer
+        trainer, at_least = self._trainer, 0
         while True:
             try:
-                step = trainer.pull_step(0)
+                step = trainer.pull_step(at_least)
                 assert step is not None
                 trainer.values.complete()
                 self.replica.set_state(trainer.router.optimizer.read(range(len(trainer.variables)), step))
                 return step
             except MapChanged:
                 trainer.follow_map()
+            except errors.NotFound as error:  # servers keep former values, but not the former state
+                if "newest" not in error.facts:
+                    raise
+                at_least = int(error.facts["newest"])
 
     def _copy_from(self, group: ReplicaGroup) -> None:
         """The donor gives its replica to all that have another step. All take part, since the operation is of the whole
