@@ -139,11 +139,9 @@ class Yard:
     def restart_coordinator(self) -> None:
         """It knows what it has recorded, and not who asks."""
         records = self.book.entries()
-        has_trained = self.book._has_trained
         self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
         for kind, body in records:
             self.book.restore(kind, replica_book.Body(body))
-        self.book._has_trained = has_trained
 
     # ---- a worker's next move
 

@@ -41,7 +41,9 @@ class ReplicaBook:
         self.group = ReplicaGroup(0, ())
         """The newest group; number 0 before the first."""
         self._has_trained = False
-        """Whether a group was formed since the servers had one state of all partitions for certain."""
+        """Whether a group may have taken a step since the servers had one state of all partitions for certain."""
+        self._had_trained = False
+        """The same before the newest group was formed."""
         self.published = 0
         """The newest step whose state all servers have."""
         self._is_fresh = True
@@ -54,6 +56,8 @@ class ReplicaBook:
         if left > self.group.generation:
             raise InvalidRequest(f"worker {worker} leaves replica group {left}; the newest is {self.group.generation}")
         if left == self.group.generation or worker not in self.group.members:
+            if step is None and worker in self.group.members:
+                self._has_trained = self._had_trained  # without this member the group has taken no step
             if self._asked_since_ms is None:
                 self._asked_since_ms = now_ms
             self._asking[worker] = _Asking(step)
@@ -82,7 +86,7 @@ class ReplicaBook:
     def went_back(self, living: Collection[Incarnation]) -> None:
         """All partitions have the state of a checkpoint."""
         if not self._has_replica(living):
-            self._has_trained = False
+            self._has_trained = self._had_trained = False
 
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
         """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
@@ -132,7 +136,7 @@ class ReplicaBook:
 
     def _begin(self, group: ReplicaGroup) -> None:
         self.group = group
-        self._has_trained = True
+        self._had_trained, self._has_trained = self._has_trained, True
         self._asking = {worker: asking for worker, asking in self._asking.items() if worker not in group.members}
         self._asked_since_ms = None
 
@@ -147,6 +151,7 @@ class ReplicaBook:
             "members": list(found.members),
             "step": -1 if found.step is None else found.step,
             "donor": -1 if found.donor is None else found.donor,
+            "trained": self._had_trained,
         }
 
     @property
@@ -165,4 +170,5 @@ class ReplicaBook:
         step, donor = body.number("step", least=-1), body.number("donor", least=-1)
         members = tuple(Incarnation(each) for each in body.numbers("members"))
         generation = body.number("generation", least=1)
+        self._has_trained = body.flag("trained")
         self._begin(ReplicaGroup(generation, members, None if step < 0 else step, None if donor < 0 else donor))
