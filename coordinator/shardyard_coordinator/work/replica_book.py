@@ -13,20 +13,12 @@ what a replica is, how workers reach each other, the clock.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.limits import SEQUENCE_MAX
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_coordinator.records import Body, Entry
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """`step`: that of the worker's replica; None: it has none."""
-
-    step: int | None
 
 
 class ReplicaBook:
@@ -36,7 +28,8 @@ class ReplicaBook:
         self._members_max = members_max
         self._workers_expected = min(workers_expected, members_max)
         self._grace_ms = grace_ms
-        self._asking: dict[Incarnation, _Asking] = {}
+        self._asking: dict[Incarnation, int | None] = {}
+        """The step of the replica of each worker that waits for the next group; None: it has none."""
         self._asked_since_ms: int | None = None
         self.group = ReplicaGroup(0, ())
         """The newest group; number 0 before the first."""
@@ -60,7 +53,7 @@ class ReplicaBook:
                 self._has_trained = self._had_trained  # without this member the group has taken no step
             if self._asked_since_ms is None:
                 self._asked_since_ms = now_ms
-            self._asking[worker] = _Asking(step)
+            self._asking[worker] = step
 
     def lose(self, worker: Incarnation) -> None:
         """A worker is no living worker of the job any more."""
@@ -92,7 +85,7 @@ class ReplicaBook:
         """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
         lost the group before it got one."""
         return any(
-            each in living and (each not in self._asking or self._asking[each].step is not None)
+            each in living and (each not in self._asking or self._asking[each] is not None)
             for each in self.group.members
         )
 
@@ -109,7 +102,7 @@ class ReplicaBook:
             assert self._asked_since_ms is not None
             if now_ms - self._asked_since_ms < self._grace_ms:
                 return None
-        steps = {each: self._asking[each].step for each in chosen}
+        steps = {each: self._asking[each] for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
         self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor))

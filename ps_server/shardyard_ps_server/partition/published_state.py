@@ -37,8 +37,7 @@ def take_published(
         partition.check_whole()
         with partition.lock:
             partition.check_unsealed()
-            newest = partition.versions.newest.number
-            if newest >= taken.step and (newest, partition.published_by) >= taken:
+            if TakenStep(partition.versions.newest.number, partition.published_by) >= taken:
                 return
         partition.dense.slots.check(counts, slots)
         new = partition.blank()

@@ -6,7 +6,7 @@ the servers. Each member of the newest replica group computes the ranks of its p
 there, each takes the step. A member that goes away ends the group. The others ask the coordinator for the next one, and
 go on from the newest step that any of them has taken.
 
-With the gradients the members sum a few facts (`_Facts`), so that all of them learn in the same step that a checkpoint
+With the gradients the members sum a few facts, so that all of them learn in the same step that a checkpoint
 wants the state, or that the group is to be formed anew. No other message is needed for that.
 
 Owns: this worker's place in the newest group, and the step of its replica. Must not know: how tensors are summed, which

@@ -47,7 +47,7 @@ class Collectives:
         self._pending: list[Any] = []
         self._group: Any = None
         if self.size > 1:
-            self._group = self._connect(f"torch {self._release}, {fingerprint}")
+            self._group = self._connect(f"torch {torch.__version__}, {fingerprint}")
 
     def _connect(self, fingerprint: str) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -66,10 +66,6 @@ class Collectives:
             return ProcessGroupGloo(store, self.place, self.size, options)
         except RuntimeError as error:
             raise GroupLost(f"the members of replica group {self.group.generation} did not connect: {error}") from error
-
-    @property
-    def _release(self) -> str:
-        return torch.__version__
 
     def check(self) -> None:
         """Raises GroupLost once the group lacks a member, and what ends this worker."""

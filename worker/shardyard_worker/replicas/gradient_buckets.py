@@ -198,8 +198,7 @@ def cut(targets: Sequence[torch.Tensor]) -> list[list[int]]:
         target = targets[index]
         key, nbytes = (target.dtype, target.device), target.numel() * target.element_size()
         bucket, held = open_.get(key, ([], 0))
-        most = FIRST_BYTES if (not found and not bucket) or (found and bucket is found[0]) else BUCKET_BYTES
-        if bucket and held + nbytes > most:
+        if bucket and held + nbytes > (FIRST_BYTES if bucket is found[0] else BUCKET_BYTES):
             bucket, held = [], 0
         if not bucket:
             found.append(bucket)

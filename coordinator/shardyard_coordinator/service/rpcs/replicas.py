@@ -43,6 +43,8 @@ def put(backend: Backend, request: wire.PutGroupKeyRequest) -> wire.PutGroupKeyR
     job = _checked(backend, request)
     if len(request.value) > VALUE_BYTES_MAX:
         raise TooLarge(f"a key's value of {len(request.value)} bytes; at most {VALUE_BYTES_MAX} are taken")
+    with backend.mailbox.machine() as machine:
+        backend.group_keys.keep_only(frozenset(each.id for each in machine.jobs if not each.phase.ended))
     backend.group_keys.put(job, request.generation, _key(request.key), request.value)
     return wire.PutGroupKeyReply()
 
@@ -62,7 +64,6 @@ def _checked(backend: Backend, request: wire.PutGroupKeyRequest | wire.GetGroupK
         if job.replicas is None:
             raise InvalidRequest(f"{job.title} has no replica groups")
         check_member(job.replicas, caller.incarnation, request.generation)
-        backend.group_keys.keep_only(frozenset(each.id for each in machine.jobs if not each.phase.ended))
         return job.id
 
 
