@@ -246,3 +246,51 @@ def test_state_is_published_once_for_a_checkpoint(alone: None, monkeypatch: pyte
             layer(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         assert published == [3]
+
+
+def test_state_dict_is_that_of_a_torch_optimizer(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(1)}) as (_, connect), connect() as job:
+        layer = torch.nn.Linear(2, 1)
+        layer, optimizer = job.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        assert state["state"][0]["step"] == 3
+        plain = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        plain.load_state_dict(state)
+        assert torch.equal(plain.state[layer.weight]["exp_avg"], state["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_replicas_in_bfloat16_with_a_scheduler_stay_equal_until_the_job_is_stopped(alone: None, workers: int) -> None:
+    torch.manual_seed(5)
+    begun = torch.nn.Linear(4, 1).bfloat16()
+    given = torch.randn(SAMPLES, 4).bfloat16()
+    data = TensorDataset(given, given.sum(1, keepdim=True))
+    with local_yard({**MIRRORED, **ranks(workers)}) as (_, connect):
+        jobs = [connect() for _ in range(workers)]
+
+        def work(at: int) -> tuple[torch.Tensor, int, float]:
+            layer = copy.deepcopy(begun)
+            sgd = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+            layer, optimizer, schedule = jobs[at].prepare(layer, sgd, scheduler)
+            with jobs[at] as job:
+                for x, y in job.batches(data, batch_size=BATCH):
+                    optimizer.zero_grad()
+                    torch.nn.functional.mse_loss(layer(x), y).backward()
+                    optimizer.step()
+                    schedule.step()
+                    if at == 0 and job.step == 3:
+                        job.stop("enough")
+                return layer.weight.detach().clone(), job.step, schedule.get_last_lr()[0]
+
+        found = side_by_side(workers, work)
+    weights, steps, rates = zip(*found, strict=True)
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert not torch.equal(weights[0], begun.weight)
+    assert len(set(steps)) == 1
+    assert 3 <= steps[0] < SAMPLES // (BATCH * workers)
+    assert rates == pytest.approx([0.1 * 0.5 ** steps[0]] * workers)
