@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -110,12 +110,20 @@ def their_side(task: str, program: str, servers: int, arguments: Sequence[str]) 
         yield side
 
 
-def run(task: str, mode: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run(
+    task: str,
+    mode: str,
+    pairs: int,
+    seconds: float,
+    ours: AbstractContextManager[Side] | None = None,
+    name: str = "shardyard",
+) -> dict[str, list[Figures]]:
+    """`ours`: another side than `our_side`, to be shown as `name`."""
     peer, program, servers, arguments = PEERS[task, mode]
     with ExitStack() as stack:
         both = {
             peer: stack.enter_context(their_side(task, program, servers, arguments)),
-            "shardyard": stack.enter_context(our_side(task, mode)),
+            name: stack.enter_context(ours or our_side(task, mode)),
         }
         trainers = {f"{name}, {mode}, {task}": Trainers(side, task, mode, name) for name, side in both.items()}
         sides: dict[str, Callable[[], Figures]] = {
@@ -157,15 +165,22 @@ def main() -> None:
             raw |= results
             peer, ours = results.values()
             found["_".join(("training", *([task] if task != "mlp" else []), mode))] = ratios(ours, peer, "steps_per_s")
+    show("training", options.tasks, raw, found, options.figures)
+
+
+def show(
+    title: str, tasks: Sequence[str], raw: dict[str, list[Figures]], found: dict[str, list[float]], folder: Path
+) -> None:
+    """Prints what was measured, and draws a panel for each task."""
     for name, results_of in raw.items():
         print(f"{name}: {spread(column(results_of, 'steps_per_s'))} steps/s")
     panels = [
         Panel(
             f"{task}, two workers", "steps/s", bars={n: column(r, "steps_per_s") for n, r in raw.items() if task in n}
         )
-        for task in options.tasks
+        for task in tasks
     ]
-    report("training", raw, found, panels=panels, folder=options.figures)
+    report(title, raw, found, panels=panels, folder=folder)
 
 
 if __name__ == "__main__":
