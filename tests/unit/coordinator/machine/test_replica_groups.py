@@ -188,8 +188,11 @@ def test_groups_outlive_the_coordinator(from_snapshot: bool) -> None:
     yard = Yard()
     group = yard.form(yard.first, yard.second)
     yard.handle(events.ReplicasPublished(yard.first, 1, 4))
+    assert yard.state.replicas is not None
+    before = yard.state.replicas.entries()
     yard.restart(from_snapshot=from_snapshot)
     assert yard.state.replicas is not None
+    assert yard.state.replicas.entries() == before
     assert (yard.state.replicas.group, yard.state.replicas.published) == (group, 4)
     assert yard.ask(yard.first, left=1, step=5) is None, "the second may still train"
     assert yard.ask(yard.second, left=1, step=5) is not None
