@@ -71,7 +71,7 @@ class Readers:
         self._keeping = [*servers]
 
     def lose_server(self, server: Server) -> None:
-        self._keeping = [each for each in self._keeping if each != server]
+        self._keeping = [each for each in self._keeping if each.incarnation != server.incarnation]
 
     def release_if_read(self, now_ms: int) -> list[Server]:
         """The servers that may drop the values now. Empty while an active reader has time left."""
