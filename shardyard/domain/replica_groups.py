@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from shardyard.domain.consistency import ConsistencyMode
 from shardyard.domain.ids import Incarnation, Rank
 
 
@@ -18,12 +19,19 @@ class Strategy(enum.Enum):
 
     PARAMETER_SERVER = "parameter_server"
     """On the servers, which get every gradient."""
+    CENTRAL_STORAGE = "central_storage"
+    """On one server, in the memory of the machine on which all workers are."""
     MULTI_WORKER_MIRRORED = "multi_worker_mirrored"
     """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
 
     @property
     def is_mirrored(self) -> bool:
-        return self is not Strategy.PARAMETER_SERVER
+        return self is Strategy.MULTI_WORKER_MIRRORED
+
+    @property
+    def mode(self) -> ConsistencyMode | None:
+        """The only mode in which it trains; None: any mode."""
+        return None if self is Strategy.PARAMETER_SERVER else ConsistencyMode.SYNC
 
 
 class TakenStep(NamedTuple):

@@ -58,8 +58,9 @@ class MachineYard:
         logs: str = "",
         agent: Incarnation | None = None,
         local_index: int = 0,
+        host: str = "box",
     ) -> Incarnation:
-        given = Registration(role, address, 1, "0.9", "box", pid or next(self._pids), agent, local_index, logs)
+        given = Registration(role, address, 1, "0.9", host, pid or next(self._pids), agent, local_index, logs)
         answer = self.handle(events.MemberRegistered(given))
         assert isinstance(answer, effects.Registered)
         return answer.incarnation

@@ -24,7 +24,7 @@ NOBODY: frozenset[Incarnation] = frozenset()
 
 def due(job: JobState, servers: Sequence[Server]) -> frozenset[Incarnation]:
     """The servers that the next checkpoint seals. `servers`: the living ones."""
-    owners = {server.incarnation for server in job.deployment.servers}
+    owners = job.deployment.owners
     leaving = [server for server in servers if server.leaves and server.incarnation in owners]
     job.departing = ""
     if not leaving or job.phase is not JobPhase.RUNNING or job.recovery.needed or not job.may_acknowledge:

@@ -124,7 +124,7 @@ class JobDirectory:
         return tuple(
             worker
             for job in self
-            if not job.phase.ended and any(each.incarnation == server for each in job.deployment.servers)
+            if not job.phase.ended and server in job.deployment.owners
             for worker in job.roster.fenced
         )
 

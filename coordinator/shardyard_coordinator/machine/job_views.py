@@ -94,6 +94,6 @@ def feed_counts(job: JobState, last: int) -> tuple[FeedCounts, ...]:
 def table_rows(job: JobState) -> tuple[int, ...]:
     """How many rows each table has, from the latest reports of the servers with its partitions."""
     layout = job.deployment.layout
-    owners = {server.incarnation for server in job.deployment.servers}
+    owners = job.deployment.owners
     said = [rows for server, rows in sorted(job.rows_seen.items()) if server in owners]
     return tuple([sum([rows[at] for rows in said]) for at in range(0 if layout is None else len(layout.tables))])

@@ -11,12 +11,13 @@ network, the disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from shardyard.config.settings import DRAIN_S, QuotaSettings
 from shardyard.domain import errors
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
+from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import (
     Acknowledged,
@@ -51,6 +52,7 @@ from shardyard_coordinator.machine.wait_reasons import WaitReasons
 from shardyard_coordinator.members import membership
 from shardyard_coordinator.members.membership import Member, Membership
 from shardyard_coordinator.members.nonfinite import QUARANTINED
+from shardyard_coordinator.placement import central
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record
 
@@ -155,9 +157,13 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.VariablesRegistered(caller):
-                job, missing = self.require_job(caller), self._members.missing_servers(now_ms)
+                job = self.require_job(caller)
                 quotas.check_variables(self._quotas, self._jobs, job, event)
-                return deployment.register_variables(job, event, self._servers(now_ms), missing)
+                servers, missing = self._servers_for(job, self._servers(now_ms), now_ms)
+                if job.settings.strategy is Strategy.CENTRAL_STORAGE:
+                    host = self._members.require(caller.incarnation, MemberRole.WORKER).registration.host
+                    central.check_host(servers, job.deployment.owners, host, job.title)
+                return deployment.register_variables(job, event, servers, missing)
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self.require_job(returned.caller), returned, next_sequence, generation)
             case events.WatermarksRead(asked):
@@ -294,9 +300,9 @@ class Machine:
             )
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
-        servers, missing = self._servers(now_ms), self._members.missing_servers(now_ms)
+        servers = self._servers(now_ms)
         for job in self._jobs:
-            effects += life.tick(job, now_ms, servers, missing)
+            effects += life.tick(job, now_ms, *self._servers_for(job, servers, now_ms))
         for job, why in quotas.beyond_rows(self._quotas, self.jobs):
             effects += last_step.begin_stop(job, None, "the coordinator decided", why)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
@@ -322,6 +328,15 @@ class Machine:
 
     def _servers(self, now_ms: int) -> list[Server]:
         return [_server(member, self._members.hurries(member, now_ms)) for member in self._members.servers()]
+
+    def _servers_for(self, job: JobState, servers: Sequence[Server], now_ms: int) -> tuple[Sequence[Server], str]:
+        """The servers that may hold the job's partitions, and those for which they wait, in words."""
+        if job.settings.strategy is not Strategy.CENTRAL_STORAGE:
+            return servers, self._members.missing_servers(now_ms)
+        workers = (self._members.get(each) for each in job.workers)
+        host = next((worker.registration.host for worker in workers if worker is not None), "")
+        found = central.eligible(servers, job.deployment.owners, host)
+        return found, "" if found else f"a server on {host or 'the machine of its workers'}"
 
     # ---- jobs
 
@@ -379,4 +394,5 @@ class Machine:
 
 def _server(member: Member, hurries: bool = False) -> Server:
     leaves = member.drain_until_ms is not None
-    return Server(member.incarnation, member.address, member.registration.logs, leaves, hurries)
+    said = member.registration
+    return Server(member.incarnation, member.address, said.logs, leaves, hurries, said.host)

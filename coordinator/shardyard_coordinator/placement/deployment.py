@@ -77,6 +77,11 @@ class Deployment:
         return () if self.map is None else tuple(server for server, _ in placement.servers_of(self.map))
 
     @property
+    def owners(self) -> frozenset[Incarnation]:
+        """The same by their incarnations."""
+        return frozenset(server.incarnation for server in self.servers)
+
+    @property
     def workers(self) -> tuple[Incarnation, ...]:
         """The living workers that have the job's variables, in the order in which they got them."""
         return tuple(self._registered)

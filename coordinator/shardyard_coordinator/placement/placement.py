@@ -39,13 +39,14 @@ _DTYPES = tuple(DType)
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server as placement sees it. `logs`: the folder of its logs. `leaves`: it leaves in order, and is given
-    nothing. `hurries`: it has waited long enough for another server."""
+    nothing. `hurries`: it has waited long enough for another server. `host`: the name of its machine, as it says."""
 
     incarnation: Incarnation
     address: str
     logs: str = ""
     leaves: bool = False
     hurries: bool = False
+    host: str = ""
 
 
 def staying(servers: Iterable[Server]) -> list[Server]:

@@ -83,6 +83,8 @@ class JobSettings(Section):
         default=Strategy.PARAMETER_SERVER,
         strict=False,
         description="Where variables live. parameter_server: on the servers, which get every gradient."
+        " central_storage: on one server of the workers' machine, which all of them reach through its memory; then"
+        " job.consistency.mode is sync."
         " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
         " job.consistency.mode is sync. See docs/guides/strategies.md.",
     )
@@ -164,25 +166,28 @@ class JobSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _replicas_are_synchronous(cls, given: Any) -> Any:
-        """A mirrored strategy sets the mode where the settings do not."""
-        if not isinstance(given, dict) or given.get("strategy") in (
-            None,
-            Strategy.PARAMETER_SERVER,
-            "parameter_server",
-        ):
+    def _strategy_sets_the_mode(cls, given: Any) -> Any:
+        """Where the settings do not set it."""
+        if not isinstance(given, dict):
             return given
-        consistency = given.get("consistency")
-        if consistency is None or (isinstance(consistency, dict) and "mode" not in consistency):
-            return {**given, "consistency": {**(consistency or {}), "mode": ConsistencyMode.SYNC.value}}
-        return given
+        strategy, consistency = given.get("strategy"), given.get("consistency") or {}
+        mode = next((each.mode for each in Strategy if strategy in (each, each.value)), None)
+        if mode is None or not isinstance(consistency, dict) or "mode" in consistency:
+            return given
+        return {**given, "consistency": {**consistency, "mode": mode.value}}
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> Self:
+    def _strategy_fits(self) -> Self:
+        mode = self.strategy.mode
+        if mode is not None and self.consistency.mode is not mode:
+            raise impossible(
+                ("strategy", "consistency.mode"),
+                f"consistency.mode {mode.value} with strategy {self.strategy.value}, whose workers take steps together",
+                f"consistency.mode {self.consistency.mode.value}",
+            )
         if not self.strategy.is_mirrored:
             return self
         for name, found, wanted in (
-            ("consistency.mode", self.consistency.mode.value, ConsistencyMode.SYNC.value),
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
             ("durability", self.durability.value, Durability.CHECKPOINT.value),
             ("clip.value", self.clip.value, 0.0),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shardyard.config.settings.job import JobSettings
 from shardyard.config.settings.quotas import QuotaSettings
@@ -22,6 +22,7 @@ from shardyard.config.settings.values import (
 )
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import MembershipSettings, YardSettings
+from shardyard.domain.replica_groups import Strategy
 
 
 class MetricsSettings(Section):
@@ -97,3 +98,13 @@ class Settings(Section):
         default_factory=SecuritySettings, description="Certificates, and who may reach the yard."
     )
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _central_storage_is_one_server(cls, given: Any) -> Any:
+        """The launcher starts one server for it, where the settings do not say how many."""
+        yard, job = (given.get(name) or {} for name in ("yard", "job")) if isinstance(given, dict) else ({}, {})
+        if not isinstance(yard, dict) or not isinstance(job, dict) or "servers" in yard:
+            return given
+        central = (Strategy.CENTRAL_STORAGE, Strategy.CENTRAL_STORAGE.value)
+        return {**given, "yard": {**yard, "servers": 1}} if job.get("strategy") in central else given
