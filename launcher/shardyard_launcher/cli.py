@@ -20,6 +20,7 @@ from shardyard_launcher.commands.checkpoint import checkpoint
 from shardyard_launcher.commands.down import down
 from shardyard_launcher.commands.evaluate import evaluate
 from shardyard_launcher.commands.identities import identities, invite, join
+from shardyard_launcher.commands.plan import plan
 from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
 from shardyard_launcher.commands.stop import drain, stop
@@ -77,7 +78,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 
 for command in (
     *(roles.coordinator, roles.server, roles.agent),
-    *(up_run.up, down, up_run.run, supervisor.supervisor, launches.logs, launches.attach),
+    *(up_run.up, down, up_run.run, plan, supervisor.supervisor, launches.logs, launches.attach),
     *(invite, join, identities),
     *(checkpoint, quarantined, audit, stop, drain, set_, evaluate, doctor.doctor),
 ):

@@ -1,0 +1,93 @@
+"""Memory of each process, and bytes that each step moves, for a planned model under each strategy.
+
+Counted is what grows with the model: its variables, their gradients, and the optimizer's state. Not counted:
+activations, what torch itself takes, rows of tables. Must not know: scripts, servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.planning.dry_run import PlannedModel
+
+VERSIONS: Final = 3
+"""Copies of the values on servers: two versions that workers may pull, and the one that is being made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`worker`: bytes of memory in each worker. `servers`: in all servers together. `busiest`: bytes that a step moves,
+    both ways, at the machine that moves the most, if each process has a machine of its own. `refused`: why the model
+    cannot be trained so; empty if it can."""
+
+    strategy: Strategy
+    worker: int
+    servers: int
+    busiest: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    strategy: Strategy
+    why: str
+
+
+def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
+    """
+    >>> model = PlannedModel(JobSettings(), "adam", 1_000, 4_000, 8_000, 0, 0)
+    >>> [(cost.strategy.value, cost.busiest) for cost in costs_of(model, workers=4, servers=2)]
+    [('parameter_server', 16000), ('central_storage', 0), ('multi_worker_mirrored', 12000)]
+    """
+    values, gradients = model.parameters + model.buffers, model.parameters
+    consistency = model.settings.consistency
+    ranks = workers if consistency.logical_ranks == "auto" else consistency.logical_ranks
+    stored = VERSIONS * values + model.state
+    # a step's gradients wait for those of the other ranks
+    steps = stored + gradients * ranks
+    # the model, the values as they come from servers, and the gradients as they go there
+    worker = model.fixed + 2 * values + gradients
+    moved = gradients + values
+    busiest = max(moved, workers * moved // servers)
+    return [
+        Cost(
+            Strategy.PARAMETER_SERVER, worker, steps if consistency.mode.updates is UpdateMode.SYNC else stored, busiest
+        ),
+        Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
+        # as before, with the model's own gradients, their buckets, and the state; servers hold what was published last
+        Cost(
+            Strategy.MULTI_WORKER_MIRRORED,
+            worker + 2 * gradients + model.state,
+            stored,
+            4 * gradients * (workers - 1) // workers,
+            "its embedding tables are on servers" if model.tables else "",
+        ),
+    ]
+
+
+def choose(costs: Sequence[Cost], workers: int, memory: int) -> Choice:
+    """The strategy for machines that are alike, one for each process. `memory`: bytes that a worker may take.
+
+    >>> model = PlannedModel(JobSettings(), "adam", 1_000, 4_000, 8_000, 0, 0)
+    >>> choose(costs_of(model, workers=4, servers=2), workers=4, memory=40_000).strategy.value
+    'multi_worker_mirrored'
+    >>> choose(costs_of(model, workers=4, servers=2), workers=4, memory=16_000).why
+    "a worker with the optimizer's state does not fit into its memory"
+    """
+    by_strategy = {cost.strategy: cost for cost in costs}
+    served, mirrored = by_strategy[Strategy.PARAMETER_SERVER], by_strategy[Strategy.MULTI_WORKER_MIRRORED]
+    if mirrored.refused:
+        return Choice(Strategy.PARAMETER_SERVER, mirrored.refused)
+    if workers == 1:
+        return Choice(Strategy.PARAMETER_SERVER, "one worker has no other to sum its gradients with")
+    if mirrored.worker > memory:
+        return Choice(Strategy.PARAMETER_SERVER, "a worker with the optimizer's state does not fit into its memory")
+    if mirrored.busiest < served.busiest:
+        return Choice(Strategy.MULTI_WORKER_MIRRORED, "a step moves fewer bytes at the busiest machine")
+    return Choice(
+        Strategy.PARAMETER_SERVER, "a step moves no more bytes at the busiest machine, and workers need not wait"
+    )
