@@ -33,18 +33,17 @@ def warm_cosine(step: int, *, warm_up: int, total: int) -> float:
     return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * passed)) / 2
 
 
-def loss_of(model: torch.nn.Module, passages: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of each passage's bytes after its first one, in nats. Shape (n, block + 1) in."""
-    tokens = passages.long()
-    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of the bytes that come next, in nats. Shapes (n, block, vocabulary) and (n, block) in."""
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 def bits_per_byte(model: torch.nn.Module, passages: torch.Tensor) -> float:
     """The mean cross-entropy over all passages, in bits. Nothing is learned from them."""
     model.eval()
     with torch.no_grad():
-        parts = [passages[begin : begin + TESTED_AT_ONCE] for begin in range(0, len(passages), TESTED_AT_ONCE)]
-        nats = math.fsum(loss_of(model, part).item() * len(part) for part in parts)
+        parts = [passages[begin : begin + TESTED_AT_ONCE].long() for begin in range(0, len(passages), TESTED_AT_ONCE)]
+        nats = math.fsum(loss_of(model(part[:, :-1]), part[:, 1:]).item() * len(part) for part in parts)
     return nats / len(passages) / math.log(2)
 
 
@@ -119,21 +118,18 @@ def main() -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warm_cosine(step, warm_up=warm_up, total=total)
         )
-        model, optimizer, scheduler = job.prepare(model, optimizer, scheduler)
+        model, optimizer, scheduler = job.prepare(model, optimizer, scheduler, loss=loss_of)
         if job.chief:
             size = sum(parameter.numel() for parameter in model.parameters())
             print(f"{size:,} parameters, {len(train):,} passages of {shape.block} bytes, {total:,} steps", flush=True)
         autocast = torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=options.bf16)
         told, learned = time.monotonic(), 0
         for (passages,) in job.batches(TensorDataset(train), drop_last=True, **loop):
+            tokens = passages.long()
             with autocast:
-                loss = loss_of(model, passages)
-            (loss / options.accumulate).backward()
+                loss = job.train_step(tokens[:, :-1], tokens[:, 1:])
             learned += len(passages)
             if job.step_due:
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
                 job.log(loss=loss)
             if job.chief and (passed := time.monotonic() - told) >= TELL_EVERY_S:
                 speed = learned * shape.block / passed

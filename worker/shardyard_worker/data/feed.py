@@ -112,6 +112,11 @@ class Feed(ABC):
         """That of the last batch that was yielded."""
 
     @property
+    def accumulate(self) -> int:
+        """The batches of a step, but for the last of an epoch, which may have fewer."""
+        return self._settings.accumulate
+
+    @property
     def _is_told_to_stop(self) -> bool:
         return self._session.step_barrier.stop is not None
 

@@ -8,16 +8,17 @@ is started, bytes, partitions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardyard.domain.consistency import Stop, UpdateMode
-from shardyard.domain.errors import UnknownVariable
+from shardyard.domain.errors import InvalidRequest, UnknownVariable
 from shardyard_worker.job import variables as named
 from shardyard_worker.job.job_data import JobData
 from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
+from shardyard_worker.job.train_step import Loss, TrainStep, check_loss
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.session.interrupts import INTERRUPTS
@@ -48,6 +49,8 @@ class Job(JobData):
     ...     job.step
     2
     """
+
+    _train_step: TrainStep | None = None
 
     @property
     def gradient_norm(self) -> float | None:
@@ -101,19 +104,27 @@ class Job(JobData):
     # ---- training a model
 
     @overload
-    def prepare(self, model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, JobOptimizer]: ...
+    def prepare(
+        self, model: Model, optimizer: torch.optim.Optimizer, *, loss: Loss | None = None
+    ) -> tuple[Model, JobOptimizer]: ...
     @overload
     def prepare(
-        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler
+        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, *, loss: Loss | None = None
     ) -> tuple[Model, JobOptimizer, JobScheduler]: ...
     def prepare(
-        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None = None,
+        *,
+        loss: Loss | None = None,
     ) -> tuple[Model, JobOptimizer] | tuple[Model, JobOptimizer, JobScheduler]:
         """Moves the optimizer and its parameters to the servers.
 
         Returns the same model and a `JobOptimizer`. The model's parameters and persistent buffers now hold the job's
         values. The optimizer's `step()` pushes the gradients and pulls the parameters. With a `scheduler`, also returns
-        a `JobScheduler`, whose rates are those after as many scheduler steps as the job has taken.
+        a `JobScheduler`, whose rates are those after as many scheduler steps as the job has taken. `loss`: for
+        `train_step`, `loss(model(*inputs), target)`.
 
         In local mode any optimizer is accepted, and it stays in this process: `step()` runs it here. The servers get
         the sum of its steps once every `job.consistency.steps` steps.
@@ -126,8 +137,43 @@ class Job(JobData):
         ...     model(torch.ones(1, 2)).sum().backward()
         ...     optimizer.step()
         """
+        check_loss(loss)
         prepared, schedule = prepare(self._loop, model, optimizer, scheduler)
+        self._train_step = TrainStep(self._loop, model, prepared, schedule, loss)
         return (model, prepared) if schedule is None else (model, prepared, schedule)
+
+    def train_step(self, *batch: Any) -> torch.Tensor:
+        """Computes the loss of a batch and its gradients, and takes a step. Returns the loss, detached.
+
+        The last value of the batch is the target; those before it are the model's inputs. The loss is
+        `loss(model(*inputs), target)`, by the loss of `prepare`. The optimizer, the scheduler and the scaler of the job
+        take a step, and the gradients are dropped. With `accumulate` in job.batches, and in `no_sync`, gradients of
+        several batches are averaged, and the last batch of them takes the step. The script does the same by itself
+        with `backward()` and `optimizer.step()`.
+
+        Raises InvalidRequest before `prepare`, without a loss, and for a loss that is not one number or does not depend
+        on the model; JobFailed.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+        >>> with sy.connect() as job:
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     model, optimizer = job.prepare(model, optimizer, loss=torch.nn.functional.mse_loss)
+        ...     for x, y in job.batches(data, batch_size=4):
+        ...         loss = job.train_step(x, y)
+        ...     job.step
+        2
+        """
+        trainer = self._loop.need_trainer()
+        if self._train_step is None:
+            raise InvalidRequest(
+                "job.train_step in a job without a model",
+                why="job.register gives variables only",
+                todo="give the model to job.prepare, or push gradients with job.push",
+            )
+        feed = self._loop.feed
+        is_due = self.step_due and not trainer.accumulates_by_hand
+        return self._train_step.take(batch, is_due=is_due, accumulate=1 if feed is None else feed.accumulate)
 
     def scaler(
         self,

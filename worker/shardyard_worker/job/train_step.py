@@ -1,0 +1,112 @@
+"""`job.train_step`: forward, loss, backward and optimizer step of one batch.
+
+Owns: the passes that were added up since the last step. Must not know: what `optimizer.step()` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.job.prepare import JobOptimizer
+from shardyard_worker.job.training_loop import TrainingLoop
+from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.optimizers.server_optimizer import ServerOptimizer
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""`loss(model(*inputs), target)`: the mean over a batch's samples, a tensor of one element."""
+
+
+def check_loss(loss: Loss | None) -> None:
+    """Raises InvalidRequest."""
+    if loss is not None and not callable(loss):
+        raise InvalidRequest(
+            f"job.prepare(..., loss={type(loss).__name__})",
+            why="the loss is a function of the model's output and the target",
+            todo="give for example loss=torch.nn.functional.cross_entropy",
+        )
+
+
+class TrainStep:
+    """For the model and the optimizer of `job.prepare`. `loss` None: the script did not give one."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        model: torch.nn.Module,
+        optimizer: JobOptimizer,
+        schedule: JobScheduler | None,
+        loss: Loss | None,
+    ) -> None:
+        self._loop = loop
+        self._model = model
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._loss = loss
+        self._passes = 0
+        """Backward passes since the last step."""
+        self._is_checked = False
+
+    def take(self, batch: Sequence[Any], *, is_due: bool, accumulate: int) -> torch.Tensor:
+        """`is_due`: the optimizer steps after this batch. `accumulate`: of how many batches a step's gradient is the
+        mean. Returns the detached loss. Raises InvalidRequest."""
+        if self._loss is None:
+            raise InvalidRequest(
+                "job.train_step in a job without a loss",
+                todo="give the loss to job.prepare: model, optimizer = job.prepare(model, optimizer, loss=f)",
+            )
+        if len(batch) < 2:
+            raise InvalidRequest(
+                f"job.train_step of {len(batch)} values",
+                why="the last value is the target, and those before it are the model's inputs",
+                todo="call job.train_step(x, y), for loss(model(x), y)",
+            )
+        *inputs, target = batch
+        loss = self._loss(self._model(*inputs), target)
+        self._check(loss)
+        torch.clear_autocast_cache()  # it has parameters from before the step
+        with torch.autocast(loss.device.type, enabled=False):  # a script's autocast is for the forward
+            part, scaler = loss / accumulate if accumulate > 1 else loss, self._loop.scaler
+            (part if scaler is None else scaler.scale(part)).backward()
+            self._passes += 1
+            if is_due:
+                self._step(accumulate)
+        return loss.detach()
+
+    def _check(self, loss: torch.Tensor) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+            raise InvalidRequest(
+                f"a loss of {shape}",
+                why="a step follows the gradient of one number",
+                todo="let the loss return a tensor of one element, for example the mean over the batch",
+            )
+        if not loss.requires_grad:
+            raise InvalidRequest(
+                "a loss that does not depend on the model's parameters",
+                why="it has no gradient",
+                todo="compute it from the model's output, without detach(), item() or torch.no_grad()",
+            )
+
+    def _step(self, accumulate: int) -> None:
+        optimizer, scaler = self._optimizer, self._loop.scaler
+        passes, self._passes = self._passes, 0
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if isinstance(optimizer, ServerOptimizer):
+            gradients += optimizer.row_gradients() or []
+        if not self._is_checked and not gradients:
+            self._check(torch.zeros(()))
+        self._is_checked = True
+        if passes != accumulate:  # at the end of an epoch, and in job.no_sync()
+            torch._foreach_mul_(gradients, accumulate / passes)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if self._schedule is not None:
+            self._schedule.step()
+        optimizer.zero_grad()
