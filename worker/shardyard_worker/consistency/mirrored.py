@@ -26,7 +26,7 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import NonFinite
 from shardyard.domain.ids import Rank, Token
 from shardyard.domain.push_names import PushName
-from shardyard.domain.replica_groups import ReplicaGroup, TakenStep
+from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPosition
@@ -38,8 +38,8 @@ from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
-from shardyard_worker.training.clipping import Clipper
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
@@ -114,12 +114,7 @@ class MirroredStrategy(SyncStrategy):
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
         self._is_to_leave = False
-        self._published = 0
-        """The step that this worker has helped to publish last."""
-        self._clipper: Clipper | None = None
-        if self._settings.clip.norm:
-            self._clipper = Clipper(self._settings.clip.clipping, [each.spec for each in replica.parameters])
-            trainer.pushes.clipper = self._clipper
+        self._publisher = Publisher(trainer, replica)
         self.weight_of_work: Callable[[], float | None] = lambda: None
         """The samples of the work at hand; None: not known before the step."""
 
@@ -239,12 +234,14 @@ class MirroredStrategy(SyncStrategy):
         self.versions.current = None
 
     def has_moved(self) -> bool:
-        """As of the base; and while this worker waits for a checkpoint, gives the servers the state for it."""
+        """This worker waits for a checkpoint, so that it gives the servers the state for it. Replicas do not go
+        back."""
         if self._trainer.is_behind:
             self._trainer.follow_map()
+        assert self._collectives is not None
         assert self.versions.current is not None
         try:
-            self._publish(self.versions.current)
+            self._publisher.publish(self.versions.current, self._collectives)
         except MapChanged as error:
             log.info("the state of step %s is published again: %s", self._replica_step, error)
             self._follow_map()
@@ -256,12 +253,11 @@ class MirroredStrategy(SyncStrategy):
         train on, so that nobody can be waited for."""
         super().leave(groups)
         step = self._replica_step
-        if self._session.drain.hands_over or step is None or step == self._published:
+        if self._session.drain.hands_over or step is None or step == self._publisher.step:
             return
         self._leave_group()
-        self._trainer.reach(lambda _: self._give_state(step, 0, 1))
         with contextlib.suppress(errors.StaleGeneration):  # others are in the next group, and publish
-            self._report_published(step)
+            self._publisher.publish_alone(step, self._left)
 
     def close(self) -> None:
         self._leave_group()
@@ -339,7 +335,7 @@ class MirroredStrategy(SyncStrategy):
         self._drop_sums()
         self._replica_step = step + 1
         if facts[_PUBLISH]:
-            self._publish(step + 1)
+            self._publisher.publish(step + 1, collectives)
         self._is_to_leave = bool(facts[_LEAVE])
 
     def _sum(self, said: list[float]) -> list[float]:
@@ -360,8 +356,9 @@ class MirroredStrategy(SyncStrategy):
         if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending):
             return
         gradients = [mean if present else None for mean, present in zip(means, facts[_FACTS:], strict=True)]
-        if self._clipper is not None:
-            self._clipper.clip(gradients)
+        clipper = self._trainer.pushes.clipper
+        if clipper is not None:
+            clipper.clip([*gradients, *(None for _ in replica.buffers)])
         replica.step(gradients)
 
     def _is_finite(self, step: int, name: PushName, sending: StepInput | None) -> bool:
@@ -373,31 +370,3 @@ class MirroredStrategy(SyncStrategy):
         if sending is not None:
             self._trainer.pushes.may_count(name, sending, step)
         return False
-
-    # ---- the servers' copy
-
-    def _publish(self, step: int) -> None:
-        """All members give the servers the state of this step, each its share of the partitions (rule D4). Raises
-        MapChanged; then it is published again."""
-        collectives = self._collectives
-        assert collectives is not None
-        if self._published == step:
-            return
-        collectives.meet()  # rule D4: nobody publishes a step that a member may lack
-        self._give_state(step, collectives.place, collectives.size)
-        collectives.meet()
-        if collectives.place == 0:
-            self._report_published(step)
-        collectives.meet()
-        self._published = step
-        self._session.refresh()  # else the last heartbeat still asks for it
-
-    def _give_state(self, step: int, place: int, size: int) -> None:
-        values = [each.numpy() for each in self.replica.values()]
-        optimizer = self._trainer.router.optimizer
-        optimizer.publish(TakenStep(step, self._left), values, self.replica.state(), (place, size))
-
-    def _report_published(self, step: int) -> None:
-        caller = common_messages.caller_to_wire(self._session.caller)
-        request = wire.ReportPublishedRequest(caller=caller, generation=self._left, step=step)
-        self._session.ask(methods.REPORT_PUBLISHED, request)

@@ -79,9 +79,10 @@ class PushBuilder:
             self._checkpointer.close()
 
     def _make_clipper(self) -> Clipper | None:
-        """None in a synchronous job: there the servers clip the mean of a step."""
-        clipping = self._session.job_settings.clip.clipping
-        if clipping == NO_CLIPPING or self._session.mode is UpdateMode.SYNC:
+        """None in a synchronous job whose servers clip the mean of a step. Replicas clip it themselves."""
+        settings = self._session.job_settings
+        clipping, by_servers = settings.clip.clipping, not settings.strategy.is_mirrored
+        if clipping == NO_CLIPPING or (by_servers and self._session.mode is UpdateMode.SYNC):
             return None
         return Clipper(clipping, self._link.layout.variables)
 

@@ -1,0 +1,53 @@
+"""Gives the servers the replicas' state, for checkpoints and readers (docs/internals/ledger.md, rule D4).
+
+Owns: which step was published last. Invariant: members publish a step together, after all of them have it, each its
+share of the partitions; it counts once all have. Must not know: why a step is published.
+"""
+
+from __future__ import annotations
+
+from shardyard.domain.replica_groups import TakenStep
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.training.trainer import Trainer
+
+
+class Publisher:
+    """Of one worker. `step`: the step that it has helped to publish last."""
+
+    def __init__(self, trainer: Trainer, replica: Replica) -> None:
+        self._trainer = trainer
+        self._session = trainer.session
+        self._replica = replica
+        self.step = 0
+
+    def publish(self, step: int, collectives: Collectives) -> None:
+        """Publishes this step, which this replica has, with the other members. Does nothing if that was done. Raises
+        MapChanged; then it is published again."""
+        if self.step == step:
+            return
+        collectives.meet()  # rule D4: nobody publishes a step that a member may lack
+        self._give(TakenStep(step, collectives.group.generation), collectives.place, collectives.size)
+        collectives.meet()
+        if collectives.place == 0:
+            self._report(step, collectives.group.generation)
+        collectives.meet()
+        self.step = step
+        self._session.refresh()  # else the last heartbeat still asks for it
+
+    def publish_alone(self, step: int, generation: int) -> None:
+        """Publishes this step without the others, who may train on. `generation`: of the group that this worker was in.
+        Raises StaleGeneration if there is a newer group, which publishes later steps."""
+        self._trainer.reach(lambda _: self._give(TakenStep(step, generation), 0, 1))
+        self._report(step, generation)
+
+    def _give(self, taken: TakenStep, place: int, size: int) -> None:
+        values = [each.numpy() for each in self._replica.values()]
+        self._trainer.router.optimizer.publish(taken, values, self._replica.state(), (place, size))
+
+    def _report(self, step: int, generation: int) -> None:
+        caller = common_messages.caller_to_wire(self._session.caller)
+        request = wire.ReportPublishedRequest(caller=caller, generation=generation, step=step)
+        self._session.ask(methods.REPORT_PUBLISHED, request)
