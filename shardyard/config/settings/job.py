@@ -88,6 +88,12 @@ class JobSettings(Section):
         " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
         " job.consistency.mode is sync. See docs/guides/strategies.md.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="With strategy multi_worker_mirrored: gradients are added in the order of the logical ranks, so"
+        " that the bits do not depend on the number of workers. Each worker then keeps the gradients of all its ranks"
+        " apart. On servers the bits of synchronous steps never depend on it.",
+    )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
     )
@@ -199,6 +205,16 @@ class JobSettings(Section):
                     f"{name} {wanted} with strategy {self.strategy.value}, whose gradients do not go to servers",
                     f"{name} {found}",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pushes_that_do_not_wait_have_no_order(self) -> Self:
+        if self.deterministic and self.consistency.mode.updates is not UpdateMode.SYNC:
+            raise impossible(
+                ("deterministic", "consistency.mode"),
+                "a synchronous mode with deterministic true, since other updates depend on which push comes first",
+                f"consistency.mode {self.consistency.mode.value}",
+            )
         return self
 
     @model_validator(mode="after")

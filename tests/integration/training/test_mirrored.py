@@ -18,6 +18,7 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
+from shardyard_worker.replicas import gradient_buckets
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 from tests.support.alone import Counted, local_yard, status
 
@@ -69,6 +70,23 @@ class Losses:
         return found
 
 
+class Values(Losses):
+    """Also notes the final values, which all workers must have."""
+
+    values: list[list[float]]
+
+    def train(self, job: sy.Job, **batches: Any) -> dict[int, float]:
+        model = copy.deepcopy(self._model)
+        model, optimizer = job.prepare(model, self._optimizer(model.parameters(), lr=0.02))
+        with job:
+            for x, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS, **batches):
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        self.values = [each.flatten().tolist() for each in model.state_dict().values()]
+        return {0: 0.0}
+
+
 def losses_of(given: Mapping[str, object], workers: int, losses: Losses, **batches: Any) -> list[float]:
     with local_yard(given) as (_, connect):
         jobs = [connect() for _ in range(workers)]
@@ -88,6 +106,32 @@ def test_losses_are_those_of_parameter_servers(alone: None, workers: int, given:
     found = losses_of({**MIRRORED, **more}, workers, Losses())
     assert len(found) == len(wanted) > 8
     assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("bucket_bytes", [gradient_buckets.BUCKET_BYTES, 64], ids=["one bucket", "many buckets"])
+def test_bits_do_not_depend_on_the_number_of_workers(
+    alone: None, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """Promise 6, with job.deterministic: three ranks are computed by one, two or three workers."""
+    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    given = {**MIRRORED, "job.deterministic": True, "job.consistency.logical_ranks": 3}
+    found = [Values() for _ in range(3)]
+    for workers, values in enumerate(found, 1):
+        losses_of({**given, "job.workers_expected": workers}, workers, values)
+    assert found[0].values == found[1].values == found[2].values
+    servers = losses_of({**SERVERS, **ranks(3)}, 3, Losses())
+    assert losses_of({**given, "job.workers_expected": 2}, 2, Losses()) == pytest.approx(servers, rel=1e-9)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_several_buckets_are_summed_in_one_order(alone: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Whether a worker has sent some during its backward or, since it has two ranks, has not."""
+    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
+    more = {"job.consistency.logical_ranks": 3, "job.workers_expected": workers}
+    wanted = losses_of({**SERVERS, **more}, workers, Losses())
+    assert losses_of({**MIRRORED, **more}, workers, Losses()) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_accumulated_gradients_count_as_one_step(alone: None) -> None:
@@ -178,6 +222,19 @@ def test_settings_that_do_not_fit_name_both(name: str, value: object) -> None:
     with pytest.raises(errors.ConfigurationError, match=name.removeprefix("job.").replace(".", r"\.")) as raised:
         configuration.load(None, {}, given)
     assert "strategy" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"job.deterministic": True},
+        {"job.strategy": "central_storage", "job.consistency.mode": "async"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_other_settings_that_need_common_steps(given: Mapping[str, object]) -> None:
+    with pytest.raises(errors.ConfigurationError, match=next(iter(given)).replace(".", r"\.")):
+        configuration.load(None, {}, given)
 
 
 def test_step_whose_mean_is_not_finite_changes_nothing_and_is_listed(alone: None) -> None:

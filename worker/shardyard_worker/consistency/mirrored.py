@@ -38,6 +38,7 @@ from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.ordered_buckets import OrderedBuckets
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.table_binding import Upcoming
@@ -102,15 +103,19 @@ class MirroredStrategy(SyncStrategy):
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self), GroupRanks)
         self.replica = replica
-        self._buckets = GradientBuckets(replica.targets, _FACTS + len(replica.targets))
+        self._settings, ranks = trainer.session.job_settings, trainer.session.logical_ranks
+        facts = _FACTS + len(replica.targets)
+        ordered = self._settings.deterministic
+        self._buckets = (
+            OrderedBuckets(replica.targets, facts, ranks) if ordered else GradientBuckets(replica.targets, facts)
+        )
         self._buckets.early_weight = self._early_weight
-        self._settings = trainer.session.job_settings
         self._collectives: Collectives | None = None
         self._left = 0
         """The generation of the newest group that this worker was in."""
         self._replica_step: int | None = None
         """The step of the replica; None: it has no values yet."""
-        self._buffer_means = BufferMeans(replica.buffers)
+        self._buffer_means = BufferMeans(replica.buffers, ranks if ordered else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
         self._is_to_leave = False
@@ -159,6 +164,7 @@ class MirroredStrategy(SyncStrategy):
         self._replica_step = step
         self.replica.keep_buffers()
         self._buckets.join(self._collectives)
+        self._buffer_means.join(self._collectives)
         self.ranks.hold(group.ranks_at(place, self._session.logical_ranks), step, group.generation)
         self.versions.begin_at(step)
         log.info("has place %d of %d in replica group %d, at step %d", place, len(group.members), self._left, step)
@@ -269,9 +275,12 @@ class MirroredStrategy(SyncStrategy):
     # ---- a step
 
     def _early_weight(self) -> float | None:
-        """The weight of the work whose gradients are being computed, if they may be sent at once."""
-        trainer, held = self._trainer, self.ranks.held
-        if len(held) != 1 or trainer.accumulates or trainer.accumulates_by_hand:
+        """The weight of the work whose gradients are being computed, if they may be sent at once: each member has one
+        rank, so that it can send them again."""
+        trainer, collectives = self._trainer, self._collectives
+        if collectives is None or collectives.size != self._session.logical_ranks:
+            return None
+        if trainer.accumulates or trainer.accumulates_by_hand:
             return None
         return None if self.due() is None else self.weight_of_work()
 
@@ -303,6 +312,7 @@ class MirroredStrategy(SyncStrategy):
             said[at] += gradient is not None
         self._buckets.add(gradients, weight)
         if pull is not None:
+            self._buckets.send_first()
             self._take_step(collectives, gradients, weight, name, sending)
         return ExchangeResult()
 
@@ -320,12 +330,9 @@ class MirroredStrategy(SyncStrategy):
         said[_LEAVE] = float(session.replica_generation > collectives.group.generation)
         said[_PUBLISH] = float(session.is_to_publish)
         with session.wait_registry.over(lambda: f"step {step} of the other replicas"):
-            sums = []
             if self.replica.buffers:
-                sums += [collectives.sum(self._buffer_means.sums), collectives.most(self._buffer_means.most)]
+                self._buffer_means.add_up(collectives)
             facts = self._sum(said)
-            for work in sums:
-                collectives.wait(work)
             if facts[_CHANGED]:
                 buckets.overlaps = False
                 buckets.clear()

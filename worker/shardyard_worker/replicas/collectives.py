@@ -91,6 +91,15 @@ class Collectives:
         """Begins to copy a tensor from the member at place `root` to all others."""
         return None if self._group is None else self._begun(lambda: self._group.broadcast(tensor, root))
 
+    def exchange(self, received: torch.Tensor, own: torch.Tensor, sizes: list[int], parts: list[int]) -> Any:
+        """Begins to send part i of `own`, of so many elements, to the member at place i. What the members send to this
+        one comes into `received`, one after another, of these sizes."""
+        return self._begun(lambda: self._group.alltoall_base(received, own, sizes, parts))
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
+        """Begins to put the members' own tensors into `whole`, one after another."""
+        return None if self._group is None else self._begun(lambda: self._group._allgather_base(whole, own))
+
     def wait(self, work: Any) -> None:
         """Waits until an operation has ended."""
         if work is None:

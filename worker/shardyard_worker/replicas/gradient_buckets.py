@@ -20,25 +20,33 @@ from typing import Any, Final
 import torch
 
 from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.ordered_rows import padded
 
 FIRST_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
 """As in DistributedDataParallel."""
 
 
-class _Bucket:
-    """`facts`: how many numbers it carries behind its gradients."""
+class Bucket:
+    """`facts`: how many numbers it carries behind its gradients. `members`: between how many it can be cut evenly."""
 
-    def __init__(self, indices: Sequence[int], targets: Sequence[torch.Tensor], facts: int = 0) -> None:
+    def __init__(
+        self, indices: Sequence[int], targets: Sequence[torch.Tensor], facts: int = 0, members: int = 1
+    ) -> None:
         self.indices = indices
-        sizes = [targets[index].numel() for index in indices]
+        self._shapes = [targets[index].shape for index in indices]
+        self._elements = sum(shape.numel() for shape in self._shapes)
         dtype, device = (targets[indices[0]].dtype, targets[indices[0]].device) if indices else (torch.float32, None)
-        self.flat = torch.zeros(sum(sizes) + facts, dtype=dtype, device=device)
-        self.gradients, self.facts = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
-        parts = torch.split(self.gradients, sizes)
-        self.views = {index: part.view_as(targets[index]) for index, part in zip(indices, parts, strict=True)}
+        self.flat = torch.zeros(padded(self._elements + facts, members), dtype=dtype, device=device)
+        self.gradients, self.facts = self.flat[: self._elements], self.flat[self._elements : self._elements + facts]
+        self.views = self.views_of(self.flat)
         self.missing = len(indices)
         self.work: Any = None
+
+    def views_of(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The gradients in memory with this bucket's layout."""
+        parts = torch.split(flat[: self._elements], [shape.numel() for shape in self._shapes])
+        return {index: part.view(shape) for index, part, shape in zip(self.indices, parts, self._shapes, strict=True)}
 
 
 class GradientBuckets:
@@ -82,12 +90,12 @@ class GradientBuckets:
         self._make()
         self.clear()
 
-    def _make(self) -> None:
+    def _make(self, members: int = 1) -> None:
         *first, last = cut(self._targets)
         if self._targets[last[0]].dtype not in (torch.float32, torch.float64):  # too coarse for facts
             first, last = [*first, last], []
-        self._buckets = [_Bucket(indices, self._targets) for indices in first]
-        self._buckets.append(_Bucket(last, self._targets, self._fact_count))
+        self._buckets = [Bucket(indices, self._targets, members=members) for indices in first]
+        self._buckets.append(Bucket(last, self._targets, self._fact_count, members))
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
 
     @property
@@ -159,10 +167,15 @@ class GradientBuckets:
         self._sent.clear()
         self._has_sum = True
 
+    def send_first(self) -> None:
+        """Begins to sum all buckets that are not under way, but the one with the facts."""
+        while self._next < len(self._buckets) - 1:
+            self._send_next()
+
     def send(self) -> None:
         """Begins to sum all buckets that are not under way."""
-        while self._next < len(self._buckets):
-            self._send_next()
+        self.send_first()
+        self._send_next()
 
     def await_sums(self) -> None:
         assert self.collectives is not None
