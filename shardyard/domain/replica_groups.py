@@ -21,12 +21,18 @@ class Strategy(enum.Enum):
     """On the servers, which get every gradient."""
     CENTRAL_STORAGE = "central_storage"
     """On one server, in the memory of the machine on which all workers are."""
+    MIRRORED = "mirrored"
+    """In every worker, as with multi_worker_mirrored; all workers are on one machine, each on a device of its own."""
     MULTI_WORKER_MIRRORED = "multi_worker_mirrored"
     """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
 
     @property
     def is_mirrored(self) -> bool:
-        return self is Strategy.MULTI_WORKER_MIRRORED
+        return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED)
+
+    @property
+    def is_of_one_machine(self) -> bool:
+        return self in (Strategy.CENTRAL_STORAGE, Strategy.MIRRORED)
 
     @property
     def mode(self) -> ConsistencyMode | None:

@@ -52,7 +52,7 @@ from shardyard_coordinator.machine.wait_reasons import WaitReasons
 from shardyard_coordinator.members import membership
 from shardyard_coordinator.members.membership import Member, Membership
 from shardyard_coordinator.members.nonfinite import QUARANTINED
-from shardyard_coordinator.placement import central
+from shardyard_coordinator.placement import one_machine
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record
 
@@ -160,9 +160,7 @@ class Machine:
                 job = self.require_job(caller)
                 quotas.check_variables(self._quotas, self._jobs, job, event)
                 servers, missing = self._servers_for(job, self._servers(now_ms), now_ms)
-                if job.settings.strategy is Strategy.CENTRAL_STORAGE:
-                    host = self._members.require(caller.incarnation, MemberRole.WORKER).registration.host
-                    central.check_host(servers, job.deployment.owners, host, job.title)
+                self._check_machine(job, caller.incarnation, servers)
                 return deployment.register_variables(job, event, servers, missing)
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self.require_job(returned.caller), returned, next_sequence, generation)
@@ -333,10 +331,23 @@ class Machine:
         """The servers that may hold the job's partitions, and those for which they wait, in words."""
         if job.settings.strategy is not Strategy.CENTRAL_STORAGE:
             return servers, self._members.missing_servers(now_ms)
-        workers = (self._members.get(each) for each in job.workers)
-        host = next((worker.registration.host for worker in workers if worker is not None), "")
-        found = central.eligible(servers, job.deployment.owners, host)
+        host = next(iter(self._hosts([*job.deployment.workers, *job.workers])), "")
+        found = one_machine.eligible(servers, job.deployment.owners, host)
         return found, "" if found else f"a server on {host or 'the machine of its workers'}"
+
+    def _check_machine(self, job: JobState, worker: Incarnation, servers: Sequence[Server]) -> None:
+        """Raises ConfigurationError for a worker on another machine than its job, if that wants one machine."""
+        strategy = job.settings.strategy
+        others = self._hosts(each for each in job.deployment.workers if each != worker)
+        if strategy is Strategy.CENTRAL_STORAGE:
+            others += [server.host for server in servers if server.incarnation in job.deployment.owners]
+        host = self._members.require(worker).registration.host
+        one_machine.check_machine(strategy, job.title, host, others)
+
+    def _hosts(self, members: Iterable[Incarnation]) -> list[str]:
+        """The machines of those that live."""
+        found = map(self._members.get, members)
+        return [member.registration.host for member in found if member is not None]
 
     # ---- jobs
 

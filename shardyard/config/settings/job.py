@@ -86,11 +86,12 @@ class JobSettings(Section):
         " central_storage: on one server of the workers' machine, which all of them reach through its memory; then"
         " job.consistency.mode is sync."
         " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
-        " job.consistency.mode is sync. See docs/guides/strategies.md.",
+        " job.consistency.mode is sync. mirrored: the same on one machine, with a worker for each device. See"
+        " docs/guides/strategies.md.",
     )
     deterministic: bool = Field(
         default=False,
-        description="With strategy multi_worker_mirrored: gradients are added in the order of the logical ranks, so"
+        description="With replicas: gradients are added in the order of the logical ranks, so"
         " that the bits do not depend on the number of workers. Each worker then keeps the gradients of all its ranks"
         " apart. On servers the bits of synchronous steps never depend on it.",
     )

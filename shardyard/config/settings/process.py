@@ -101,10 +101,16 @@ class Settings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _central_storage_is_one_server(cls, given: Any) -> Any:
-        """The launcher starts one server for it, where the settings do not say how many."""
-        yard, job = (given.get(name) or {} for name in ("yard", "job")) if isinstance(given, dict) else ({}, {})
-        if not isinstance(yard, dict) or not isinstance(job, dict) or "servers" in yard:
+    def _one_machine_has_a_size(cls, given: Any) -> Any:
+        """What the launcher starts for a strategy of one machine, where the settings do not say that."""
+        if not isinstance(given, dict) or not all(isinstance(given.get(name) or {}, dict) for name in ("yard", "job")):
             return given
-        central = (Strategy.CENTRAL_STORAGE, Strategy.CENTRAL_STORAGE.value)
-        return {**given, "yard": {**yard, "servers": 1}} if job.get("strategy") in central else given
+        yard, strategy, device = given.get("yard") or {}, (given.get("job") or {}).get("strategy"), ""
+        if isinstance(given.get("worker"), dict):
+            device = given["worker"].get("device", "")
+        sizes: dict[str, int] = {}
+        if strategy in (Strategy.CENTRAL_STORAGE, Strategy.CENTRAL_STORAGE.value):
+            sizes["servers"] = 1
+        if strategy in (Strategy.MIRRORED, Strategy.MIRRORED.value) and isinstance(device, str) and " " in device:
+            sizes["workers"] = len(device.split())
+        return {**given, "yard": {**sizes, **yard}} if sizes else given

@@ -29,7 +29,8 @@ EXPLAINED_VALUE: Final = "explained_value"
 _JOB_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
 _FOLDERS = re.compile(r"(/\S*( +/\S*)*)?")
 _VARIABLES = re.compile(r"[A-Za-z0-9_* ]*")
-_DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
+_ONE_DEVICE = r"(cpu|cuda|cuda:(0|[1-9][0-9]{0,3}))"
+_DEVICE = re.compile(rf"auto|{_ONE_DEVICE}( {_ONE_DEVICE})*")
 _PORT = re.compile(r"[0-9]{1,5}")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,64}\]")
 
@@ -119,7 +120,7 @@ JobName = Annotated[
 NoticePlace = Annotated[
     str, _matching(_NOTICE_PLACE), Expected("never, an absolute path, or an http:// or https:// URL")
 ]
-Device = Annotated[str, _matching(_DEVICE), Expected("auto, cpu, cuda, or cuda:N")]
+Device = Annotated[str, _matching(_DEVICE), Expected("auto, or devices parted by spaces: cpu, cuda, cuda:N")]
 _CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/guides/compression.md)"
 PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.format(", ".join(PUSH_KINDS)))]
 PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]

@@ -12,7 +12,9 @@ from shardyard.domain import limits
 
 class WorkerSettings(Section):
     device: Device = Field(
-        default="auto", description="Where the model is; auto: on a GPU if there is one, else on the CPU."
+        default="auto",
+        description="Where the model is; auto: on a GPU if there is one, else on the CPU. Several devices, parted by"
+        " spaces: one for each training process of a machine, in turn.",
     )
     threads: int = Field(
         default=1, ge=0, le=1_024, description="torch's threads in each training process; 0: torch chooses."

@@ -40,8 +40,8 @@ class Choice:
 def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     """
     >>> model = PlannedModel(JobSettings(), "adam", 1_000, 4_000, 8_000, 0, 0)
-    >>> [(cost.strategy.value, cost.busiest) for cost in costs_of(model, workers=4, servers=2)]
-    [('parameter_server', 16000), ('central_storage', 0), ('multi_worker_mirrored', 12000)]
+    >>> [cost.busiest for cost in costs_of(model, workers=4, servers=2)]
+    [16000, 0, 0, 12000]
     """
     values, gradients = model.parameters + model.buffers, model.parameters
     consistency = model.settings.consistency
@@ -53,19 +53,16 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     worker = model.fixed + 2 * values + gradients
     moved = gradients + values
     busiest = max(moved, workers * moved // servers)
+    # as before, with the model's own gradients, their buckets, and the state; servers hold what was published last
+    mirrored = worker + 2 * gradients + model.state
+    refused = "its embedding tables are on servers" if model.tables else ""
     return [
         Cost(
             Strategy.PARAMETER_SERVER, worker, steps if consistency.mode.updates is UpdateMode.SYNC else stored, busiest
         ),
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
-        # as before, with the model's own gradients, their buckets, and the state; servers hold what was published last
-        Cost(
-            Strategy.MULTI_WORKER_MIRRORED,
-            worker + 2 * gradients + model.state,
-            stored,
-            4 * gradients * (workers - 1) // workers,
-            "its embedding tables are on servers" if model.tables else "",
-        ),
+        Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
+        Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, 4 * gradients * (workers - 1) // workers, refused),
     ]
 
 

@@ -9,7 +9,14 @@ from shardyard.domain.errors import ConfigurationError
 
 def pick_device(wanted: str, local_index: int) -> torch.device:
     """Picks the device for worker.device = `wanted`. "auto": the machine's GPUs in turn, one for each process, or the
-    CPU if there is none. `local_index`: this process's index on its machine. Raises ConfigurationError."""
+    CPU if there is none. Several: in turn. `local_index`: this process's index on its machine. Raises
+    ConfigurationError.
+
+    >>> pick_device("cpu cpu", 1)
+    device(type='cpu')
+    """
+    several = wanted.split()
+    wanted = several[local_index % len(several)]
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -189,7 +189,8 @@ def test_all_problems_of_all_layers_come_in_one_error_with_their_lines(write) ->
         "yard.yaml:8: log.level: expected one of debug, info, warning, error, got a list",
         "yard.yaml:9: yard: expected a mapping of settings, got a single value",
         "environment SHARDYARD__JOB__IDLE_MS: job.idle_ms: expected a whole number from 1000 to 604800000, got 1",
-        'flag --worker-device: worker.device: expected auto, cpu, cuda, or cuda:N, got "gpu" (text)',
+        'flag --worker-device: worker.device: expected auto, or devices parted by spaces: cpu, cuda, cuda:N, got "gpu"'
+        " (text)",
     ]
 
 
@@ -272,7 +273,7 @@ def test_address_must_be_host_and_port(address: str) -> None:
     assert said.startswith("flag --coordinator: coordinator: expected HOST:PORT with a port from 1 to 65535")
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "cuda:0 cuda:1", "cpu cpu"])
 def test_device_is_taken(device: str) -> None:
     assert load(None, {}, {"worker.device": device}).settings.worker.device == device
 
@@ -282,6 +283,8 @@ def test_device_is_taken(device: str) -> None:
     [
         ("worker.device", "cuda:"),
         ("worker.device", "cuda:01"),
+        ("worker.device", "auto cpu"),
+        ("worker.device", "cuda:0,cuda:1"),
         ("job.name", "a/b"),
         ("job.name", "-a"),
         ("job.name", "a" * 129),
@@ -519,3 +522,18 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert loaded["local"].metrics.tensorboard == ""
     assert loaded["compose"].coordinator == "coordinator:7070"
     assert loaded["compose"].yard.bind == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "servers", "workers"),
+    [
+        ({"job.strategy": "central_storage"}, 1, 2),
+        ({"job.strategy": "central_storage", "yard.servers": 3}, 3, 2),
+        ({"job.strategy": "mirrored", "worker.device": "cuda:0 cuda:1 cuda:3"}, 2, 3),
+        ({"job.strategy": "mirrored", "worker.device": "cpu cpu", "yard.workers": 5}, 2, 5),
+        ({"job.strategy": "mirrored"}, 2, 2),
+    ],
+)
+def test_a_strategy_of_one_machine_says_what_is_started(given: dict[str, object], servers: int, workers: int) -> None:
+    yard = load(None, {}, given).settings.yard
+    assert (yard.servers, yard.workers) == (servers, workers)

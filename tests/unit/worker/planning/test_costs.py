@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+from types import ModuleType
+
 import pytest
 
 from shardyard.config.settings import JobSettings
 from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.planning import costs, dry_run
 from shardyard_worker.planning.costs import choose, costs_of
 from shardyard_worker.planning.dry_run import PlannedModel, PlannedTable
 
@@ -33,3 +37,10 @@ def test_the_choice_says_why(model: PlannedModel, workers: int, memory: int, str
 def test_more_servers_share_what_a_step_moves() -> None:
     few, many = (costs_of(model_of(4_000), workers=8, servers=servers)[0].busiest for servers in (1, 4))
     assert few == 4 * many == 8 * 2 * 4_000
+
+
+@pytest.mark.parametrize("module", [costs, dry_run], ids=lambda module: module.__name__)
+def test_examples_print_what_they_show(module: ModuleType) -> None:
+    found = doctest.testmod(module, extraglobs={"JobSettings": JobSettings, "PlannedModel": PlannedModel})
+    assert found.attempted
+    assert not found.failed

@@ -1,4 +1,4 @@
-"""job.strategy central_storage: all partitions are on one server of the machine on which the workers are."""
+"""Strategies of one machine. With central_storage all partitions are on one server of that machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SGD = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
 class Yard(MachineYard):
     """Servers on three machines, two of them on `here`, where the first worker is."""
 
-    def __init__(self) -> None:
-        super().__init__(servers_expected=9)
+    def __init__(self, servers_expected: int = 9) -> None:
+        super().__init__(servers_expected=servers_expected)
         self.servers = {
             self.register(MemberRole.SERVER, f"s:{at}", host=host): host
             for at, host in enumerate(("there", "here", "here", "elsewhere"))
@@ -60,7 +60,7 @@ def test_a_worker_on_another_machine_is_refused() -> None:
     yard = Yard()
     yard.open()
     stranger = yard.hire("there")
-    with pytest.raises(errors.ConfigurationError, match=r"a worker on there in .*, whose variables are on here"):
+    with pytest.raises(errors.ConfigurationError, match=r"a worker on there in .*, which is on here"):
         yard.handle(events.VariablesRegistered(stranger, VARIABLES, SGD))
     yard.handle(events.VariablesRegistered(yard.hire("here"), VARIABLES, SGD))
 
@@ -90,3 +90,13 @@ def test_another_server_of_that_machine_takes_over() -> None:
     taken = yard.latest[effects.RestorePartitions]
     assert isinstance(taken, effects.RestorePartitions)
     assert {each.server for each in taken.map.owners} == {other}
+
+
+def test_replicas_of_one_machine_are_on_one_machine() -> None:
+    """Their servers may be anywhere: they hold what was published."""
+    yard = Yard(servers_expected=4)
+    yard.settings = yard.settings.model_copy(update={"strategy": Strategy.MIRRORED})
+    yard.open("far")
+    yard.handle(events.VariablesRegistered(yard.hire("far"), VARIABLES, SGD))
+    with pytest.raises(errors.ConfigurationError, match=r"a worker on here in .*, which is on far"):
+        yard.handle(events.VariablesRegistered(yard.hire("here"), VARIABLES, SGD))
