@@ -40,6 +40,21 @@ class Strategy(enum.Enum):
         return None if self is Strategy.PARAMETER_SERVER else ConsistencyMode.SYNC
 
 
+GLOO: Final = "gloo"
+"""The backend of torch.distributed that sums on CPUs."""
+
+
+class AllReduce(enum.Enum):
+    """How replicas send gradients to each other."""
+
+    WHOLE = "whole"
+    """In the dtype of the parameters."""
+    BF16 = "bf16"
+    FP16 = "fp16"
+    POWERSGD = "powersgd"
+    """As the product of two narrow matrices."""
+
+
 class TakenStep(NamedTuple):
     """A state of replicas: after so many steps, the last of which was taken by the group of this generation. Two groups
     may take the same step, if the first has lost all members that took it; then the later one counts."""

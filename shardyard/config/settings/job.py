@@ -20,7 +20,7 @@ from shardyard.domain.consistency import (
     NonFinite,
     UpdateMode,
 )
-from shardyard.domain.replica_groups import Strategy
+from shardyard.domain.replica_groups import GLOO, AllReduce, Strategy
 
 PARTITIONS_AUTO: Final = 8
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
@@ -94,6 +94,21 @@ class JobSettings(Section):
         description="With replicas: gradients are added in the order of the logical ranks, so"
         " that the bits do not depend on the number of workers. Each worker then keeps the gradients of all its ranks"
         " apart. On servers the bits of synchronous steps never depend on it.",
+    )
+    collectives: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        default=GLOO,
+        description="With replicas: the backend of torch.distributed that combines gradients. gloo, or the name of a"
+        " plug-in that the script has imported (torch.distributed.Backend.register_backend).",
+    )
+    all_reduce: AllReduce = Field(
+        default=AllReduce.WHOLE,
+        strict=False,
+        description="With replicas: how gradients are compressed in the all-reduce, by the communication hooks of"
+        " DistributedDataParallel. whole: not at all. bf16, fp16: two bytes for each element. powersgd: two narrow"
+        " matrices for each gradient; what they lack is added to the next gradient.",
+    )
+    powersgd_rank: int = Field(
+        default=1, ge=1, le=1_024, description="With all_reduce powersgd: the width of the two matrices."
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
@@ -191,6 +206,12 @@ class JobSettings(Section):
                 ("strategy", "consistency.mode"),
                 f"consistency.mode {mode.value} with strategy {self.strategy.value}, whose workers take steps together",
                 f"consistency.mode {self.consistency.mode.value}",
+            )
+        if self.deterministic and self.all_reduce is not AllReduce.WHOLE:
+            raise impossible(
+                ("deterministic", "all_reduce"),
+                "all_reduce whole with deterministic true, which adds the gradients of the ranks one by one",
+                f"all_reduce {self.all_reduce.value}",
             )
         if not self.strategy.is_mirrored:
             return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import Backend, ProcessGroupGloo, Store
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
@@ -124,6 +126,63 @@ def test_bits_do_not_depend_on_the_number_of_workers(
     assert losses_of({**given, "job.workers_expected": 2}, 2, Losses()) == pytest.approx(servers, rel=1e-9)
 
 
+@pytest.mark.parametrize("bucket_bytes", [gradient_buckets.BUCKET_BYTES, 256], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize(
+    ("how", "within"), [("bf16", 0.05), ("fp16", 0.01), ("powersgd", 0.3)], ids=["bf16", "fp16", "powersgd"]
+)
+def test_compressed_all_reduce_trains_almost_the_same(
+    alone: None, monkeypatch: pytest.MonkeyPatch, how: str, within: float, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    given = {**MIRRORED, **ranks(3)}
+    wanted = losses_of(given, 3, Losses(torch.optim.SGD))
+    found = losses_of({**given, "job.all_reduce": how}, 3, Losses(torch.optim.SGD))
+    assert found == pytest.approx(wanted, rel=within)
+    assert found[-1] != wanted[-1]
+
+
+@pytest.mark.parametrize("extended", [False, True], ids=["plain", "extended"])
+def test_collectives_of_a_registered_backend(alone: None, monkeypatch: pytest.MonkeyPatch, extended: bool) -> None:
+    made: list[int] = []
+
+    def plain(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupGloo:
+        made.append(rank)
+        return ProcessGroupGloo(store, rank, size, timeout)
+
+    def by_options(given: Any, _: object) -> ProcessGroupGloo:
+        return plain(given.store, given.group_rank, given.group_size, given.timeout)
+
+    plugin = Backend._BackendPlugin(by_options if extended else plain, extended)
+    monkeypatch.setitem(Backend._plugins, "YARDTEST", plugin)
+    wanted = losses_of({**MIRRORED, **ranks(2)}, 2, Losses())
+    found = losses_of({**MIRRORED, **ranks(2), "job.collectives": "yardtest"}, 2, Losses())
+    assert found == pytest.approx(wanted, rel=1e-9)
+    assert {*made} == {0, 1}
+
+
+def test_an_unknown_backend_is_an_error_before_the_first_step(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(2), "job.collectives": "nowhere"}) as (_, connect):
+        jobs = [connect() for _ in range(2)]
+
+        def refused(at: int) -> None:
+            with pytest.raises(errors.ConfigurationError, match=r"job\.collectives is 'nowhere', and this process has"):
+                Losses().train(jobs[at])
+            jobs[at].close()
+
+        side_by_side(2, refused)
+
+
+def test_replicas_with_compressed_gradients_have_the_same_values(alone: None) -> None:
+    """What compression has kept back is each worker's own."""
+    values = [Values(torch.optim.SGD) for _ in range(3)]
+    given = {**MIRRORED, **ranks(3), "job.all_reduce": "powersgd", "job.powersgd_rank": 2}
+    with local_yard(given) as (_, connect):
+        jobs = [connect() for _ in range(3)]
+        side_by_side(3, lambda at: values[at].train(jobs[at]))
+    assert values[0].values == values[1].values == values[2].values
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_several_buckets_are_summed_in_one_order(alone: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """Whether a worker has sent some during its backward or, since it has two ranks, has not."""
@@ -228,6 +287,7 @@ def test_settings_that_do_not_fit_name_both(name: str, value: object) -> None:
     "given",
     [
         {"job.deterministic": True},
+        {"job.all_reduce": "bf16", "job.deterministic": True, "job.consistency.mode": "sync"},
         {"job.strategy": "central_storage", "job.consistency.mode": "async"},
     ],
     ids=lambda given: next(iter(given)),

@@ -34,11 +34,10 @@ from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
+from shardyard_worker.replicas.buckets import buckets_of
 from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.ordered_buckets import OrderedBuckets
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.table_binding import Upcoming
@@ -104,18 +103,14 @@ class MirroredStrategy(SyncStrategy):
         super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self), GroupRanks)
         self.replica = replica
         self._settings, ranks = trainer.session.job_settings, trainer.session.logical_ranks
-        facts = _FACTS + len(replica.targets)
-        ordered = self._settings.deterministic
-        self._buckets = (
-            OrderedBuckets(replica.targets, facts, ranks) if ordered else GradientBuckets(replica.targets, facts)
-        )
+        self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
         self._buckets.early_weight = self._early_weight
         self._collectives: Collectives | None = None
         self._left = 0
         """The generation of the newest group that this worker was in."""
         self._replica_step: int | None = None
         """The step of the replica; None: it has no values yet."""
-        self._buffer_means = BufferMeans(replica.buffers, ranks if ordered else None)
+        self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
         self._is_to_leave = False
@@ -206,7 +201,7 @@ class MirroredStrategy(SyncStrategy):
 
     def _leave_group(self) -> None:
         collectives, self._collectives = self._collectives, None
-        self._buckets.collectives = None
+        self._buckets.leave()
         self.ranks.held = {}
         self.versions.current = None
         self._is_to_leave = False

@@ -1,4 +1,4 @@
-"""The collective operations of one replica group, by torch.distributed's gloo.
+"""The collective operations of one replica group, by torch.distributed's gloo or another backend of its kind.
 
 Owns: the process group. Invariants: a collective that a member cannot complete is given up, and so is the group: its
 members wait for each other no more, whatever state they are in. Memory that an abandoned collective may still write is
@@ -15,14 +15,15 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
+from torch.distributed import AllreduceOptions, Backend, ProcessGroupGloo, ReduceOp
+from torch.distributed.distributed_c10d import _DistributedBackendOptions  # type: ignore[attr-defined]
 
 from shardyard.domain.errors import ConfigurationError
-from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard.domain.replica_groups import GLOO, ReplicaGroup
 from shardyard_worker.replicas.group_store import GroupLost, GroupStore
 from shardyard_worker.session.session import Session
 
@@ -50,9 +51,6 @@ class Collectives:
             self._group = self._connect(f"torch {torch.__version__}, {fingerprint}")
 
     def _connect(self, fingerprint: str) -> Any:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = TIMEOUT
-        options._devices = [ProcessGroupGloo.create_device(hostname=_address(self._session.settings.coordinator))]
         store = GroupStore(self._session, self.group, self.check)
         store.set(f"fingerprint/{self.place}", fingerprint)
         found = [each.decode() for each in store.multi_get([f"fingerprint/{each}" for each in range(self.size)])]
@@ -63,9 +61,32 @@ class Collectives:
                 todo="start all workers with the same release of torch, the same script, and devices of one kind",
             )
         try:
-            return ProcessGroupGloo(store, self.place, self.size, options)
+            return self._make(store)
         except RuntimeError as error:
             raise GroupLost(f"the members of replica group {self.group.generation} did not connect: {error}") from error
+
+    def _make(self, store: GroupStore) -> Any:
+        """The process group of job.collectives. Raises ConfigurationError."""
+        name = self._session.job_settings.collectives
+        if name == GLOO:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = TIMEOUT
+            options._devices = [ProcessGroupGloo.create_device(hostname=_address(self._session.settings.coordinator))]
+            return ProcessGroupGloo(store, self.place, self.size, options)
+        plugin = Backend._plugins.get(name.upper())
+        if plugin is None:
+            raise ConfigurationError(
+                f"job.collectives is {name!r}, and this process has no such backend",
+                why="backends other than gloo are plug-ins, which register themselves when they are imported",
+                todo="import the plug-in before job.prepare; it calls torch.distributed.Backend.register_backend",
+            )
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, self.place, self.size, TIMEOUT)
+        given = _DistributedBackendOptions()
+        given.store, given.timeout = store, TIMEOUT
+        given.group_rank, given.group_size = self.place, self.size
+        given.group_id, given.global_ranks_in_group = str(self.group.generation), [*range(self.size)]
+        return plugin.creator_fn(given, None)
 
     def check(self) -> None:
         """Raises GroupLost once the group lacks a member, and what ends this worker."""
@@ -73,11 +94,16 @@ class Collectives:
         if self._session.lost_replica_generation >= self.group.generation:
             raise GroupLost(f"replica group {self.group.generation} lacks a member")
 
+    @property
+    def process_group(self) -> Any:
+        """torch's; None for a group of one member."""
+        return self._group
+
     # ---- operations
 
     def sum(self, tensor: torch.Tensor) -> Any:
         """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each."""
-        return None if self._group is None else self._begun(lambda: self._group.allreduce([tensor]))
+        return None if self._group is None else self.begin(lambda: self._group.allreduce([tensor]))
 
     def most(self, tensor: torch.Tensor) -> Any:
         """The same for the largest of all members' elements."""
@@ -85,20 +111,20 @@ class Collectives:
             return None
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
-        return self._begun(lambda: self._group.allreduce([tensor], options))
+        return self.begin(lambda: self._group.allreduce([tensor], options))
 
     def give(self, tensor: torch.Tensor, root: int) -> Any:
         """Begins to copy a tensor from the member at place `root` to all others."""
-        return None if self._group is None else self._begun(lambda: self._group.broadcast(tensor, root))
+        return None if self._group is None else self.begin(lambda: self._group.broadcast(tensor, root))
 
     def exchange(self, received: torch.Tensor, own: torch.Tensor, sizes: list[int], parts: list[int]) -> Any:
         """Begins to send part i of `own`, of so many elements, to the member at place i. What the members send to this
         one comes into `received`, one after another, of these sizes."""
-        return self._begun(lambda: self._group.alltoall_base(received, own, sizes, parts))
+        return self.begin(lambda: self._group.alltoall_base(received, own, sizes, parts))
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         """Begins to put the members' own tensors into `whole`, one after another."""
-        return None if self._group is None else self._begun(lambda: self._group._allgather_base(whole, own))
+        return None if self._group is None else self.begin(lambda: self._group._allgather_base(whole, own))
 
     def wait(self, work: Any) -> None:
         """Waits until an operation has ended."""
@@ -120,7 +146,8 @@ class Collectives:
         with self._session.wait_registry.over(lambda: "the other replicas"):
             self.wait(self.sum(torch.zeros(1)))
 
-    def _begun(self, begin: Any) -> Any:
+    def begin(self, begin: Callable[[], Any]) -> Any:
+        """Begins an operation, which `wait` waits for."""
         try:
             work = begin()
         except RuntimeError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -52,6 +52,9 @@ class Bucket:
 class GradientBuckets:
     """Of a worker's parameters. `targets`: the parameters, in the model's order. `facts`: how many numbers are summed
     with them."""
+
+    facts_apart: ClassVar[bool] = False
+    """Whether no gradients are in the bucket with the facts."""
 
     def __init__(self, targets: Sequence[torch.Tensor], facts: int) -> None:
         self._targets = targets
@@ -92,7 +95,8 @@ class GradientBuckets:
 
     def _make(self, members: int = 1) -> None:
         *first, last = cut(self._targets)
-        if self._targets[last[0]].dtype not in (torch.float32, torch.float64):  # too coarse for facts
+        is_coarse = self._targets[last[0]].dtype not in (torch.float32, torch.float64)
+        if is_coarse or self.facts_apart:
             first, last = [*first, last], []
         self._buckets = [Bucket(indices, self._targets, members=members) for indices in first]
         self._buckets.append(Bucket(last, self._targets, self._fact_count, members))
@@ -107,6 +111,10 @@ class GradientBuckets:
         """From now on these members sum."""
         self.collectives, self._divisor = collectives, 1.0
         self.clear()
+
+    def leave(self) -> None:
+        """These members sum no more."""
+        self.collectives = None
 
     def clear(self) -> None:
         """Drops all gradients."""
