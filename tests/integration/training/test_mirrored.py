@@ -27,7 +27,7 @@ from tests.support.alone import Counted, local_yard, status
 MIRRORED: Mapping[str, object] = {
     "job.strategy": "multi_worker_mirrored",
     "membership.heartbeat_ms": 20,
-    "job.rank_grace_ms": 300,
+    "job.rank_grace_ms": 5_000,
     "job.partitions": 4,
     "job.checkpoint.url": "never",
 }

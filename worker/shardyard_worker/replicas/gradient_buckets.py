@@ -39,6 +39,7 @@ class Bucket:
         dtype, device = (targets[indices[0]].dtype, targets[indices[0]].device) if indices else (torch.float32, None)
         self.flat = torch.zeros(padded(self._elements + facts, members), dtype=dtype, device=device)
         self.gradients, self.facts = self.flat[: self._elements], self.flat[self._elements : self._elements + facts]
+        self.size = self._elements + facts
         self.views = self.views_of(self.flat)
         self.missing = len(indices)
         self.work: Any = None
@@ -81,7 +82,7 @@ class GradientBuckets:
     @property
     def fingerprint(self) -> str:
         """What is summed, in words; the same in all members that can sum with each other."""
-        sizes = ", ".join(f"{bucket.flat.numel()} {bucket.flat.dtype}" for bucket in self._buckets)
+        sizes = ", ".join(f"{bucket.size} {bucket.flat.dtype}" for bucket in self._buckets)
         return f"gradients of {len(self._targets)} parameters in {sizes}"
 
     def close(self) -> None:
