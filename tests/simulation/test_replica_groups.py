@@ -165,7 +165,7 @@ class Yard:
         self.book.ask(worker.number, worker.left, step, self.now)
         if self.book.has_lost_all(self.living):
             self.partitions = [(self.checkpoint, 0)] * PARTITIONS
-            self.book.went_back(self.living)
+            self.book.went_back(self.living, len(self.checkpoint), with_rows=False)
         formed = self.book.form(self.living, self.now)
         if formed is not None:
             self._check_formed(formed)
@@ -284,7 +284,7 @@ class Yard:
 
     def _reported(self, worker: Worker) -> None:
         assert worker.history is not None
-        self.book.publish(len(worker.history))
+        self.book.publish(len(worker.history), self.now)
         if {history for history, _ in self.partitions} != {worker.history}:
             raise Violation(f"step {len(worker.history)} is published, and partitions have {self.partitions}")
         self.checkpoint = worker.history

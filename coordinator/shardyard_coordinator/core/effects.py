@@ -252,6 +252,13 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedAnswer:
+    """`waits`: members take no step before the partitions are cut for a checkpoint; the worker asks again."""
+
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaGroupAnswer:
     """`group`: the newest, if the worker is in it; None: the worker waits for the next one, and `waiting_for` says what
     that waits for."""

@@ -148,6 +148,10 @@ class JobState:
         return (self.updates is UpdateMode.SYNC and self.log_owners is None) or self.origin is not None
 
     @property
+    def has_tables(self) -> bool:
+        return self.deployment.layout is not None and bool(self.deployment.layout.tables)
+
+    @property
     def has_error_feedback(self) -> bool:
         """Whether the job's workers have residuals."""
         layout = self.deployment.layout

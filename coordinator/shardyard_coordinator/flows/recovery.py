@@ -42,7 +42,12 @@ def begin_with(job: JobState, origin: RestorePoint) -> list[Effect]:
     job.tokens.seen(origin.token)
     begun: Entry = ("job_resumed", {})
     given: Entry = ("token_given", {"token": job.tokens.latest})
-    return job.records([begun, *job.feeds.entries(), job.book.go_back(_committed_of(origin)), given])
+    back = job.book.go_back(_committed_of(origin))
+    replicas: list[Entry] = []
+    if job.replicas is not None:
+        job.replicas.begin_after(origin.token, origin.step)
+        replicas = job.replicas.entries()
+    return job.records([begun, *job.feeds.entries(), back, given, *replicas])
 
 
 def check_fits(
@@ -335,7 +340,7 @@ def _take_map(job: JobState, map_: PartitionMap, *, goes_back: bool) -> list[Dat
     assert job.book.committed is not None
     job.deployment.map = map_
     if job.replicas is not None and goes_back:
-        job.replicas.went_back(job.workers)
+        job.replicas.went_back(job.workers, job.book.committed.step, with_rows=job.has_tables)
     if job.deployment.stage is Stage.RESTORING:
         job.deployment.stage = Stage.OPEN
         return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardyard.domain.errors import InvalidRequest, NotReady, StaleGeneration, WorkerFailed
 from shardyard.domain.ids import Incarnation
-from shardyard_coordinator.core.effects import Acknowledged, Effect, LogMessage, ReplicaGroupAnswer, Reply
+from shardyard_coordinator.core.effects import Effect, LogMessage, PublishedAnswer, ReplicaGroupAnswer, Reply
 from shardyard_coordinator.core.events import ReplicaGroupAsked, ReplicasPublished
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.flows import job_end, recovery
@@ -29,6 +29,8 @@ def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
         effects += _go_back(job, now_ms)
     formed = book.form(job.workers, now_ms)
     if formed is not None:
+        if job.has_tables:
+            book.go_on()
         places = ", ".join(map(str, formed.members))
         begins = "from the servers' state" if formed.step is None else f"at step {formed.step:,}"
         effects += job.records([book.entry])
@@ -44,18 +46,27 @@ def _go_back(job: JobState, now_ms: int) -> list[Effect]:
         return job_end.fail(job, error)
 
 
-def published(job: JobState, said: ReplicasPublished) -> list[Effect]:
-    """All servers have the replicas' state of that step. Raises InvalidRequest, StaleGeneration."""
+def published(job: JobState, said: ReplicasPublished, now_ms: int) -> list[Effect]:
+    """All servers have the replicas' state of that step. In a job with tables the members take no step before the
+    partitions are cut for the checkpoint that wants it, since its rows change with the next step. Raises
+    InvalidRequest, StaleGeneration."""
     book = _book(job)
     check_member(book, said.caller.incarnation, said.generation)
     job.progress.reach(said.step)
-    book.publish(said.step)
-    return [*job.records([book.published_entry]), Reply(Acknowledged())]
+    records: list[Effect] = []
+    if said.step != book.published or book.is_to_publish:
+        book.publish(said.step, now_ms)
+        records = job.records([book.published_entry])
+    draft = job.book.draft
+    waits = book.is_for_checkpoint(now_ms) or (draft is not None and draft.step == said.step)
+    if job.has_tables and not waits:
+        book.go_on()
+    return [*records, Reply(PublishedAnswer(waits and job.has_tables))]
 
 
 def check_member(book: ReplicaBook, worker: Incarnation, generation: int) -> None:
     """Raises StaleGeneration unless this is the newest group, and the worker is in it."""
-    if generation != book.group.generation or worker not in book.group.members:
+    if generation != book.group.generation or worker not in book.group.members or book.is_void:
         raise StaleGeneration(
             f"worker {worker} speaks for replica group {generation}; the newest is {book.group.generation}",
             todo="ask for the next group; workers do so by themselves",

@@ -217,9 +217,15 @@ def _check_former(job: JobState, source: Source) -> None:
 
 
 def _check_rank(job: JobState, source: LeasedSource, worker: Incarnation, token: Token) -> None:
-    """Raises StaleToken unless the worker has the logical rank."""
+    """Raises StaleToken unless the worker has the logical rank. In a mirrored job it has ranks as a member of its
+    replica group, whose generation is the token."""
     assert job.ranks is not None
-    if not any(RankSource(lease.rank) == source and lease.token == token for lease in job.ranks.of(worker)):
+    if job.replicas is not None:
+        group = job.replicas.group_of(worker)
+        has = group is not None and group.generation == token
+    else:
+        has = any(RankSource(lease.rank) == source and lease.token == token for lease in job.ranks.of(worker))
+    if not has:
         raise errors.StaleToken(
             f"worker {worker} does not have {source} under token {token}", facts={"token": str(token)}
         )

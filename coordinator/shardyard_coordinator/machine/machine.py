@@ -202,7 +202,7 @@ class Machine:
             case events.ReplicaGroupAsked(caller):
                 return replication.ask(self.require_job(caller), event, now_ms)
             case events.ReplicasPublished(caller):
-                return replication.published(self.require_job(caller), event)
+                return replication.published(self.require_job(caller), event, now_ms)
             case events.RebaseRequested(caller):
                 return lost_pushes.rebase(self.require_job(caller), event)
             case events.FeedbackRead(caller):

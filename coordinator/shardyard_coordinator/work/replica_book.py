@@ -3,7 +3,8 @@
 A worker leaves its group when the group lacks a member, or when another worker comes, and asks for the next one. Then
 it computes nothing until that is formed. A group is formed when every living member of the one before has asked (D1):
 so no two groups train at a time, and the newest step that any survivor has is known. The next group continues from that
-step (D2). If no replica is left, the servers go back to a checkpoint, from which the next group continues (D3).
+step (D2). If no replica is left, the servers go back to a checkpoint, from which the next group continues (D3). If the
+servers go back in a job with tables, no replica counts any more, since their rows are not of its step (D6).
 
 Owns: the newest group, and who asks for the next one. Invariants: generations only grow; members are living workers; a
 group has at most as many members as the job has logical ranks, since each computes at least one. Pure. Must not know:
@@ -13,12 +14,16 @@ what a replica is, how workers reach each other, the clock.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.limits import SEQUENCE_MAX
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_coordinator.records import Body, Entry
+
+CHECKPOINT_BEGINS_MS: Final = 2_000
+"""How long members of a job with tables wait for the checkpoint that they have published for."""
 
 
 class ReplicaBook:
@@ -32,7 +37,9 @@ class ReplicaBook:
         """The step of the replica of each worker that waits for the next group; None: it has none."""
         self._asked_since_ms: int | None = None
         self.group = ReplicaGroup(0, ())
-        """The newest group; number 0 before the first."""
+        """The newest group; without members before the first."""
+        self._void = 0
+        """Replicas of groups up to this generation are of steps from which the servers have gone back."""
         self._has_trained = False
         """Whether a group may have taken a step since the servers had one state of all partitions for certain."""
         self._had_trained = False
@@ -40,12 +47,16 @@ class ReplicaBook:
         self.published = 0
         """The newest step whose state all servers have."""
         self._is_fresh = True
+        self._asked_for_ms: int | None = None
+        """When members have published the newest state that they were asked for."""
         self.is_to_publish = False
         """Whether members are to give the servers their state."""
 
     def ask(self, worker: Incarnation, left: int, step: int | None, now_ms: int) -> None:
         """A living worker has left group `left` (0: none) and waits for the next one. `step`: that of its replica;
         None: it has none. Raises InvalidRequest for a group that was not formed."""
+        if left <= self._void:
+            step = None
         if left > self.group.generation:
             raise InvalidRequest(f"worker {worker} leaves replica group {left}; the newest is {self.group.generation}")
         if left == self.group.generation or worker not in self.group.members:
@@ -65,7 +76,12 @@ class ReplicaBook:
 
     def lacks_a_member(self, living: Collection[Incarnation]) -> bool:
         """Whether a member of the newest group is gone or has left it, so that the others wait in vain."""
-        return any(each not in living or each in self._asking for each in self.group.members)
+        return any(self.is_void or each not in living or each in self._asking for each in self.group.members)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether replicas of the newest group do not count any more."""
+        return self.group.generation <= self._void
 
     def has_room(self, living: Collection[Incarnation]) -> bool:
         """Whether another worker waits, and the newest group has fewer members than it may."""
@@ -76,15 +92,23 @@ class ReplicaBook:
         """Whether no replica is left, and the servers' state may be one of several steps."""
         return self._has_trained and not self._has_replica(living)
 
-    def went_back(self, living: Collection[Incarnation]) -> None:
-        """All partitions have the state of a checkpoint."""
+    def begin_after(self, generation: int, step: int) -> None:
+        """The servers begin with the state of that step. No partition knows a token above that generation."""
+        self.group, self.published = ReplicaGroup(generation, ()), step
+
+    def went_back(self, living: Collection[Incarnation], step: int, *, with_rows: bool) -> None:
+        """All partitions have the state of a checkpoint of that step. `with_rows`: of tables too."""
+        self.published, self._is_fresh = step, False
+        if with_rows:
+            self._void = self.group.generation
+            self._asking = dict.fromkeys(self._asking)
         if not self._has_replica(living):
             self._has_trained = self._had_trained = False
 
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
         """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
         lost the group before it got one."""
-        return any(
+        return not self.is_void and any(
             each in living and (each not in self._asking or self._asking[each] is not None)
             for each in self.group.members
         )
@@ -115,10 +139,20 @@ class ReplicaBook:
             return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
         return f"other workers: {len(self._asking)} of {self._workers_expected} are here"
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, now_ms: int) -> None:
         """All servers have the state of that step."""
-        self.published = max(self.published, step)
+        self._asked_for_ms = now_ms if self.is_to_publish else None
+        self.published = step
         self._is_fresh, self.is_to_publish = True, False
+
+    def is_for_checkpoint(self, now_ms: int) -> bool:
+        """Whether members have published because they were asked to, and the checkpoint has not begun yet. It may not
+        begin for a reason of its own, so this lasts a while at most."""
+        return self._is_fresh and self._asked_for_ms is not None and now_ms - self._asked_for_ms < CHECKPOINT_BEGINS_MS
+
+    def go_on(self) -> None:
+        """Members change rows on the servers, so that these have one step's state no longer."""
+        self._is_fresh = False
 
     def take_published(self) -> bool:
         """Whether the servers have a state that was published since the last time this returned True. If not, members
@@ -129,7 +163,7 @@ class ReplicaBook:
 
     def _begin(self, group: ReplicaGroup) -> None:
         self.group = group
-        self._had_trained, self._has_trained = self._has_trained, True
+        self._had_trained, self._has_trained = self._has_trained, group.generation > self._void and bool(group.members)
         self._asking = {worker: asking for worker, asking in self._asking.items() if worker not in group.members}
         self._asked_since_ms = None
 
@@ -145,6 +179,7 @@ class ReplicaBook:
             "step": -1 if found.step is None else found.step,
             "donor": -1 if found.donor is None else found.donor,
             "trained": self._had_trained,
+            "void": self._void,
         }
 
     @property
@@ -158,10 +193,10 @@ class ReplicaBook:
     def restore(self, kind: str, body: Body) -> None:
         """Applies a record of `entries`. Raises DamagedRecord."""
         if kind == "replicas_published":
-            self.publish(body.number("step", most=SEQUENCE_MAX))
+            self.publish(body.number("step", most=SEQUENCE_MAX), 0)
             return
         step, donor = body.number("step", least=-1), body.number("donor", least=-1)
         members = tuple(Incarnation(each) for each in body.numbers("members"))
         generation = body.number("generation", least=1)
-        self._has_trained = body.flag("trained")
+        self._has_trained, self._void = body.flag("trained"), body.number("void", most=generation)
         self._begin(ReplicaGroup(generation, members, None if step < 0 else step, None if donor < 0 else donor))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from shardyard.domain.errors import InvalidRequest, ShardyardError
+from shardyard.domain.errors import InvalidRequest, NotReady, ShardyardError
 from shardyard.domain.ids import Version
 from shardyard.domain.push_names import ROW_LANE
 from shardyard_ps_server.partition.partition import Cut, Partition
@@ -101,6 +101,13 @@ def _cut(partition: Partition, since: Since, *, seal: bool) -> Cut:
     dense, versions, ledger = partition.dense, partition.versions, partition.ledger
     if dense.is_cut:
         raise _busy(partition)
+    number = versions.newest.number
+    if partition.rules.mirrored and partition.published.step != number:
+        raise NotReady(
+            f"a checkpoint of partition {partition.id}, which has rows of step {number} and variables of step"
+            f" {partition.published.step}",
+            why="workers have not given the servers their replicas' state since",
+        )
     values, state = versions.values, dense.cut()
     try:
         tables = cut_tables(partition.tables, since)
@@ -115,7 +122,7 @@ def _cut(partition: Partition, since: Since, *, seal: bool) -> Cut:
             [mark if mark.key.lane == ROW_LANE else mark._replace(next=min(mark.next, step)) for mark in marks]
         )
     versions.hold(values)
-    partition.sealed = seal
+    partition.sealed, partition.newest_cut = seal, number
 
     def release() -> None:
         with partition.lock:

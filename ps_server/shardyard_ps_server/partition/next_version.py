@@ -36,8 +36,11 @@ class RowUpdate(NamedTuple):
 
 
 def compute_values(partition: Partition, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
-    """Returns the next version's values. Raises TooLarge, having changed nothing."""
+    """Returns the next version's values: the present ones if no member has a gradient of a variable. Raises TooLarge,
+    having changed nothing."""
     rules, dense, values = partition.rules, partition.dense, partition.versions.values
+    if not any(True in member.present for member in taken.members):
+        return values
     if rules.logical_ranks > 1 or scale != 1.0:
         dense.reserve_sums()
     # with a norm, the mean was made when the norm was computed

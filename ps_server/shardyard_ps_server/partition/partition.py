@@ -33,6 +33,7 @@ from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.limits import HELD_ROWS_BYTES_MAX
 from shardyard.domain.push_names import DoneDataShards, SourceKey, SourceMark, Watermark
+from shardyard.domain.replica_groups import NO_STEP, TakenStep
 from shardyard.runtime.clock import Clock, SystemClock
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
 from shardyard_ps_server.partition.dense_state import DenseState, StateCut
@@ -146,8 +147,10 @@ class Partition:
             kind, logged = layout.optimizer.kind, rules.logged
             self.stale = Staleness(rules.stale, partition, kind, self.versions, logged=logged, row_kinds=row_kinds)
         self.steps = SyncSteps(self.gate_at(0)) if rules.mode is UpdateMode.SYNC else None
-        self.published_by = 0
-        """The replica group whose state this is, in a mirrored job."""
+        self.published = NO_STEP
+        """In a mirrored job the replicas' step whose state the variables have, and the group that has taken it."""
+        self.newest_cut: int | None = None
+        """The version that was cut for a checkpoint last."""
         self.is_open = False
         self.named_cut: int | Cut | ShardyardError | None = None
         """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""
@@ -339,6 +342,7 @@ class Partition:
                 self.overlay.clear("the partition has gone back to a checkpoint")
                 self.overlay.end_update()
                 self.torn, self.sealed = None, False
+                self.published, self.newest_cut = TakenStep(state.version.number, 0), None
                 self.ledger.restore(state.marks, state.floor)
                 if self.stale is not None:
                     self.stale.restored(state.version)

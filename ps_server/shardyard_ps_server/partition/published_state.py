@@ -1,8 +1,11 @@
 """The state that replicas publish: a partition jumps to a step that they have taken without it (ledger.md, rule D4).
 
-In a mirrored job gradients never come here. The partition holds the state of the newest step that was published, for
-checkpoints, for readers, and for replicas that begin. Publishing makes a version, so that cuts, pins and waiting pulls
-work as after an update.
+In a mirrored job gradients of variables never come here. The partition holds the state of the newest step that was
+published, for checkpoints, for readers, and for replicas that begin.
+
+    without tables   publishing makes a version, so that cuts, pins and waiting pulls work as after an update
+    with tables      pushes of rows make the versions; the published state replaces the variables of the version with
+                     the rows of the same step
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ def take_published(
     check_current: Callable[[], None],
 ) -> None:
     """Makes this the partition's state, of version `taken.step`; every logical rank counts as having taken all steps
-    before it. Does nothing if the partition has that state, or a later one. Raises InvalidRequest, TooLarge, NotReady
-    and what `check_current` raises, having changed nothing."""
+    before it. Does nothing if the partition has that state, a later one, or rows of another step. Raises
+    InvalidRequest, TooLarge, NotReady and what `check_current` raises, having changed nothing."""
     steps = partition.steps
     if steps is None:
         raise InvalidRequest(f"a published state for partition {partition.id}, whose job has no steps")
@@ -37,7 +40,8 @@ def take_published(
         partition.check_whole()
         with partition.lock:
             partition.check_unsealed()
-            if TakenStep(partition.versions.newest.number, partition.published_by) >= taken:
+            newest = partition.versions.newest.number
+            if partition.published >= taken or (partition.rows.names and newest != taken.step):
                 return
         partition.dense.slots.check(counts, slots)
         new = partition.blank()
@@ -45,9 +49,12 @@ def take_published(
         partition.dense.keep_all()
         partition.dense.begin_with(counts, slots)
         with partition.lock:
-            for rank in range(partition.rules.logical_ranks):
-                partition.ledger.pass_over(SourceKey(RankSource(Rank(rank))), taken.step)
-            steps.gate = partition.gate_at(taken.step)
-            partition.published_by = taken.group
-            publish(partition, new, taken.step)
+            partition.published = taken
+            if newest == taken.step:
+                partition.versions.replace(new)
+            else:
+                for rank in range(partition.rules.logical_ranks):
+                    partition.ledger.pass_over(SourceKey(RankSource(Rank(rank))), taken.step)
+                steps.gate = partition.gate_at(taken.step)
+                publish(partition, new, taken.step)
     partition.wake()

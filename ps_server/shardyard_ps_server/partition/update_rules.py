@@ -20,7 +20,8 @@ class UpdateRules:
     """`stale`: how an asynchronous job corrects gradients of older versions. The others are for synchronous jobs.
     `logical_ranks`: of a step. `clipping`: of mean gradients; in an asynchronous job workers clip before they push.
     `backup_workers`: how many ranks need not count in a step. `rows_at_once`: rows are updated when they come, before
-    the step, in a lane of their own (hybrid)."""
+    the step, in a lane of their own (hybrid). `mirrored`: the variables live in the workers, which push rows of tables
+    only, and publish the variables now and then."""
 
     mode: UpdateMode
     logical_ranks: int
@@ -29,6 +30,7 @@ class UpdateRules:
     clipping: Clipping = NO_CLIPPING
     backup_workers: int = 0
     rows_at_once: bool = False
+    mirrored: bool = False
 
     @property
     def logged(self) -> bool:

@@ -305,6 +305,7 @@ class Servicer:
                     payload_bytes=partition.payload.nbytes,
                     sources=sources,
                     open=hosted.open,
+                    newest_cut=partition.newest_cut,
                 )
         return reply
 
@@ -388,6 +389,7 @@ def _rules(message: wire.CreatePartitionsRequest) -> UpdateRules:
         common_messages.clipping_from_wire(message.clipping),
         message.backup_workers,
         message.rows_at_once,
+        message.mirrored,
     )
 
 

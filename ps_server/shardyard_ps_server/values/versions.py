@@ -106,20 +106,30 @@ class Versions:
         return self._places.get(id(buffer))
 
     def publish(self, buffer: Bytes, number: int | None = None) -> Version:
-        """Makes a buffer that was taken or allocated the next version. `number`: of a version that skips some."""
-        if len(self._kept) == KEPT:
-            self._retire(self._kept[0][1])
+        """Makes a buffer that was taken or allocated the next version, or the newest version's own, whose values do not
+        change. `number`: of a version that skips some."""
+        oldest = self._kept[0][1] if len(self._kept) == KEPT else None
         self.newest = Version(self._life, self.newest.number + 1 if number is None else number)
         self._kept.append((self.newest.number, buffer))
+        if oldest is not None and self._is_unused(oldest):
+            self._retire(oldest)
         for pin in self._pins:
             if pin.version is None and pin.number <= self.newest.number:
                 self.hold(buffer)
                 pin.version, pin.buffer = self.newest, buffer
         return self.newest
 
+    def replace(self, buffer: Bytes) -> None:
+        """Makes a buffer that was taken or allocated the newest version, which keeps its number. Readers go on with the
+        buffer that they hold."""
+        number, former = self._kept[-1]
+        self._kept[-1] = number, buffer
+        if self._is_unused(former):
+            self._retire(former)
+
     def restore(self, version: Version, buffer: Bytes) -> None:
         """Makes a buffer that was taken or allocated that version. No earlier version is kept."""
-        for _, kept in self._kept:
+        for kept in {id(kept): kept for _, kept in self._kept}.values():
             self._retire(kept)
         self._kept = deque([(version.number, buffer)], maxlen=KEPT)
         self._life = version.life
@@ -153,7 +163,8 @@ class Versions:
     def is_short_of_buffers(self) -> bool:
         """Whether an update could lack memory if one more reader held a version for long."""
         # each pin holds a buffer beside the kept ones, now or later; the next pin and the next version need one each
-        return len(self._kept) + len(self._idle) + len(self._retired) < KEPT + 2 + len(self._pins)
+        kept = len({id(buffer) for _, buffer in self._kept})
+        return kept + len(self._idle) + len(self._retired) < KEPT + 2 + len(self._pins)
 
     def pin(self, number: int | None) -> VersionPin | None:
         """Keeps that version, None: the newest, until `unpin`, which must follow. Returns None if it has passed."""
@@ -174,6 +185,10 @@ class Versions:
             if pin.buffer is not None:
                 self.release(pin.buffer)
                 pin.buffer = None
+
+    def _is_unused(self, buffer: Bytes) -> bool:
+        """Whether no kept version has this buffer."""
+        return all(kept is not buffer for _, kept in self._kept)
 
     def _retire(self, buffer: Bytes) -> None:
         if id(buffer) in self._readers:

@@ -747,8 +747,10 @@ class ReportPublishedRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ReportPublishedReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("retry_ms",)
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    retry_ms: int
+    def __init__(self, retry_ms: _Optional[int] = ...) -> None: ...
 
 class DecideStepRequest(_message.Message):
     __slots__ = ("caller", "step", "ranks")

@@ -55,7 +55,7 @@ ROW_CODE_BF16: RowCode
 ROW_CODE_INT8: RowCode
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches", "rows_at_once")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches", "rows_at_once", "mirrored")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class CreatePartitionsRequest(_message.Message):
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     ROWS_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -88,7 +89,8 @@ class CreatePartitionsRequest(_message.Message):
     backup_workers: int
     switches: int
     rows_at_once: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ..., switches: _Optional[int] = ..., rows_at_once: bool = ...) -> None: ...
+    mirrored: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ..., switches: _Optional[int] = ..., rows_at_once: bool = ..., mirrored: bool = ...) -> None: ...
 
 class SetStalenessRequest(_message.Message):
     __slots__ = ("caller", "server", "generation", "staleness", "switches")
@@ -875,20 +877,22 @@ class DescribeServerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribedPartition(_message.Message):
-    __slots__ = ("job", "partition", "version", "payload_bytes", "sources", "open")
+    __slots__ = ("job", "partition", "version", "payload_bytes", "sources", "open", "newest_cut")
     JOB_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_CUT_FIELD_NUMBER: _ClassVar[int]
     job: int
     partition: int
     version: _common_pb2.Version
     payload_bytes: int
     sources: int
     open: bool
-    def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ...) -> None: ...
+    newest_cut: int
+    def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ..., newest_cut: _Optional[int] = ...) -> None: ...
 
 class DescribedStaleness(_message.Message):
     __slots__ = ("job", "most")

@@ -1,10 +1,13 @@
 """Synchronous steps of replicas: gradients are summed by an all-reduce, and every worker takes the step itself
 (docs/internals/ledger.md, rules D1 to D5).
 
-A step is a synchronous job's step: its logical ranks, their samples and their seeds are the same. But nothing goes to
-the servers. Each member of the newest replica group computes the ranks of its place; when the sum over all members is
-there, each takes the step. A member that goes away ends the group. The others ask the coordinator for the next one, and
-go on from the newest step that any of them has taken.
+A step is a synchronous job's step: its logical ranks, their samples and their seeds are the same. But gradients of
+variables do not go to the servers. Each member of the newest replica group computes the ranks of its place; when the
+sum over all members is there, each takes the step. A member that goes away ends the group. The others ask the
+coordinator for the next one, and go on from the newest step that any of them has taken.
+
+Rows of tables stay on the servers. Each rank's work also makes a push that has only its rows, under the rank's name.
+Rows of step t are looked up at version t, as in other synchronous jobs.
 
 With the gradients the members sum a few facts, so that all of them learn in the same step that a checkpoint
 wants the state, or that the group is to be formed anew. No other message is needed for that.
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -50,11 +54,28 @@ _WEIGHT, _OVERFLOWS, _CHANGED, _LEAVE, _PUBLISH = range(5)
 _FACTS: Final = 5
 
 
+@contextlib.contextmanager
+def _while_newest() -> Iterator[None]:
+    """Raises GroupLost if a later group has this worker's ranks."""
+    try:
+        yield
+    except errors.StaleToken as error:
+        raise GroupLost(f"a later replica group has this worker's ranks: {error.what}") from error
+
+
 class GroupRanks(LogicalRanks):
     """The ranks of this worker's place in its group. They are not leased one by one."""
 
     def hold(self, ranks: tuple[Rank, ...], step: int, generation: int) -> None:
         self.held = {rank: RankPosition(Token(generation), step, step) for rank in ranks}
+
+    def open_rows(self) -> None:
+        """Writes the group's generation to every partition as the token of these ranks. From then on pushes of former
+        groups are refused. Raises StaleToken."""
+        keys = {rank: key for rank in self.held for key in self._keys_of(rank)}
+        marks = self._trainer.router.open_sources([(key, self.held[rank].token) for rank, key in keys.items()])
+        for rank, key in keys.items():
+            self.held[rank].highest = max(mark.next for mark in marks[key])
 
     def announce_until(self, rank: Rank) -> int:  # noqa: ARG002
         return 0
@@ -104,6 +125,7 @@ class MirroredStrategy(SyncStrategy):
         self.replica = replica
         self._settings, ranks = trainer.session.job_settings, trainer.session.logical_ranks
         self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
+        self._has_rows = trainer.link.tables is not None
         self._buckets.early_weight = self._early_weight
         self._collectives: Collectives | None = None
         self._left = 0
@@ -127,8 +149,9 @@ class MirroredStrategy(SyncStrategy):
             self._leave_group()
             try:
                 self._join(self._ask())
-            except GroupLost as error:
-                log.info("%s", error)
+            except MapChanged as error:
+                log.info("has no place in the replica group: %s", error)
+                self._follow_map()
 
     def _ask(self) -> ReplicaGroup:
         session = self._session
@@ -161,6 +184,9 @@ class MirroredStrategy(SyncStrategy):
         self._buckets.join(self._collectives)
         self._buffer_means.join(self._collectives)
         self.ranks.hold(group.ranks_at(place, self._session.logical_ranks), step, group.generation)
+        if self._has_rows:
+            with _while_newest():
+                self.ranks.open_rows()
         self.versions.begin_at(step)
         log.info("has place %d of %d in replica group %d, at step %d", place, len(group.members), self._left, step)
 
@@ -230,24 +256,28 @@ class MirroredStrategy(SyncStrategy):
         """The group or the map has changed."""
         if self._trainer.is_behind:
             self._trainer.follow_map()
+            self._publisher.forget()
         self.check_mode()
         self._is_to_leave = True
         self.versions.current = None
 
     def has_moved(self) -> bool:
-        """This worker waits for a checkpoint, so that it gives the servers the state for it. Replicas do not go
-        back."""
-        if self._trainer.is_behind:
-            self._trainer.follow_map()
+        """As of the base. While this worker waits for a checkpoint, it gives the servers the state for it."""
         assert self._collectives is not None
         assert self.versions.current is not None
-        try:
-            self._publisher.publish(self.versions.current, self._collectives)
-        except MapChanged as error:
-            log.info("the state of step %s is published again: %s", self._replica_step, error)
-            self._follow_map()
-            self.take_place()
-        return False
+        if not self._trainer.is_behind:
+            try:
+                self._publisher.publish(self.versions.current, self._collectives)
+                return False
+            except MapChanged as error:
+                log.info("the state of step %s is published again: %s", self._replica_step, error)
+        self._follow_map()
+        self.take_place()
+        return True
+
+    def on_rows_version_passed(self, error: errors.NotFound) -> None:
+        super().on_rows_version_passed(error)
+        self._is_to_leave = True
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         """Gives the servers the state, unless all members have done that together at the end of the data: others may
@@ -264,9 +294,6 @@ class MirroredStrategy(SyncStrategy):
         self._leave_group()
         self._buckets.close()
 
-    def rows_version(self) -> int | None:
-        return None
-
     # ---- a step
 
     def _early_weight(self) -> float | None:
@@ -279,15 +306,19 @@ class MirroredStrategy(SyncStrategy):
             return None
         return None if self.due() is None else self.weight_of_work()
 
-    def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:  # noqa: ARG002
-        """Whether gradients are finite is looked at once, in their mean."""
+    def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
+        """Without tables, whether gradients are finite is looked at once, in their mean. With tables, a rank's gradients
+        of variables and rows count both, or not at all."""
+        if self._has_rows:
+            with _while_newest():
+                return super()._counted(name, rank, sending)
         return sending and self._trainer.pushes.of_rank(rank, sending)
 
     def _push(
         self,
         name: PushName,
         sending: StepInput | None,
-        upcoming: Upcoming | None,  # noqa: ARG002 - without tables there is nothing to look up
+        upcoming: Upcoming | None,  # noqa: ARG002 - rows are looked up in the forward
         pull: PullSpec | None,
     ) -> ExchangeResult:
         """Adds a rank's gradients. With the last of this worker, takes the step. Raises GroupLost."""
@@ -308,8 +339,17 @@ class MirroredStrategy(SyncStrategy):
         self._buckets.add(gradients, weight)
         if pull is not None:
             self._buckets.send_first()
+        answer = self._push_rows(name, sending) if self._has_rows else ExchangeResult()
+        if pull is not None:
             self._take_step(collectives, gradients, weight, name, sending)
-        return ExchangeResult()
+        return answer
+
+    def _push_rows(self, name: PushName, sending: StepInput | None) -> ExchangeResult:
+        """Returns when all servers have recorded the rank's rows. After that, and not before, this member says in the
+        sums that it has taken part: so a step that any member has taken has all its rows (rule D6)."""
+        rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
+        with _while_newest():
+            return self._trainer.router.push(self._trainer.pushes.build(name, rows))
 
     def _take_step(
         self,
@@ -365,8 +405,8 @@ class MirroredStrategy(SyncStrategy):
 
     def _is_finite(self, step: int, name: PushName, sending: StepInput | None) -> bool:
         """Whether the mean gradient is finite, or counts anyway. If not, the members whose gradients are not report
-        them, and nobody takes the step."""
-        if self._settings.nonfinite is NonFinite.ALLOW or self._buckets.are_finite():
+        them, and nobody takes the step. With tables, each rank's gradients were looked at before."""
+        if self._has_rows or self._settings.nonfinite is NonFinite.ALLOW or self._buckets.are_finite():
             return True
         log.warning("step %d changes nothing: the mean gradient is not finite", step)
         if sending is not None:

@@ -73,6 +73,20 @@ class OptimizerExchange:
 
         self._fan_out.call(send, f"the replicas' state of step {taken.step} to arrive")
 
+    def is_cut(self, step: int) -> bool:
+        """Whether a checkpoint has cut all partitions at that step."""
+
+        def ask(stream: ServerStream) -> set[int]:
+            reply = stream.peer.call(
+                methods.DESCRIBE_SERVER, wire.DescribeServerRequest(), timeout_ms=self._deadline_ms
+            )
+            job = self._session.caller.job
+            cut = [each for each in reply.partitions if each.job == job and each.HasField("newest_cut")]
+            return {each.partition for each in cut if each.newest_cut == step}
+
+        found = self._fan_out.call(ask, f"partitions to be cut at step {step}")
+        return set().union(*found) >= {partition for owned in self._owned.values() for partition in owned}
+
     def _send(
         self,
         stream: ServerStream,

@@ -59,11 +59,11 @@ def prepare(
     paths = {name: path for name, (path, _) in tables_by_path(model).items()}
     tables = tables_of(model)
     strategy = loop.session.job_settings.strategy
-    if tables and strategy.is_mirrored:
+    if tables and strategy.is_mirrored and loop.session.job_settings.clip.norm:
         raise ConfigurationError(
-            f"embedding table {next(iter(tables))!r} in a job with job.strategy {strategy.value}",
-            why="rows are on the servers, and gradients of a mirrored job do not go there yet",
-            todo="set job.strategy to parameter_server",
+            f"embedding table {next(iter(tables))!r} in a job with job.clip.norm and job.strategy {strategy.value}",
+            why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
+            todo="set job.clip.norm to 0, or job.strategy to parameter_server",
         )
     if tables and loop.is_local:
         raise ConfigurationError(

@@ -95,8 +95,8 @@ class GradientBuckets:
         self.clear()
 
     def _make(self, members: int = 1) -> None:
-        *first, last = cut(self._targets)
-        is_coarse = self._targets[last[0]].dtype not in (torch.float32, torch.float64)
+        *first, last = cut(self._targets) or [[]]
+        is_coarse = bool(last) and self._targets[last[0]].dtype not in (torch.float32, torch.float64)
         if is_coarse or self.facts_apart:
             first, last = [*first, last], []
         self._buckets = [Bucket(indices, self._targets, members=members) for indices in first]

@@ -1,7 +1,8 @@
 """Gives the servers the replicas' state, for checkpoints and readers (docs/internals/ledger.md, rule D4).
 
 Owns: which step was published last. Invariant: members publish a step together, after all of them have it, each its
-share of the partitions; it counts once all have. Must not know: why a step is published.
+share of the partitions; it counts once all have. In a job with tables they wait until the checkpoint that wants the
+state has cut all partitions, since rows change with the next step. Must not know: why a step is published.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ class Publisher:
         self._trainer = trainer
         self._session = trainer.session
         self._replica = replica
-        self.step = 0
+        self.step: int | None = None
+
+    def forget(self) -> None:
+        """The servers may have gone back."""
+        self.step = None
 
     def publish(self, step: int, collectives: Collectives) -> None:
-        """Publishes this step, which this replica has, with the other members. Does nothing if that was done. Raises
-        MapChanged; then it is published again."""
-        if self.step == step:
+        """Publishes this step, which this replica has, with the other members. Does nothing if that was done, unless it
+        is wanted again. Raises MapChanged; then it is published again."""
+        if self.step == step and not self._session.is_to_publish:
             return
         collectives.meet()  # rule D4: nobody publishes a step that a member may lack
         self._give(TakenStep(step, collectives.group.generation), collectives.place, collectives.size)
         collectives.meet()
         if collectives.place == 0:
-            self._report(step, collectives.group.generation)
+            self._await_cut(step, collectives)
         collectives.meet()
         self.step = step
         self._session.refresh()  # else the last heartbeat still asks for it
@@ -47,7 +52,19 @@ class Publisher:
         values = [each.numpy() for each in self._replica.values()]
         self._trainer.router.optimizer.publish(taken, values, self._replica.state(), (place, size))
 
-    def _report(self, step: int, generation: int) -> None:
+    def _await_cut(self, step: int, collectives: Collectives) -> None:
+        """Reports the step. Waits until partitions are cut if a checkpoint must have them before the next step."""
+        with self._session.wait_registry.over(lambda: f"a checkpoint to cut step {step}"):
+            while True:
+                retry_ms = self._report(step, collectives.group.generation)
+                router = self._trainer.router
+                if not retry_ms or router.optimizer.is_cut(step):
+                    return
+                collectives.check()
+                router.pause(retry_ms)
+
+    def _report(self, step: int, generation: int) -> int:
+        """Returns after how long to ask again; 0: the members may go on."""
         caller = common_messages.caller_to_wire(self._session.caller)
         request = wire.ReportPublishedRequest(caller=caller, generation=generation, step=step)
-        self._session.ask(methods.REPORT_PUBLISHED, request)
+        return self._session.ask(methods.REPORT_PUBLISHED, request).retry_ms

@@ -9,14 +9,16 @@ from shardyard.domain.ids import JobId
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import events
-from shardyard_coordinator.core.effects import ReplicaGroupAnswer
+from shardyard_coordinator.core.effects import PublishedAnswer, ReplicaGroupAnswer
 from shardyard_coordinator.flows.replication import check_member
 from shardyard_coordinator.service.group_keys import KEYS_MAX
 from shardyard_coordinator.service.rpcs import parts
-from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, decided, served
+from shardyard_coordinator.service.rpcs.rpc import Backend, decided, served
 
 GROUP_RETRY_MS: Final = 20
 """After how long a worker asks again for its replica group."""
+CUT_RETRY_MS: Final = 10
+"""After how long a worker looks again whether partitions are cut."""
 KEY_RETRY_MS: Final = 5
 KEY_CHARACTERS_MAX: Final = 256
 VALUE_BYTES_MAX: Final = 16_384
@@ -36,6 +38,10 @@ def join_replica_group_reply(answer: ReplicaGroupAnswer) -> wire.JoinReplicaGrou
 def report_published_event(request: wire.ReportPublishedRequest) -> events.ReplicasPublished:
     step = parts.sequence(request.step, "a published step")
     return events.ReplicasPublished(common_messages.caller_from_wire(request.caller), request.generation, step)
+
+
+def report_published_reply(answer: PublishedAnswer) -> wire.ReportPublishedReply:
+    return wire.ReportPublishedReply(retry_ms=CUT_RETRY_MS if answer.waits else 0)
 
 
 def put(backend: Backend, request: wire.PutGroupKeyRequest) -> wire.PutGroupKeyReply:
@@ -73,7 +79,7 @@ def _key(key: str) -> str:
 
 RPCS = (
     decided(methods.JOIN_REPLICA_GROUP, join_replica_group_event, ReplicaGroupAnswer, join_replica_group_reply),
-    acknowledged(methods.REPORT_PUBLISHED, report_published_event, wire.ReportPublishedReply),
+    decided(methods.REPORT_PUBLISHED, report_published_event, PublishedAnswer, report_published_reply),
     served(methods.PUT_GROUP_KEY, put),
     served(methods.GET_GROUP_KEYS, get),
 )

@@ -1,0 +1,80 @@
+"""Replicas of the variables in every worker, and rows of tables on the servers (docs/internals/ledger.md, rule D6)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import shardyard as sy
+from tests.integration.training.test_mirrored import MIRRORED, SERVERS, side_by_side
+from tests.support.alone import local_yard
+
+SAMPLES, BATCH, EPOCHS, IDS, DIM = 60, 3, 5, 40, 4
+
+
+class Clicks(torch.nn.Module):
+    """A table, and a small network in float64 above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = sy.Embedding(DIM, table=sy.tables.Table(DIM, name="ids", optimizer=sy.tables.Adam(0.02), seed=5))
+        self.dense = torch.nn.Sequential(torch.nn.Linear(2 * DIM, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.rows(ids).double().flatten(1))
+
+
+class Run:
+    """What one worker has at its end. `losses`: of its ranks, added up by step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.rows = torch.zeros(0)
+
+
+class Script:
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self._dense = Clicks().dense
+        ids = torch.randint(0, IDS, (SAMPLES, 2))
+        self._data = TensorDataset(ids, (ids.sum(1, keepdim=True) % 7).double())
+
+    def train(self, job: sy.Job, epochs: int = EPOCHS, before_step: Callable[[int], None] = lambda _: None) -> Run:
+        model, run = Clicks(), Run()
+        model.dense.load_state_dict(copy.deepcopy(self._dense.state_dict()))
+        model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        with job:
+            for ids, y in job.batches(self._data, batch_size=BATCH, epochs=epochs):
+                loss = torch.nn.functional.mse_loss(model(ids), y)
+                run.losses[job.step] = run.losses.get(job.step, 0.0) + loss.item()
+                loss.backward()
+                before_step(job.step)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.rows = model.rows(torch.arange(IDS)).detach()
+        return run
+
+
+def runs_of(given: Mapping[str, object], workers: int, script: Script) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses by step, and the rows that each worker reads at the end."""
+    with local_yard(given) as (_, connect):
+        jobs = [connect() for _ in range(workers)]
+        found: list[Run] = side_by_side(workers, lambda at: script.train(jobs[at]))
+    steps = sorted({step for each in found for step in each.losses})
+    return [sum(each.losses.get(step, 0.0) for each in found) for step in steps], [each.rows for each in found]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: int) -> None:
+    script, more = Script(), {"job.consistency.logical_ranks": 2, "job.workers_expected": workers}
+    wanted, wanted_rows = runs_of({**SERVERS, **more}, workers, script)
+    found, rows = runs_of({**MIRRORED, **more}, workers, script)
+    assert len(found) == len(wanted) == EPOCHS * SAMPLES // (2 * BATCH) == 50
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found[-1] < found[0]
+    for each in (*rows, *wanted_rows):
+        torch.testing.assert_close(each, wanted_rows[0], rtol=1e-5, atol=1e-7)
