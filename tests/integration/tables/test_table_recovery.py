@@ -14,7 +14,9 @@ from tests.support.yards import Probes, RoleYard, Script, computed, finish
 SAMPLES, EPOCHS = 203, 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
 HYBRID = SYNC | {"job__consistency__mode": "hybrid"}
+MIRRORED = {"job__strategy": "multi_worker_mirrored", "job__consistency__logical_ranks": 2}
 MODES = pytest.mark.parametrize("mode", [{}, SYNC, HYBRID], ids=["async", "sync", "hybrid"])
+ALL_MODES = pytest.mark.parametrize("mode", [{}, SYNC, HYBRID, MIRRORED], ids=["async", "sync", "hybrid", "mirrored"])
 
 
 def begin(
@@ -37,8 +39,8 @@ def assert_counted(started: list[tuple[Script, Path]]) -> None:
         assert result["totals"] == [float(EPOCHS)] * SAMPLES
 
 
-@pytest.mark.long("True-sync")
-@MODES
+@pytest.mark.long("True-sync", "True-mirrored")
+@ALL_MODES
 @pytest.mark.parametrize("returns", [True, False])
 def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
     yard: RoleYard, probes: Probes, returns: bool, mode: dict[str, object]
@@ -88,8 +90,8 @@ def test_promise_3_rows_come_back_from_logs_when_all_servers_die_at_once(yard: R
     assert_counted(started)
 
 
-@pytest.mark.long
-@MODES
+@pytest.mark.long("mirrored")
+@ALL_MODES
 def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Probes, mode: dict[str, object]) -> None:
     (killed, _), other = begin(yard, probes, **mode)
     killed.kill()

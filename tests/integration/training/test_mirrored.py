@@ -257,9 +257,6 @@ def test_what_a_mirrored_job_cannot_do_is_refused_at_once(alone: None) -> None:
     with local_yard({**MIRRORED, **ranks(1)}) as (_, connect), connect() as job:
         with pytest.raises(errors.ConfigurationError, match=r"job\.register in a job with job\.strategy"):
             job.register({"w": torch.zeros(2)})
-        model = sy.Embedding(4, table=sy.tables.Table(4, name="t"))
-        with pytest.raises(errors.ConfigurationError, match="embedding table 't'"):
-            job.prepare(model, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
         job.scaler()
         layer = torch.nn.Linear(2, 1)
         with pytest.raises(errors.ConfigurationError, match=r"job\.scaler"):

@@ -16,6 +16,10 @@ from tests.support.yards import Probes, finish, running_yard, wait_for_any
 SAMPLES, EPOCHS, RANKS = 96, 4, 3
 OPTIONS = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--ranks", str(RANKS), "--pause-ms", "20")
 WANTED = [float(EPOCHS)] * SAMPLES
+COUNTS = pytest.mark.parametrize(
+    ("script", "counted"), [("count", "counts"), ("rows", "totals")], ids=["variables", "rows of tables"]
+)
+"""Scripts that count each sample, and what they return."""
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +39,18 @@ def settings(yard: LocalCluster, job: str) -> dict[str, object]:
     }
 
 
+@COUNTS
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_promise_2_each_sample_counts_once_when_members_go(
-    yard: LocalCluster, probes: Probes, how: signal.Signals
+    yard: LocalCluster, probes: Probes, how: signal.Signals, script: str, counted: str
 ) -> None:
-    common = settings(yard, f"went-{how.name}")
-    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+    common = settings(yard, f"went-{how.name}-{script}")
+    started = [probes.start(script, *OPTIONS, **common) for _ in range(RANKS)]
     victim, _ = started.pop(1)
     victim.wait_for("computed 5")
     victim.process.send_signal(how)
-    for script, out in started:
-        assert finish(script, out)["counts"] == WANTED
+    for each, out in started:
+        assert finish(each, out)[counted] == WANTED
 
 
 def test_promise_6_bits_are_the_same_for_a_number_of_workers(yard: LocalCluster, probes: Probes) -> None:
@@ -59,15 +64,19 @@ def test_promise_6_bits_are_the_same_for_a_number_of_workers(yard: LocalCluster,
     assert digests[0] == digests[1]
 
 
-def test_another_worker_takes_the_place_of_one_that_was_killed(yard: LocalCluster, probes: Probes) -> None:
-    common = settings(yard, "replaced")
-    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
+@pytest.mark.long("variables")
+@COUNTS
+def test_another_worker_takes_the_place_of_one_that_was_killed(
+    yard: LocalCluster, probes: Probes, script: str, counted: str
+) -> None:
+    common = settings(yard, f"replaced-{script}")
+    started = [probes.start(script, *OPTIONS, **common) for _ in range(RANKS)]
     victim, _ = started.pop(0)
     victim.wait_for("computed 5")
     victim.kill()
-    started.append(probes.start("count", *OPTIONS, **common))
-    for script, out in started:
-        assert finish(script, out)["counts"] == WANTED
+    started.append(probes.start(script, *OPTIONS, **common))
+    for each, out in started:
+        assert finish(each, out)[counted] == WANTED
     assert any("took the replica of worker" in line for line in started[-1][0].lines)
 
 
@@ -79,17 +88,21 @@ def test_worker_without_a_rank_waits_and_ends_with_the_others(yard: LocalCluster
     assert sorted(each["computed"] for each in results)[0] == 0
 
 
+@COUNTS
 def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
-    yard: LocalCluster, probes: Probes, tmp_path: Path
+    yard: LocalCluster, probes: Probes, tmp_path: Path, script: str, counted: str
 ) -> None:
-    common = settings(yard, "begun-again") | {"job__checkpoint__every_steps": 5, "job__checkpoint__url": tmp_path}
-    started = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
-    wait_for_any([script for script, _ in started], "computed 14")
-    for script, _ in started:
-        script.kill()
-    others = [probes.start("count", *OPTIONS, **common) for _ in range(RANKS)]
-    results = [finish(script, out) for script, out in others]
-    assert [each["counts"] for each in results] == [WANTED] * RANKS
+    common = settings(yard, f"begun-again-{script}") | {
+        "job__checkpoint__every_steps": 5,
+        "job__checkpoint__url": tmp_path,
+    }
+    started = [probes.start(script, *OPTIONS, **common) for _ in range(RANKS)]
+    wait_for_any([each for each, _ in started], "computed 14")
+    for each, _ in started:
+        each.kill()
+    others = [probes.start(script, *OPTIONS, **common) for _ in range(RANKS)]
+    results = [finish(each, out) for each, out in others]
+    assert [each[counted] for each in results] == [WANTED] * RANKS
     assert max(each["computed"] for each in results) < SAMPLES * EPOCHS // (RANKS * 4), "it did not begin at step 0"
 
 
@@ -98,18 +111,20 @@ def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
     [("multi_worker_mirrored", "parameter_server"), ("parameter_server", "multi_worker_mirrored")],
     ids=["to servers", "from servers"],
 )
+@pytest.mark.parametrize("script", ["model", "words"])
 def test_checkpoint_of_one_strategy_is_restored_under_another(
-    yard: LocalCluster, probes: Probes, tmp_path: Path, strategies: tuple[str, str]
+    yard: LocalCluster, probes: Probes, tmp_path: Path, strategies: tuple[str, str], script: str
 ) -> None:
-    """AdamW's state moves too: the loss at the end is that of a run that was not interrupted."""
-    job = f"moved-{strategies[0]}"
+    """The state of AdamW, of rows and of their Adagrad moves too: the loss at the end is that of a run that was not
+    interrupted."""
+    job = f"moved-{script}-{strategies[0]}"
     common = settings(yard, job) | {"job__workers_expected": 1, "job__consistency__mode": "sync"}
     common |= {"job__checkpoint__url": tmp_path, "job__seed": 4}
-    undisturbed = probes.run("model", **(common | {"job": f"{job}-whole", "job__strategy": strategies[1]}))
-    stopped = probes.run("model", "--stop-at", "20", **(common | {"job__strategy": strategies[0]}))
+    undisturbed = probes.run(script, **(common | {"job": f"{job}-whole", "job__strategy": strategies[1]}))
+    stopped = probes.run(script, "--stop-at", "20", **(common | {"job__strategy": strategies[0]}))
     assert stopped["computed"] == 20
     order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
     assert main([*order, "--state", str(yard._folder)]) == 0
-    went_on = probes.run("model", **(common | {"job__strategy": strategies[1]}))
+    went_on = probes.run(script, **(common | {"job__strategy": strategies[1]}))
     assert went_on["computed"] == undisturbed["computed"] - 20
     assert went_on["loss"] == pytest.approx(undisturbed["loss"], rel=1e-4)

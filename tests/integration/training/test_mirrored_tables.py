@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from tests.integration.training.test_mirrored import MIRRORED, SERVERS, side_by_side
+from shardyard.domain import errors
+from tests.integration.training.test_mirrored import MIRRORED, SERVERS, ranks, side_by_side
 from tests.support.alone import local_yard
 
 SAMPLES, BATCH, EPOCHS, IDS, DIM = 60, 3, 5, 40, 4
@@ -37,22 +38,25 @@ class Run:
 
 
 class Script:
-    def __init__(self) -> None:
+    """`before_step`: called with the model and the ids of each batch."""
+
+    def __init__(self, before_step: Callable[[Clicks, torch.Tensor], None] = lambda *_: None) -> None:
+        self._before_step = before_step
         torch.manual_seed(3)
         self._dense = Clicks().dense
         ids = torch.randint(0, IDS, (SAMPLES, 2))
         self._data = TensorDataset(ids, (ids.sum(1, keepdim=True) % 7).double())
 
-    def train(self, job: sy.Job, epochs: int = EPOCHS, before_step: Callable[[int], None] = lambda _: None) -> Run:
+    def train(self, job: sy.Job) -> Run:
         model, run = Clicks(), Run()
         model.dense.load_state_dict(copy.deepcopy(self._dense.state_dict()))
         model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
         with job:
-            for ids, y in job.batches(self._data, batch_size=BATCH, epochs=epochs):
+            for ids, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS):
                 loss = torch.nn.functional.mse_loss(model(ids), y)
                 run.losses[job.step] = run.losses.get(job.step, 0.0) + loss.item()
                 loss.backward()
-                before_step(job.step)
+                self._before_step(model, ids)
                 optimizer.step()
                 optimizer.zero_grad()
             run.rows = model.rows(torch.arange(IDS)).detach()
@@ -78,3 +82,43 @@ def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: in
     assert found[-1] < found[0]
     for each in (*rows, *wanted_rows):
         torch.testing.assert_close(each, wanted_rows[0], rtol=1e-5, atol=1e-7)
+
+
+def test_model_of_a_table_alone_is_trained(alone: None) -> None:
+    def train(given: Mapping[str, object]) -> torch.Tensor:
+        with local_yard({**given, **ranks(1)}) as (_, connect), connect() as job:
+            table = sy.tables.Table(2, name="alone", optimizer=sy.tables.SGD(lr=0.5), seed=3)
+            model = sy.Embedding(2, table=table)
+            model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.arange(4)).square().sum().backward()
+                optimizer.step()
+            return model(torch.arange(4)).detach()
+
+    assert torch.equal(train(MIRRORED), train(SERVERS))
+
+
+@pytest.mark.parametrize("place", ["rows", "variables"])
+def test_rank_whose_gradient_is_not_finite_counts_in_neither_part(alone: None, place: str) -> None:
+    """The other rank's rows and variables count, as on parameter servers."""
+
+    def spoil(model: Clicks, ids: torch.Tensor) -> None:
+        if ids[0, 0] % 4:
+            return
+        if place == "variables":
+            next(model.dense.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        for each in model.rows.table.gradients.tensors() if place == "rows" else ():
+            each.fill_(float("nan"))
+
+    wanted, wanted_rows = runs_of({**SERVERS, **ranks(2)}, 2, Script(spoil))
+    found, rows = runs_of({**MIRRORED, **ranks(2)}, 2, Script(spoil))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(rows[0], wanted_rows[0], rtol=1e-5, atol=1e-7)
+
+
+def test_tables_with_a_clipped_norm_are_refused_at_once(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(1), "job.clip.norm": 1.0}) as (_, connect), connect() as job:
+        model = Clicks()
+        with pytest.raises(errors.ConfigurationError, match=r"embedding table 'ids' in a job with job\.clip\.norm"):
+            job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -140,11 +140,15 @@ def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     for chosen, wanted in job.batches(data, batch_size=4, epochs=options.epochs, **ahead):
         time.sleep(options.pause_ms / 1000)
         optimizer.zero_grad()
-        (model["top"](model["words"](chosen)) - wanted).square().mean().backward()
+        loss = (model["top"](model["words"](chosen)) - wanted).square().mean()
+        loss.backward()
         optimizer.step()
         computed += 1
         announce(computed)
-    return {"digest": digest(model), "rows": len(words), "computed": computed, "hits": words.source.came_ahead}
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
+    found = {"digest": digest(model), "rows": len(words), "computed": computed, "hits": words.source.came_ahead}
+    return found | {"loss": float(loss.detach()) if computed else None}
 
 
 def whole_numbers(samples: int) -> torch.Tensor:

@@ -307,8 +307,8 @@ class MirroredStrategy(SyncStrategy):
         return None if self.due() is None else self.weight_of_work()
 
     def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
-        """Without tables, whether gradients are finite is looked at once, in their mean. With tables, a rank's gradients
-        of variables and rows count both, or not at all."""
+        """Without tables, whether gradients are finite is looked at once, in their mean. With tables, a rank's
+        gradients of variables and rows count both, or not at all."""
         if self._has_rows:
             with _while_newest():
                 return super()._counted(name, rank, sending)

@@ -95,18 +95,18 @@ class OptimizerExchange:
         states: Mapping[int, VariableState],
         *,
         taken: TakenStep = NO_STEP,
-        values: Sequence[Values] = (),
+        values: Sequence[Values] | None = None,
     ) -> None:
         part, names = self._layout.partitions[partition], self._names_in(partition)
         counts = tuple(states[block.variable].count if block.variable in states else 0 for block in part.blocks)
-        if values:
+        if values is not None:
             names = (VALUES, *names)
         arrays = {name: np.zeros(part.payload_bytes, np.uint8) for name in names}
         for block in part.blocks:
             elements = slice(block.offset, block.offset + block.length)
             for name, first in self._first_values(block.variable, states).items():
                 self._of(block, arrays[name])[:] = first if isinstance(first, float) else first[elements]
-            if values:
+            if values is not None:
                 self._of(block, arrays[VALUES])[:] = values[block.variable][elements]
         slots = PartitionSlots(partition, counts, names)
         caller = self._session.caller
