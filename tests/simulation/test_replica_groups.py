@@ -1,8 +1,9 @@
-"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4): the coordinator's book as it is shipped, with
-workers, collectives and servers reduced to what the rules speak of; and that each rule is needed.
+"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4 and D6): the coordinator's book as it is
+shipped, with workers, collectives and servers reduced to what the rules speak of; and that each rule is needed.
 
 A replica is the list of steps that it has taken, each with its group. A collective has all contributions or
-none; each member takes its result by itself, later, or fails if another member is gone by then.
+none; each member takes its result by itself, later, or fails if another member is gone by then. With tables each member
+pushes the rows of its ranks to each partition, and servers are lost, so that all partitions go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Yard:
         self.now = 0
         self.numbers = 0
         self.steps_taken = 0
+        self.is_void = False
+        """Whether no replica counts after the servers have gone back."""
         self._meets_before = meets_before
         self._later_group_counts = later_group_counts
 
@@ -89,13 +92,23 @@ class Yard:
         return [*self.workers, *self.leases]
 
     def run(self) -> Yard:
+        events = self.events()
         for _ in range(EVENTS):
             self.now += 1
-            self.rng.choices(
-                [self.come, self.die, self.expire, self.freeze, self.wake, self.restart_coordinator, self.act],
-                [2, 1, 2, 0.5, 1, 0.3, 30],
-            )[0]()
+            self.rng.choices(list(events), list(events.values()))[0]()
         return self
+
+    def events(self) -> dict[Callable[[], None], float]:
+        """What happens, and how often."""
+        return {
+            self.come: 2,
+            self.die: 1,
+            self.expire: 2,
+            self.freeze: 0.5,
+            self.wake: 1,
+            self.restart_coordinator: 0.3,
+            self.act: 30,
+        }
 
     # ---- faults
 
@@ -164,14 +177,18 @@ class Yard:
         step = None if worker.history is None else len(worker.history)
         self.book.ask(worker.number, worker.left, step, self.now)
         if self.book.has_lost_all(self.living):
-            self.partitions = [(self.checkpoint, 0)] * PARTITIONS
-            self.book.went_back(self.living, len(self.checkpoint), with_rows=False)
+            self.go_back()
         formed = self.book.form(self.living, self.now)
         if formed is not None:
             self._check_formed(formed)
         group = self.book.group_of(worker.number)
         if group is not None:
             self._join(worker, group)
+
+    def go_back(self) -> None:
+        """All partitions go back to the checkpoint."""
+        self.partitions = [(self.checkpoint, 0)] * PARTITIONS
+        self.book.went_back(self.living, len(self.checkpoint), with_rows=self.is_void)
 
     def _check_formed(self, group: ReplicaGroup) -> None:
         others = [each for each in self.workers.values() if each.group is not None and each.number not in group.members]
@@ -290,9 +307,104 @@ class Yard:
         self.checkpoint = worker.history
 
 
-def test_groups_keep_the_rules_under_every_seed() -> None:
-    steps = [Yard(seed).run().steps_taken for seed in SEEDS]
-    assert sum(steps) > 10 * len(SEEDS)
+class Rows:
+    """The rows of one partition: the version, and each rank's next step and token."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.next = [version] * MEMBERS_MAX
+        self.tokens = [0] * MEMBERS_MAX
+
+    def push(self, rank: int, step: int, token: int) -> bool:
+        """Returns False if it is refused."""
+        if token < self.tokens[rank]:
+            return False
+        if step > self.version:
+            raise Violation(f"rows of step {step} for a partition of version {self.version}")
+        self.next[rank] = max(self.next[rank], step + 1)
+        self.version = min(self.next)
+        return True
+
+
+class YardWithRows(Yard):
+    """`map`: raised when servers go back; requests under an earlier one are refused."""
+
+    def __init__(self, seed: int, *, pushes_first: bool = True, is_void: bool = True) -> None:
+        super().__init__(seed)
+        self.rows = [Rows(0) for _ in range(PARTITIONS)]
+        self.map = 0
+        self.maps: dict[Incarnation, int] = {}
+        """The map that each worker follows."""
+        self.pushed: dict[Incarnation, set[tuple[int, int]]] = {}
+        """What each worker has pushed of its step: partitions, ranks."""
+        self.is_void = is_void
+        self._pushes_first = pushes_first
+
+    def events(self) -> dict[Callable[[], None], float]:
+        return {**super().events(), self.lose_server: 0.2, self.act: 120}
+
+    def lose_server(self) -> None:
+        self.go_back()
+
+    def go_back(self) -> None:
+        super().go_back()
+        self.rows = [Rows(len(self.checkpoint)) for _ in range(PARTITIONS)]
+        self.map += 1
+
+    def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        super()._join(worker, group)
+        if worker.group is None:
+            return
+        self.maps[worker.number], self.pushed[worker.number] = self.map, set()
+        assert worker.history is not None
+        for rows in self.rows:
+            if rows.version - len(worker.history) not in (0, 1):
+                raise Violation(f"a replica of step {len(worker.history)} with rows of version {rows.version}")
+            for rank in group.ranks_at(worker.place, MEMBERS_MAX):
+                rows.tokens[rank] = max(rows.tokens[rank], group.generation)
+
+    def _is_refused(self, worker: Worker) -> bool:
+        """Whether the worker's map is an earlier one. Then it leaves its group, sooner or later."""
+        if self.maps[worker.number] == self.map:
+            return False
+        if self.rng.random() < 0.5:
+            self._leave_group(worker)
+        return True
+
+    def publish(self, worker: Worker) -> None:
+        if not self._is_refused(worker):
+            super().publish(worker)
+
+    def step(self, worker: Worker) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
+        at, pushed, is_refused = len(worker.history), self.pushed[worker.number], self._is_refused(worker)
+        if worker.group is None:
+            return
+        ranks = worker.group.ranks_at(worker.place, MEMBERS_MAX)
+        left = [(place, rank) for place in range(PARTITIONS) for rank in ranks if (place, rank) not in pushed]
+        if left and (self._pushes_first or self.rng.random() < 0.9):
+            place, rank = self.rng.choice(left)
+            if is_refused or not self.rows[place].push(rank, at, worker.group.generation):
+                self._leave_group(worker)
+            pushed.add((place, rank))
+            return
+        super().step(worker)
+        if len(worker.history) > at:
+            pushed.clear()
+            if not is_refused and any(rows.version <= at for rows in self.rows):
+                raise Violation(f"step {at} is taken, and rows are of {[rows.version for rows in self.rows]}")
+
+    def _reported(self, worker: Worker) -> None:
+        super()._reported(worker)
+        if {rows.version for rows in self.rows} != {len(self.checkpoint)}:
+            raise Violation(f"a checkpoint of step {len(self.checkpoint)} with {[each.version for each in self.rows]}")
+
+
+@pytest.mark.parametrize("kind", [Yard, YardWithRows], ids=["variables", "rows"])
+def test_groups_keep_the_rules_under_every_seed(kind: type[Yard]) -> None:
+    steps = [kind(seed).run().steps_taken for seed in SEEDS]
+    assert sum(steps) > 5 * len(SEEDS)
 
 
 def forms_without_the_others(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
@@ -332,18 +444,37 @@ def nobody_waits_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> dict[st
     return {"meets_before": False, "later_group_counts": False}
 
 
+def votes_before_its_rows_are_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a member takes part in the sums before servers have its rows (rule D6)"""
+    return {"pushes_first": False}
+
+
+def goes_on_without_its_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """replicas go on although the servers have gone back (rule D6)"""
+    return {"is_void": False}
+
+
 @pytest.mark.parametrize(
-    "mutation",
-    [forms_without_the_others, each_keeps_its_step, nobody_goes_back, nobody_waits_before_it_publishes],
+    ("kind", "mutation"),
+    [
+        (Yard, forms_without_the_others),
+        (Yard, each_keeps_its_step),
+        (Yard, nobody_goes_back),
+        (Yard, nobody_waits_before_it_publishes),
+        (YardWithRows, votes_before_its_rows_are_recorded),
+        (YardWithRows, goes_on_without_its_rows),
+    ],
     ids=lambda each: each.__name__,
 )
 def test_without_a_rule_some_seed_is_red(
-    monkeypatch: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], dict[str, bool]]
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Yard],
+    mutation: Callable[[pytest.MonkeyPatch], dict[str, bool]],
 ) -> None:
     given = mutation(monkeypatch)
     for seed in range(SEEDS_FOR_A_MUTATION):
         try:
-            Yard(seed, **given).run()
+            kind(seed, **given).run()
         except Violation:
             return
     raise AssertionError(f"{SEEDS_FOR_A_MUTATION} seeds are green although {mutation.__doc__}")

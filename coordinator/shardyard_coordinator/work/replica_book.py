@@ -59,7 +59,7 @@ class ReplicaBook:
             step = None
         if left > self.group.generation:
             raise InvalidRequest(f"worker {worker} leaves replica group {left}; the newest is {self.group.generation}")
-        if left == self.group.generation or worker not in self.group.members:
+        if self.is_void or left == self.group.generation or worker not in self.group.members:
             if step is None and worker in self.group.members:
                 self._has_trained = self._had_trained  # without this member the group has taken no step
             if self._asked_since_ms is None:
