@@ -27,6 +27,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "ReplicaBook._asking": "workers that wait ask again every moment",
     "ReplicaBook._asked_since_ms": "the expected workers are waited for anew",
     "ReplicaBook._is_fresh": "the next checkpoint may have the state that was published last",
+    "ReplicaBook._asked_for_ms": "members that wait for a checkpoint go on, and publish for the next one",
     "ReplicaBook.is_to_publish": "wanted again with the checkpoint after that",
     "JobState.readers": "readers say it again every second, and servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",

@@ -8,6 +8,7 @@ import json
 from shardyard.config.settings import JobSettings
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
 from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
@@ -70,9 +71,15 @@ class MachineYard:
         assert isinstance(answer, effects.Joined)
         return Caller(answer.job, worker)
 
-    def open_job(self, caller: Caller, variables: tuple[VariableSpec, ...], optimizer: OptimizerSpec) -> None:
+    def open_job(
+        self,
+        caller: Caller,
+        variables: tuple[VariableSpec, ...],
+        optimizer: OptimizerSpec,
+        tables: tuple[TableSettings, ...] = (),
+    ) -> None:
         """Takes a job that was joined to the point where its servers have first values."""
-        self.handle(events.VariablesRegistered(caller, variables, optimizer))
+        self.handle(events.VariablesRegistered(caller, variables, optimizer, tables))
         self.handle(events.PartitionsCreated(caller.job))
         self.handle(events.VariablesCommitted(caller))
         self.handle(events.PartitionsOpened(caller.job))

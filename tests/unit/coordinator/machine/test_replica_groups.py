@@ -9,20 +9,23 @@ from shardyard.domain import errors
 from shardyard.domain.ids import Caller, MemberRole
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.replica_groups import ReplicaGroup, Strategy
+from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.work.replica_book import CHECKPOINT_BEGINS_MS
 from tests.support.machine_yards import MachineYard
 
 LEASE_MS = 1_000
 GRACE_MS = 300
+ROWS = TableSettings("rows", 4, "adam", seed=3)
 
 
 class Yard(MachineYard):
     """A machine with a mirrored job of one server and two workers."""
 
-    def __init__(self, *, checkpoints: str = "/checkpoints") -> None:
+    def __init__(self, *, checkpoints: str = "/checkpoints", tables: tuple[TableSettings, ...] = ()) -> None:
         super().__init__(lease_ms=LEASE_MS)
         self.server = self.register(MemberRole.SERVER, "s:1")
         self.settings = JobSettings(
@@ -33,7 +36,7 @@ class Yard(MachineYard):
         )
         self.first, self.second = self.hire(), self.hire()
         spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
-        self.open_job(self.first, (VariableSpec("v", DType.FLOAT64, (8,)),), spec)
+        self.open_job(self.first, (VariableSpec("v", DType.FLOAT64, (8,)),), spec, tables)
 
     def hire(self) -> Caller:
         return self.join_as(self.register(MemberRole.WORKER), self.settings)
@@ -181,6 +184,77 @@ def test_rule_d4_checkpoint_waits_until_the_replicas_have_published() -> None:
     taken = yard.latest[effects.TakeCheckpoint]
     assert isinstance(taken, effects.TakeCheckpoint)
     assert taken.draft.step == 13
+
+
+def publish(yard: Yard, group: ReplicaGroup, step: int) -> bool:
+    """Returns whether members wait for a checkpoint."""
+    answer = yard.handle(events.ReplicasPublished(yard.first, group.generation, step))
+    assert isinstance(answer, effects.PublishedAnswer)
+    return answer.waits
+
+
+def test_rule_d6_members_wait_until_a_checkpoint_has_what_they_have_published() -> None:
+    """With tables: rows change with the next step."""
+    yard = Yard(tables=(ROWS,))
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    group = yard.form(yard.first, yard.second)
+    assert not publish(yard, group, 7), "no checkpoint wants it"
+    yard.beat(yard.first.incarnation, Report(step=12))
+    yard.latest.clear()
+    yard.pass_time(200, yard.first, yard.second)
+    assert effects.TakeCheckpoint not in yard.latest, "the members have gone on since step 7"
+    assert publish(yard, group, 13), "it begins in a moment"
+    yard.pass_time(100, yard.first, yard.second)
+    taken = yard.latest[effects.TakeCheckpoint]
+    assert isinstance(taken, effects.TakeCheckpoint)
+    assert taken.draft.step == 13
+    assert publish(yard, group, 13), "it is being taken"
+    yard.complete_checkpoint_of(13)
+    assert not publish(yard, group, 13)
+
+
+def test_rule_d6_members_do_not_wait_for_a_checkpoint_that_fails_or_does_not_begin() -> None:
+    yard = Yard(tables=(ROWS,))
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    group = yard.form(yard.first, yard.second)
+    yard.beat(yard.first.incarnation, Report(step=12))
+    yard.pass_time(100, yard.first, yard.second)
+    assert publish(yard, group, 13)
+    yard.now_ms += CHECKPOINT_BEGINS_MS
+    assert not publish(yard, group, 13)
+    yard.pass_time(100, yard.first, yard.second)
+    assert publish(yard, group, 14), "it is wanted again"
+    yard.pass_time(100, yard.first, yard.second)
+    taken = yard.latest[effects.TakeCheckpoint]
+    assert isinstance(taken, effects.TakeCheckpoint)
+    yard.handle(events.CheckpointFailed(taken.spec.job, taken.draft.number, errors.NotReady("no")))
+    assert not publish(yard, group, 14)
+
+
+@pytest.mark.parametrize("restarts", ["", "from records", "from a snapshot"])
+def test_rule_d6_no_replica_counts_after_servers_with_rows_have_gone_back(restarts: str) -> None:
+    yard = Yard(tables=(ROWS,))
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    yard.form(yard.first, yard.second)
+    assert yard.ask(yard.first, left=1, step=9) is None
+    lost, yard.server = yard.server, yard.register(MemberRole.SERVER, "s:2")
+    yard.handle(events.MemberLeft(lost, ""))
+    yard.pass_time(200, yard.first, yard.second)
+    restoring = yard.latest[effects.RestorePartitions]
+    assert isinstance(restoring, effects.RestorePartitions)
+    yard.handle(events.PartitionsRestored(yard.first.job, restoring.map.generation))
+    if restarts:
+        yard.restart(from_snapshot=restarts == "from a snapshot")
+        assert yard.ask(yard.first, left=1, step=9) is None
+    assert yard.beat(yard.second.incarnation).lost_replica_generation == 1, "no member goes on"
+    with pytest.raises(errors.StaleGeneration):
+        publish(yard, ReplicaGroup(1, ()), 10)
+    both = (yard.first.incarnation, yard.second.incarnation)
+    assert yard.ask(yard.second, left=1, step=10) == ReplicaGroup(2, both), "from the servers' state"
+    assert yard.ask(yard.second, left=1, step=10) == ReplicaGroup(2, both), "whose answer was lost"
 
 
 @pytest.mark.parametrize("from_snapshot", [False, True])

@@ -112,25 +112,45 @@ def test_memory_that_is_not_there_is_refused_in_words() -> None:
 
 
 class Readers(RuleBasedStateMachine):
-    """Readers come and go while versions are made; each version's bytes are its number."""
+    """Readers come and go while versions are made; each buffer's bytes are a number of its own. A version may have the
+    buffer of the one before, and the newest version may get another."""
 
     READERS_MAX = 4
 
     def __init__(self) -> None:
         super().__init__()
         self.versions = Versions(NBYTES)
-        self.number = 0
+        self.number = self.fill = 0
+        self.fills = {0: 0}
         self.held: list[tuple[int, Bytes]] = []
         self.seen: dict[int, Bytes] = {id(self.versions.values): self.versions.values}
 
-    @rule()
-    def make_a_version(self) -> None:
+    def _blank(self) -> Bytes:
         buffer = blank(self.versions)
         assert all(buffer is not held for _, held in self.held)
         self.seen[id(buffer)] = buffer
+        self.fill += 1
+        buffer.view(np.int64)[:] = self.fill
+        return buffer
+
+    def _publish(self, buffer: Bytes) -> None:
         self.number += 1
-        buffer.view(np.int64)[:] = self.number
         assert self.versions.publish(buffer) == Version(1, self.number)
+
+    @rule()
+    def make_a_version(self) -> None:
+        self._publish(self._blank())
+        self.fills[self.number] = self.fill
+
+    @rule()
+    def make_a_version_of_the_same_values(self) -> None:
+        self._publish(self.versions.values)
+        self.fills[self.number] = self.fills[self.number - 1]
+
+    @rule()
+    def replace_the_newest(self) -> None:
+        self.versions.replace(self._blank())
+        self.fills[self.number] = self.fill
 
     @precondition(lambda self: len(self.held) < self.READERS_MAX)
     @rule(back=st.integers(0, KEPT))
@@ -140,7 +160,7 @@ class Readers(RuleBasedStateMachine):
         assert (buffer is not None) == (back < KEPT and number >= 0)
         if buffer is not None:
             self.versions.hold(buffer)
-            self.held.append((number, buffer))
+            self.held.append((self.fills[number], buffer))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -150,12 +170,12 @@ class Readers(RuleBasedStateMachine):
 
     @invariant()
     def what_is_read_or_kept_has_its_own_bytes(self) -> None:
-        for number, buffer in self.held:
-            assert set(buffer.view(np.int64)) == {number}
+        for fill, buffer in self.held:
+            assert set(buffer.view(np.int64)) == {fill}
         for number in range(max(0, self.number - KEPT + 1), self.number + 1):
             kept = self.versions.find(number)
             assert kept is not None
-            assert set(kept.view(np.int64)) == {number}
+            assert set(kept.view(np.int64)) == {self.fills[number]}
 
     @invariant()
     def buffers_are_bounded_by_the_readers(self) -> None:
