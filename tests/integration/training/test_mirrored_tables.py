@@ -35,10 +35,13 @@ class Run:
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
         self.rows = torch.zeros(0)
+        self.came_ahead = 0
 
 
 class Script:
     """`before_step`: called with the model and the ids of each batch."""
+
+    looks_ahead = False
 
     def __init__(self, before_step: Callable[[Clicks, torch.Tensor], None] = lambda *_: None) -> None:
         self._before_step = before_step
@@ -52,29 +55,39 @@ class Script:
         model.dense.load_state_dict(copy.deepcopy(self._dense.state_dict()))
         model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
         with job:
-            for ids, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS):
+            ahead = (lambda batch: {model.rows: batch[0]}) if self.looks_ahead else None
+            for ids, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS, look_ahead=ahead):
                 loss = torch.nn.functional.mse_loss(model(ids), y)
                 run.losses[job.step] = run.losses.get(job.step, 0.0) + loss.item()
                 loss.backward()
                 self._before_step(model, ids)
                 optimizer.step()
                 optimizer.zero_grad()
+            run.came_ahead = model.rows.table.source.came_ahead  # type: ignore[attr-defined]
             run.rows = model.rows(torch.arange(IDS)).detach()
         return run
 
 
+class ScriptThatLooksAhead(Script):
+    """Announces the ids of its next batches."""
+
+    looks_ahead = True
+
+
 def runs_of(given: Mapping[str, object], workers: int, script: Script) -> tuple[list[float], list[torch.Tensor]]:
-    """The losses by step, and the rows that each worker reads at the end."""
+    """The losses by step, and the rows that each worker reads at the end. With look-ahead most rows have come ahead."""
     with local_yard(given) as (_, connect):
         jobs = [connect() for _ in range(workers)]
         found: list[Run] = side_by_side(workers, lambda at: script.train(jobs[at]))
+    assert all((each.came_ahead > 2 * SAMPLES) is script.looks_ahead for each in found)
     steps = sorted({step for each in found for step in each.losses})
     return [sum(each.losses.get(step, 0.0) for each in found) for step in steps], [each.rows for each in found]
 
 
+@pytest.mark.parametrize("kind", [Script, ScriptThatLooksAhead])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: int) -> None:
-    script, more = Script(), {"job.consistency.logical_ranks": 2, "job.workers_expected": workers}
+def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: int, kind: type[Script]) -> None:
+    script, more = kind(), {"job.consistency.logical_ranks": 2, "job.workers_expected": workers}
     wanted, wanted_rows = runs_of({**SERVERS, **more}, workers, script)
     found, rows = runs_of({**MIRRORED, **more}, workers, script)
     assert len(found) == len(wanted) == EPOCHS * SAMPLES // (2 * BATCH) == 50

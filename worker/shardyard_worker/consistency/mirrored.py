@@ -44,6 +44,7 @@ from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.replicas.rows_ahead import RowsAhead
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
@@ -112,6 +113,8 @@ class ReplicaVersions(StepVersions):
 
     def load_again(self) -> None:
         self._strategy.replica.put_back_buffers()
+        if self._trainer.link.tables is not None:
+            self._trainer.link.tables.arrive(self._rows)
 
 
 class MirroredStrategy(SyncStrategy):
@@ -126,6 +129,7 @@ class MirroredStrategy(SyncStrategy):
         self._settings, ranks = trainer.session.job_settings, trainer.session.logical_ranks
         self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
         self._has_rows = trainer.link.tables is not None
+        self._rows_ahead = RowsAhead(trainer)
         self._buckets.early_weight = self._early_weight
         self._collectives: Collectives | None = None
         self._left = 0
@@ -235,6 +239,7 @@ class MirroredStrategy(SyncStrategy):
             self._buckets.renew()
             self._buffer_means.renew()
         self._drop_sums()
+        self._rows_ahead.drop()
         if self._replica_step is not None:
             self.replica.put_back_buffers()  # a forward may have changed them
 
@@ -293,6 +298,7 @@ class MirroredStrategy(SyncStrategy):
     def close(self) -> None:
         self._leave_group()
         self._buckets.close()
+        self._rows_ahead.close()
 
     # ---- a step
 
@@ -318,7 +324,7 @@ class MirroredStrategy(SyncStrategy):
         self,
         name: PushName,
         sending: StepInput | None,
-        upcoming: Upcoming | None,  # noqa: ARG002 - rows are looked up in the forward
+        upcoming: Upcoming | None,
         pull: PullSpec | None,
     ) -> ExchangeResult:
         """Adds a rank's gradients. With the last of this worker, takes the step. Raises GroupLost."""
@@ -337,11 +343,15 @@ class MirroredStrategy(SyncStrategy):
         for at, gradient in enumerate(gradients, _FACTS):
             said[at] += gradient is not None
         self._buckets.add(gradients, weight)
-        if pull is not None:
-            self._buckets.send_first()
+        if pull is None:
+            return self._push_rows(name, sending) if self._has_rows else ExchangeResult()
+        self._buckets.send_first()
+        ahead = self._trainer.pushes.prefetch_rows(pull.number, upcoming)
         answer = self._push_rows(name, sending) if self._has_rows else ExchangeResult()
-        if pull is not None:
-            self._take_step(collectives, gradients, weight, name, sending)
+        if ahead is not None:
+            self._rows_ahead.begin(ahead, pull.number)
+        self._take_step(collectives, gradients, weight, name, sending)
+        answer.ahead = self._rows_ahead.take()
         return answer
 
     def _push_rows(self, name: PushName, sending: StepInput | None) -> ExchangeResult:
