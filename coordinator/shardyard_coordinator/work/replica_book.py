@@ -1,4 +1,4 @@
-"""Which workers of a mirrored job train together, and from which step (docs/internals/ledger.md, rules D1 to D5).
+"""Which workers of a mirrored job train together, and from which step (docs/internals/ledger.md, rules D1 to D6).
 
 A worker leaves its group when the group lacks a member, or when another worker comes, and asks for the next one. Then
 it computes nothing until that is formed. A group is formed when every living member of the one before has asked (D1):

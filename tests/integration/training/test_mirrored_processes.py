@@ -1,5 +1,5 @@
 """Replicas in processes of their own that are killed, frozen and started: each sample counts once, and nobody waits for
-the dead (docs/internals/ledger.md, rules D1 to D5)."""
+the dead (docs/internals/ledger.md, rules D1 to D6)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Synchronous steps of replicas: gradients are summed by an all-reduce, and every worker takes the step itself
-(docs/internals/ledger.md, rules D1 to D5).
+(docs/internals/ledger.md, rules D1 to D6).
 
 A step is a synchronous job's step: its logical ranks, their samples and their seeds are the same. But gradients of
 variables do not go to the servers. Each member of the newest replica group computes the ranks of its place; when the

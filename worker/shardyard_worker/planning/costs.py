@@ -55,7 +55,8 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     busiest = max(moved, workers * moved // servers)
     # as before, with the model's own gradients, their buckets, and the state; servers hold what was published last
     mirrored = worker + 2 * gradients + model.state
-    refused = "its embedding tables are on servers" if model.tables else ""
+    clips_rows = bool(model.tables and model.settings.clip.norm)
+    refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
     return [
         Cost(
             Strategy.PARAMETER_SERVER, worker, steps if consistency.mode.updates is UpdateMode.SYNC else stored, busiest

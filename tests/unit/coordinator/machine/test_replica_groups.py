@@ -1,4 +1,4 @@
-"""Replica groups of a mirrored job in the coordinator's machine (docs/internals/ledger.md, rules D1 to D4)."""
+"""Replica groups of a mirrored job in the coordinator's machine (docs/internals/ledger.md, rules D1 to D4 and D6)."""
 
 from __future__ import annotations
 

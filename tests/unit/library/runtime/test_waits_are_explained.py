@@ -141,6 +141,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/session/departure.py:Departure.close:join": "at once, or with report_drain, which explains itself",
     "worker/session/departure.py:Departure._run:select": IDLE,
     "worker/exchange/optimizer_exchange.py:OptimizerExchange._send:send": OUTSIDE,
+    "worker/exchange/optimizer_exchange.py:OptimizerExchange.is_cut.ask:call": OUTSIDE,
     "worker/replicas/collectives.py:Collectives.wait:wait": SLICE,
     "worker/replicas/collectives.py:_free:sleep": "a thread of its own, which nobody waits for",
     "worker/replicas/gradient_buckets.py:GradientBuckets.await_sums:wait": OUTSIDE,

@@ -7,15 +7,18 @@ from types import ModuleType
 
 import pytest
 
-from shardyard.config.settings import JobSettings
+from shardyard.config.settings import ClipSettings, JobSettings
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.planning import costs, dry_run
 from shardyard_worker.planning.costs import choose, costs_of
 from shardyard_worker.planning.dry_run import PlannedModel, PlannedTable
 
+USERS = PlannedTable("users", 8, 32)
 
-def model_of(parameters: int, *tables: PlannedTable, state: int = 0) -> PlannedModel:
-    return PlannedModel(JobSettings(), "adam", parameters // 4, parameters, state, 0, 0, tables)
+
+def model_of(parameters: int, *tables: PlannedTable, state: int = 0, norm: float = 0.0) -> PlannedModel:
+    settings = JobSettings(clip=ClipSettings(norm=norm))
+    return PlannedModel(settings, "adam", parameters // 4, parameters, state, 0, 0, tables)
 
 
 @pytest.mark.parametrize(
@@ -24,9 +27,10 @@ def model_of(parameters: int, *tables: PlannedTable, state: int = 0) -> PlannedM
         (model_of(4_000), 4, 1 << 30, Strategy.MULTI_WORKER_MIRRORED),
         (model_of(4_000), 1, 1 << 30, Strategy.PARAMETER_SERVER),
         (model_of(4_000, state=1 << 30), 4, 1 << 30, Strategy.PARAMETER_SERVER),
-        (model_of(4_000, PlannedTable("users", 8, 32)), 4, 1 << 30, Strategy.PARAMETER_SERVER),
+        (model_of(4_000, USERS), 4, 1 << 30, Strategy.MULTI_WORKER_MIRRORED),
+        (model_of(4_000, USERS, norm=1.0), 4, 1 << 30, Strategy.PARAMETER_SERVER),
     ],
-    ids=["alike", "one worker", "too large a state", "tables"],
+    ids=["alike", "one worker", "too large a state", "tables", "tables whose norm is clipped"],
 )
 def test_the_choice_says_why(model: PlannedModel, workers: int, memory: int, strategy: Strategy) -> None:
     chosen = choose(costs_of(model, workers, servers=2), workers, memory)
