@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -66,6 +66,9 @@ class Collective:
 class Yard:
     """`rules`: changed by a mutation."""
 
+    done_counts: ClassVar[bool] = True
+    """Whether a member that is done has published its step for certain."""
+
     def __init__(self, seed: int, *, meets_before: bool = True, later_group_counts: bool = True) -> None:
         self.rng = random.Random(seed)
         self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
@@ -104,6 +107,7 @@ class Yard:
             self.come: 2,
             self.die: 1,
             self.expire: 2,
+            self.leave: 0.5,
             self.freeze: 0.5,
             self.wake: 1,
             self.restart_coordinator: 0.3,
@@ -129,11 +133,27 @@ class Yard:
         if self.leases:
             number = self.rng.choice(sorted(self.leases))
             self.leases.remove(number)
-            self.book.lose(number)
+            self.book.lose(number, self.living, is_done=False)
 
     def _bury(self, number: Incarnation) -> Worker:
-        self.book.lose(number)
-        return self.workers.pop(number)
+        worker = self.workers.pop(number)
+        self.book.lose(number, self.living, is_done=False)
+        return worker
+
+    def leave(self) -> None:
+        """A worker is done: it publishes its step, and says goodbye."""
+        members = [each for each in self.workers.values() if each.group == self.book.group and not each.is_frozen]
+        if not members:
+            return
+        worker = self.rng.choice(members)
+        self._publish_alone(worker)
+        del self.workers[worker.number]
+        self.book.lose(worker.number, self.living, is_done=self.done_counts)
+
+    def _publish_alone(self, worker: Worker) -> None:
+        for partition in range(PARTITIONS):
+            self._put(worker, partition)
+        self._reported(worker)
 
     def freeze(self) -> None:
         if self.workers:
@@ -292,19 +312,29 @@ class Yard:
         if worker.number not in self.workers:
             del self.zombies[worker.number]
             return
+        for partition in range(worker.place, PARTITIONS, len(worker.group.members)):
+            self._put(worker, partition)
+
+    def _put(self, worker: Worker, partition: int) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
         taken = (len(worker.history), worker.group.generation)
-        for partition in range(PARTITIONS):
-            history, group = self.partitions[partition]
-            newer = taken > (len(history), group) if self._later_group_counts else taken[0] > len(history)
-            if partition % len(worker.group.members) == worker.place and newer:
-                self.partitions[partition] = worker.history, worker.group.generation
+        history, group = self.partitions[partition]
+        newer = taken > (len(history), group) if self._later_group_counts else taken[0] > len(history)
+        if newer:
+            self.partitions[partition] = worker.history, worker.group.generation
 
     def _reported(self, worker: Worker) -> None:
+        """All partitions have its state, or all that of a later step: a worker that has left may have published a step
+        that no other member has."""
         assert worker.history is not None
-        self.book.publish(len(worker.history), self.now)
-        if {history for history, _ in self.partitions} != {worker.history}:
-            raise Violation(f"step {len(worker.history)} is published, and partitions have {self.partitions}")
-        self.checkpoint = worker.history
+        step = len(worker.history)
+        self.book.publish(step, self.now)
+        histories = {history for history, _ in self.partitions}
+        later = len(histories) == 1 and all(len(history) > step for history in histories)
+        if histories != {worker.history} and not later:
+            raise Violation(f"step {step} is published, and partitions have {self.partitions}")
+        self.checkpoint = histories.pop()
 
 
 class Rows:
@@ -328,6 +358,8 @@ class Rows:
 
 class YardWithRows(Yard):
     """`map`: raised when servers go back; requests under an earlier one are refused."""
+
+    done_counts = False  # its rows may be of another step
 
     def __init__(self, seed: int, *, pushes_first: bool = True, is_void: bool = True) -> None:
         super().__init__(seed)
@@ -362,6 +394,12 @@ class YardWithRows(Yard):
                 raise Violation(f"a replica of step {len(worker.history)} with rows of version {rows.version}")
             for rank in group.ranks_at(worker.place, MEMBERS_MAX):
                 rows.tokens[rank] = max(rows.tokens[rank], group.generation)
+
+    def _publish_alone(self, worker: Worker) -> None:
+        """Partitions with rows of another step do not take it."""
+        assert worker.history is not None
+        if self.maps[worker.number] == self.map and {rows.version for rows in self.rows} == {len(worker.history)}:
+            super()._publish_alone(worker)
 
     def _is_refused(self, worker: Worker) -> bool:
         """Whether the worker's map is an earlier one. Then it leaves its group, sooner or later."""

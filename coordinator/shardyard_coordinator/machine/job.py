@@ -131,7 +131,8 @@ def _remove(
     if job.ranks is not None:
         job.ranks.suspend(worker)
     if job.replicas is not None:
-        job.replicas.lose(worker)
+        # beside rows of another step servers take no replica
+        job.replicas.lose(worker, job.workers, is_done=goodbye and not job.has_tables)
     job.deployment.suspend(worker)
     return "worker_gone", {
         "worker": worker,

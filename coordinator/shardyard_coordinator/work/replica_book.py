@@ -66,9 +66,13 @@ class ReplicaBook:
                 self._asked_since_ms = now_ms
             self._asking[worker] = step
 
-    def lose(self, worker: Incarnation) -> None:
-        """A worker is no living worker of the job any more."""
+    def lose(self, worker: Incarnation, others: Collection[Incarnation], *, is_done: bool) -> None:
+        """A worker is no living worker of the job any more, `others` are. `is_done`: its script has ended well, and the
+        servers have its replica. If it was the last one, they have one state for certain."""
         self._asking.pop(worker, None)
+        members = self.group.members
+        if is_done and worker in members and not any(each in others for each in members):
+            self._has_trained = self._had_trained = False
 
     def group_of(self, worker: Incarnation) -> ReplicaGroup | None:
         """The newest group, if the worker is in it and has not asked for the next one."""

@@ -3,6 +3,7 @@ the dead (docs/internals/ledger.md, rules D1 to D6)."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_worker_without_a_rank_waits_and_ends_with_the_others(yard: LocalCluster
     results = [finish(script, out) for script, out in started]
     assert [each["counts"] for each in results] == [WANTED] * (RANKS + 1)
     assert sorted(each["computed"] for each in results)[0] == 0
+    said = (yard._folder / "logs" / "coordinator.log").read_text()
+    assert not re.search(r"job 'spare'.*(lost all its replicas|goes back)", said), "the members had published the end"
 
 
 @COUNTS

@@ -155,6 +155,20 @@ def test_rule_d3_job_without_a_replica_goes_back_to_its_checkpoint() -> None:
     assert yard.form(third, fourth) == ReplicaGroup(2, (third.incarnation, fourth.incarnation))
 
 
+def test_rule_d3_members_that_are_done_have_published_their_state() -> None:
+    yard = Yard(checkpoints="never")
+    yard.form(yard.first, yard.second)
+    spare = yard.hire()
+    assert yard.ask(spare) is None
+    for member in (yard.first, yard.second):
+        yard.handle(events.ReplicasPublished(member, 1, 5))
+        yard.handle(events.MemberLeft(member.incarnation, ""))
+    yard.restart(from_snapshot=False)
+    assert yard.ask(spare) is None
+    yard.pass_time(GRACE_MS, spare)
+    assert yard.ask(spare) == ReplicaGroup(2, (spare.incarnation,)), "it begins with what the servers have"
+
+
 def test_rule_d3_job_without_a_checkpoint_ends() -> None:
     yard = Yard(checkpoints="never")
     yard.form(yard.first, yard.second)
