@@ -66,7 +66,7 @@ def environment_block(order: LaunchOrder, index: int, error_file: str) -> dict[s
         block[IDENTITY_VARIABLE] = order.identity
     return block | {
         "SHARDYARD_COORDINATOR": order.coordinator,
-        "SHARDYARD_AGENT": str(order.agent),
+        "SHARDYARD_AGENT": str(int(order.agent)),  # an incarnation prints as "term.number"
         "SHARDYARD_LOCAL_INDEX": str(index),
         "SHARDYARD_ERROR_FILE": error_file,
         RUN_ID_VARIABLE: order.run_id,

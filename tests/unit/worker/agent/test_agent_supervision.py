@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardyard.domain.ids import Incarnation
 from shardyard.runtime.restart_policy import BACKOFF_MS, LEFT_IN_ORDER
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard_worker.agent.environment import LaunchOrder, environment_block, gpus_to_give
@@ -19,6 +20,7 @@ from shardyard_worker.agent.supervision import (
     Supervision,
     describe_end,
 )
+from shardyard_worker.job.connect import _membership
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 WINDOW_MS = 60_000
@@ -361,10 +363,13 @@ def test_agent_that_leaves_ends_a_launch_whose_process_waits_for_its_restart() -
 # ---- environment
 
 
+AGENT = Incarnation((1 << 32) + 12)
+
+
 def block(environment: dict[str, str], *, threads: int = 0, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     """That of the second of four processes."""
     here = Path("/")
-    order = LaunchOrder(here, (), here, environment, 4, 0, 1, threads, gpus, "10.0.0.1:7070", 12, "x")
+    order = LaunchOrder(here, (), here, environment, 4, 0, 1, threads, gpus, "10.0.0.1:7070", AGENT, "x")
     return environment_block(order, 1, "/tmp/error.json")
 
 
@@ -372,12 +377,18 @@ def test_block_tells_a_process_its_place() -> None:
     assert block({"HOME": "/h", "SHARDYARD_AGENT": "old", "SHARDYARD_RUN_NUMBER": "3"}) == {
         "HOME": "/h",
         "SHARDYARD_COORDINATOR": "10.0.0.1:7070",
-        "SHARDYARD_AGENT": "12",
+        "SHARDYARD_AGENT": "4294967308",
         "SHARDYARD_LOCAL_INDEX": "1",
         "SHARDYARD_WORKERS": "4",
         "SHARDYARD_ERROR_FILE": "/tmp/error.json",
         "SHARDYARD_RUN_ID": "x",
     }
+
+
+def test_process_registers_as_that_of_its_agent() -> None:
+    """So the coordinator believes the agent when it reports the process's end."""
+    registered = _membership(block({}))
+    assert (registered.agent, registered.local_index) == (AGENT, 1)
 
 
 def test_expected_workers_that_are_given_win_over_those_of_the_launch() -> None:
