@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import datetime
+import errno
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ import shardyard as sy
 from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
+from shardyard.runtime.failpoints import armed
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas import gradient_buckets
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 from tests.support.alone import Counted, local_yard, status
+from tests.support.waiting import wait_until
 
 MIRRORED: Mapping[str, object] = {
     "job.strategy": "multi_worker_mirrored",
@@ -233,6 +237,33 @@ def test_each_sample_counts_once_while_workers_come_and_go(alone: None) -> None:
         assert status(yard).step == SAMPLES * EPOCHS // (2 * BATCH)
 
 
+def test_checkpoint_at_the_end_that_is_not_written_is_taken_again(alone: None, tmp_path: Path) -> None:
+    """Its state was published already."""
+    has_failed = threading.Event()
+
+    def fail(name: str) -> None:
+        if not has_failed.is_set():
+            has_failed.set()
+            raise OSError(errno.ENOSPC, name)
+
+    given = {**MIRRORED, **ranks(2), "job.checkpoint.url": str(tmp_path), "job.checkpoint.every_s": 0}
+    with local_yard(given) as (_, connect):
+        jobs = [connect(), connect()]
+        prepared = threading.Barrier(2)
+
+        def train_in_the_end(at: int) -> list[float]:
+            job = jobs[at]
+            counted = Counted(job, SAMPLES)  # returns when the first checkpoint is written
+            prepared.wait()
+            with armed("storage.before_write", fail), job:
+                for (index,) in job.batches(counted.data, batch_size=BATCH):
+                    counted.step(index, 2.0)
+                return counted.counts
+
+        assert side_by_side(2, train_in_the_end) == [[1.0] * SAMPLES] * 2
+    assert has_failed.is_set()
+
+
 def test_workers_that_sum_other_gradients_do_not_train_together(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo would end both processes where they sum different sizes."""
     sums = chain(["8 torch.float32", "9 torch.float32"], repeat("8 torch.float32"))
@@ -408,3 +439,31 @@ def test_replicas_in_bfloat16_with_a_scheduler_stay_equal_until_the_job_is_stopp
     assert len(set(steps)) == 1
     assert 3 <= steps[0] < SAMPLES // (BATCH * workers)
     assert rates == pytest.approx([0.1 * 0.5 ** steps[0]] * workers)
+
+
+def test_job_does_not_stop_before_a_step_whose_gradients_are_being_summed(alone: None) -> None:
+    """One of two workers has sent gradients in its backward; the other one has not begun the step."""
+    torch.manual_seed(5)
+    begun = torch.nn.Linear(4, 1).bfloat16()
+    data = TensorDataset(torch.randn(SAMPLES, 4).bfloat16())
+    with local_yard({**MIRRORED, **ranks(2)}) as (_, connect):
+        jobs, has_sent = [connect(), connect()], threading.Event()
+
+        def train(at: int) -> int:
+            job = jobs[at]
+            layer = copy.deepcopy(begun)
+            layer, optimizer = job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+            with job:
+                for (x,) in job.batches(data, batch_size=BATCH):
+                    optimizer.zero_grad()
+                    if at == 0 and job.step == 3:
+                        has_sent.wait()
+                        job.stop("enough")
+                    layer(x).sum().backward()
+                    if at == 1 and job.step == 3:
+                        has_sent.set()
+                        wait_until(lambda: job._session.step_barrier.end is not None)
+                    optimizer.step()
+                return job.step
+
+        assert side_by_side(2, train) == [4, 4]

@@ -147,9 +147,10 @@ class MirroredStrategy(SyncStrategy):
     # ---- the group
 
     def take_place(self) -> None:
-        """Returns when this worker has a place in the newest group, and its replica stands at the group's step."""
+        """Returns when this worker has a place in the newest group, and its replica stands at the group's step. A step
+        that was begun, and is not ended, ends the group."""
         self.check_mode()
-        while self._collectives is None or self._is_to_leave:
+        while self._collectives is None or self._is_to_leave or self._buckets.has_begun:
             self._leave_group()
             try:
                 self._join(self._ask())
@@ -184,6 +185,7 @@ class MirroredStrategy(SyncStrategy):
             step = group.step
             self._copy_from(group)
         self._replica_step = step
+        self._publisher.step = step if group.step is None else None
         self.replica.keep_buffers()
         self._buckets.join(self._collectives)
         self._buffer_means.join(self._collectives)
@@ -268,11 +270,12 @@ class MirroredStrategy(SyncStrategy):
 
     def has_moved(self) -> bool:
         """As of the base. While this worker waits for a checkpoint, it gives the servers the state for it."""
+        is_wanted, step = self._session.is_to_publish, self.versions.current
         assert self._collectives is not None
-        assert self.versions.current is not None
+        assert step is not None
         if not self._trainer.is_behind:
             try:
-                self._publisher.publish(self.versions.current, self._collectives)
+                self._publisher.offer(step, self._collectives, is_wanted=is_wanted)
                 return False
             except MapChanged as error:
                 log.info("the state of step %s is published again: %s", self._replica_step, error)
@@ -304,13 +307,15 @@ class MirroredStrategy(SyncStrategy):
 
     def _early_weight(self) -> float | None:
         """The weight of the work whose gradients are being computed, if they may be sent at once: each member has one
-        rank, so that it can send them again."""
-        trainer, collectives = self._trainer, self._collectives
-        if collectives is None or collectives.size != self._session.logical_ranks:
+        rank, so that it can send them again. Then all must take the step, so the job does not stop before it."""
+        trainer, collectives, step = self._trainer, self._collectives, self.versions.current
+        if collectives is None or step is None or collectives.size != self._session.logical_ranks:
             return None
         if trainer.accumulates or trainer.accumulates_by_hand:
             return None
-        return None if self.due() is None else self.weight_of_work()
+        if self.due() is None or not self._session.step_barrier.may_begin(step):
+            return None
+        return self.weight_of_work()
 
     def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
         """Without tables, whether gradients are finite is looked at once, in their mean. With tables, a rank's

@@ -108,6 +108,11 @@ class GradientBuckets:
         """The facts of the step; after `await_sums` those of all members, added up."""
         return self._buckets[-1].facts
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether buckets of a step were sent, and the step was not ended."""
+        return self._next > 0
+
     def join(self, collectives: Collectives) -> None:
         """From now on these members sum."""
         self.collectives, self._divisor = collectives, 1.0

@@ -16,7 +16,7 @@ from shardyard_worker.training.trainer import Trainer
 
 
 class Publisher:
-    """Of one worker. `step`: the step that it has helped to publish last."""
+    """Of one worker. `step`: the step whose state the servers have, as far as this worker's group has seen to it."""
 
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         self._trainer = trainer
@@ -28,11 +28,18 @@ class Publisher:
         """The servers may have gone back."""
         self.step = None
 
+    def offer(self, step: int, collectives: Collectives, *, is_wanted: bool) -> None:
+        """While members wait for a checkpoint: publishes this step, unless the servers have it. `is_wanted`: the
+        coordinator asks for it, again if a checkpoint could not be written. Raises MapChanged."""
+        if self.step != step:
+            self.publish(step, collectives)
+        elif is_wanted:
+            self._report(step, collectives.group.generation)
+            self._session.refresh()
+
     def publish(self, step: int, collectives: Collectives) -> None:
-        """Publishes this step, which this replica has, with the other members. Does nothing if that was done, unless it
-        is wanted again. Raises MapChanged; then it is published again."""
-        if self.step == step and not self._session.is_to_publish:
-            return
+        """Publishes this step, which this replica has, with the other members. Raises MapChanged; then it is published
+        again."""
         collectives.meet()  # rule D4: nobody publishes a step that a member may lack
         self._give(TakenStep(step, collectives.group.generation), collectives.place, collectives.size)
         collectives.meet()

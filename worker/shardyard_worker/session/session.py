@@ -384,11 +384,11 @@ class Session:
         self.recovering = reply.recovering
         self.replica_generation = reply.replica_generation
         self.lost_replica_generation = max(self.lost_replica_generation, reply.lost_replica_generation)
-        self.is_to_publish = reply.publish
         with self._lock:
             is_newer = reply.generation > self.generation
             self.generation = Generation(max(self.generation, reply.generation))
             listeners = list(self._listeners)
+        self.is_to_publish = reply.publish  # after the generation: what is published is under that map
         self._take_news(reply)
         if reply.job_pass:
             self.network.job_pass = reply.job_pass
