@@ -64,6 +64,7 @@ PORTS = range(18_000, 28_000)
 def job_settings(plan: Plan) -> dict[str, object]:
     """In force wherever this plan's job is run."""
     return {
+        "job.strategy": "multi_worker_mirrored" if plan.mirrored else "parameter_server",
         "job.durability": "wal" if plan.wal else "checkpoint",
         "job.partitions": plan.partitions,
         "job.block_bytes": BLOCK_BYTES,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COORDINATOR = "coordinator"
 AGENT = "agent"
@@ -151,7 +151,7 @@ class Plan:
     """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
-    admits ids late, and its rows expire."""
+    admits ids late, and its rows expire. `mirrored`: every worker of a synchronous job has a replica."""
 
     sync: bool
     wal: bool
@@ -169,11 +169,13 @@ class Plan:
     hybrid: bool = False
     looks_ahead: bool = False
     forgetful: bool = False
+    mirrored: bool = False
 
     @property
     def has_bits(self) -> bool:
-        """Whether the bits at the end are those of the same job, run undisturbed."""
-        return self.sync and not self.hybrid
+        """Whether the bits at the end are those of the same job, run undisturbed. Those of replicas depend on how many
+        workers there were."""
+        return self.sync and not self.hybrid and not self.mirrored
 
     @property
     def server_names(self) -> tuple[str, ...]:
@@ -190,7 +192,7 @@ class Plan:
 
     def __str__(self) -> str:
         how = (
-            f"{'hybrid' if self.hybrid else 'sync'}, {self.logical_ranks} ranks"
+            f"{'hybrid' if self.hybrid else 'replicas' if self.mirrored else 'sync'}, {self.logical_ranks} ranks"
             if self.sync
             else f"async, {self.batches_per_data_shard} batches a shard"
         )
@@ -291,6 +293,15 @@ DECK: tuple[tuple[str, Draw], ...] = (
     ("kill all", lambda p, c: Kill((COORDINATOR, *p.members), c.choice((0.0, 1.0)))),
 )
 """Each kind of fault, with its name."""
+MEMBER_DECK: tuple[tuple[str, Draw], ...] = (
+    ("kill worker", lambda p, c: Kill((_worker(p, c),), _down(c))),
+    ("stop worker", lambda p, c: Stop(_worker(p, c), _past_lease(c))),
+    ("kill agent", lambda p, c: Kill((AGENT,), _down(c))),
+    ("cut off worker", lambda p, c: _hold("up-" + _worker(p, c), c, _past_lease(c))),
+    ("kill workers", lambda p, c: Kill((AGENT, *p.worker_names), c.choice((0.0, 1.0)))),
+    ("stop agent", lambda p, c: Stop(AGENT, _past_lease(c))),
+)
+"""What befalls the members of a replica group. A schedule of replicas has two of these beside the others."""
 
 
 def dealt(seed: int) -> tuple[str, ...]:
@@ -299,17 +310,26 @@ def dealt(seed: int) -> tuple[str, ...]:
     return tuple(DECK[(first + number) % len(DECK)][0] for number in range(FAULTS))
 
 
-def draw(seed: int) -> Schedule:
+def draw(seed: int, *, mirrored: bool = False) -> Schedule:
     plan = _plan(seed)
     chance = random.Random(f"{seed} faults")
-    kinds = dict(DECK)
     names = list(dealt(seed))
+    if mirrored:
+        plan = _with_replicas(plan)
+        names += [MEMBER_DECK[(2 * seed + number) % len(MEMBER_DECK)][0] for number in range(2)]
+    kinds = dict((*DECK, *MEMBER_DECK))
     chance.shuffle(names)
-    width = 0.65 / FAULTS
+    width = 0.65 / len(names)
     faults = tuple(
         Timed(0.1 + width * (number + chance.random()), kinds[name](plan, chance)) for number, name in enumerate(names)
     )
     return Schedule(seed, plan, faults)
+
+
+def _with_replicas(plan: Plan) -> Plan:
+    """What a mirrored job can be. With two ranks and three workers, one of these waits."""
+    unused = {"wal": False, "window": 0, "overlap": False, "tables": False, "hybrid": False}
+    return replace(plan, sync=True, mirrored=True, looks_ahead=False, **unused)
 
 
 def _plan(seed: int) -> Plan:

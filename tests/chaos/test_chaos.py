@@ -1,6 +1,7 @@
 """Jobs under fire: schedules of faults, drawn from seeds, against yards of real processes.
 
 `make chaos` plays many, `make chaos SEED=n` repeats one; the tests play the first few, and those that were red once.
+Each seed also has a schedule of a mirrored job.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import pytest
 
 from tests.chaos import oracle
 from tests.chaos.battle import play
-from tests.chaos.schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Slow, Stop, dealt, draw
+from tests.chaos.schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Schedule, Slow, Stop, dealt, draw
 
 HERE = Path(__file__).parent
 FEW = 2
 """`make test` plays the first two schedules: an asynchronous job with logs, and a hybrid one without."""
+FEW_OF_REPLICAS = (0, 1)
+"""The same for replicas."""
 EIGHT = 8
 """`make test-long` plays the others of the first eight, which together have every kind of fault."""
 FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
@@ -25,9 +28,16 @@ ONE_SEED = os.environ.get("CHAOS_SEED", "")
 SCHEDULE_S_MAX = 300
 
 
-def red_seeds() -> list[int]:
-    lines = (HERE / "red_seeds.txt").read_text(encoding="utf-8").splitlines()
+def red_seeds(file: str = "red_seeds.txt") -> list[int]:
+    lines = (HERE / file).read_text(encoding="utf-8").splitlines()
     return [int(line.split()[0]) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def seeds_of_replicas() -> list[int]:
+    if ONE_SEED:
+        return [int(ONE_SEED)]
+    played = range(FIRST_SEEDS) if "CHAOS_SEEDS" in os.environ else FEW_OF_REPLICAS
+    return sorted({*played, *red_seeds("red_seeds_of_replicas.txt")})
 
 
 def seeds() -> list[Any]:
@@ -48,8 +58,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> oracle.Undisturbed:
 def test_books_balance_under_fire(
     seed: int, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schedule = draw(seed)
+    expect_balance(draw(seed), tmp_path, undisturbed, capsys)
 
+
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.timeout(SCHEDULE_S_MAX)
+@pytest.mark.parametrize("seed", seeds_of_replicas())
+def test_books_of_replicas_balance_under_fire(
+    seed: int, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expect_balance(draw(seed, mirrored=True), tmp_path, undisturbed, capsys)
+
+
+def expect_balance(
+    schedule: Schedule, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tell(line: str) -> None:
         with capsys.disabled():
             print(line, flush=True)
