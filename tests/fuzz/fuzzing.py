@@ -109,6 +109,7 @@ def targets(folder: Path) -> Iterator[Target]:
         "server, synchronous tables": lambda: ServerWorld(UpdateMode.SYNC, tables=True),
         "coordinator, asynchronous": lambda: CoordinatorWorld(UpdateMode.ASYNC),
         "coordinator, synchronous": lambda: CoordinatorWorld(UpdateMode.SYNC),
+        "coordinator, replicas": lambda: CoordinatorWorld(UpdateMode.SYNC, mirrored=True),
         "agent": lambda: AgentWorld(folder),
     }
     for title, make in makers.items():

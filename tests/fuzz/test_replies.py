@@ -20,6 +20,7 @@ WORLDS = {
     "server, synchronous tables": lambda _: ServerWorld(UpdateMode.SYNC, tables=True),
     "coordinator, asynchronous": lambda _: CoordinatorWorld(UpdateMode.ASYNC),
     "coordinator, synchronous": lambda _: CoordinatorWorld(UpdateMode.SYNC),
+    "coordinator, replicas": lambda _: CoordinatorWorld(UpdateMode.SYNC, mirrored=True),
     "agent": AgentWorld,
 }
 ANOTHER_EACH_TIME = {"Register"}

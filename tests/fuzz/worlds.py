@@ -22,6 +22,7 @@ from shardyard.codecs.rows.row_values import RowCode, encode_rows
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import Internal, ShardyardError
 from shardyard.domain.ids import Incarnation, MemberRole, PartitionId, Term
+from shardyard.domain.replica_groups import Strategy
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.interfaces import AtOnce, Context, Service
@@ -295,9 +296,10 @@ class ServerWorld:
             "PublishState": [
                 encoded(
                     server.OptimizerFrame(
-                        header={**read, "counts": [3], "slots": ["values"], "step": 2, "group": 1}, data=bytes(16)
+                        header={**read, "counts": [3], "slots": ["values"], "step": step, "group": 1}, data=bytes(64)
                     )
                 )
+                for step in (2, 5)
             ],
             "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],
             "SaveCheckpoint": [encoded(self._save(2))],
@@ -389,9 +391,11 @@ def _rows(partition: Partition) -> list[object]:
 
 @dataclass
 class CoordinatorWorld:
-    """Two servers, a job with its variables open and a data set under way, two workers, an agent."""
+    """Two servers, a job with its variables open and a data set under way, two workers, an agent. `mirrored`: one
+    of them is a replica group, with a key, and the other waits for the next one."""
 
     mode: UpdateMode
+    mirrored: bool = False
     yard: Yard = field(init=False)
     calls: dict[str, list[Sent]] = field(init=False)
     later: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -404,8 +408,16 @@ class CoordinatorWorld:
         settings = (
             sync_settings(2) if self.mode is UpdateMode.SYNC else ASYNC.model_copy(update={"workers_expected": 2})
         )
+        if self.mirrored:
+            settings = settings.model_copy(update={"strategy": Strategy.MULTI_WORKER_MIRRORED})
         workers = self.yard.run_job(settings, workers=2)
         workers[0].open_feed()
+        self.settle()
+        if self.mirrored:
+            for worker in workers:
+                self._must("JoinReplicaGroup", coordinator.JoinReplicaGroupRequest(caller=worker.caller))
+            given = {"caller": workers[0].caller, "generation": 1, "key": "k", "value": b"v"}
+            self._must("PutGroupKey", coordinator.PutGroupKeyRequest(**given))
         self.agent = self.yard.register(MemberRole.AGENT, "agent:1")
         self.calls = self._calls(workers)
         self.settle()
@@ -416,8 +428,13 @@ class CoordinatorWorld:
 
     def state(self) -> object:
         mailbox: Any = self.yard.coordinator._mailbox
+        keys = repr(self.yard.coordinator._group_keys._groups)
         with mailbox.machine() as machine:
-            return repr(state_of(machine)), mailbox._journal._latest()
+            return repr(state_of(machine)), mailbox._journal._latest(), keys
+
+    def _must(self, name: str, *sent: Any) -> None:
+        found = call(self.service, name, encoded(*sent))
+        assert found.refused is None, found.refused
 
     def settle(self) -> bool:
         due = bool(self.later)

@@ -69,6 +69,7 @@ def check_member(book: ReplicaBook, worker: Incarnation, generation: int) -> Non
     if generation != book.group.generation or worker not in book.group.members or book.is_void:
         raise StaleGeneration(
             f"worker {worker} speaks for replica group {generation}; the newest is {book.group.generation}",
+            why="the coordinator has formed another group since, without this worker or with it",
             todo="ask for the next group; workers do so by themselves",
         )
 

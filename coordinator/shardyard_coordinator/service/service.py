@@ -87,6 +87,7 @@ class Coordinator:
             authority=None if identities is None else identities.authority,
         )
         self._calls = ServerCalls(self._mailbox, self._servers, checkpoint_io, self._wait_registry)
+        self._group_keys = GroupKeys()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
         self.service = make_service(
@@ -97,7 +98,7 @@ class Coordinator:
                 checkpoint_io=checkpoint_io,
                 access=access,
                 residuals=self._residuals,
-                group_keys=GroupKeys(),
+                group_keys=self._group_keys,
                 wait_registry=self._wait_registry,
                 membership=membership,
                 checkpoints=checkpoints,
