@@ -70,12 +70,19 @@ NO_STEP: Final = TakenStep(0, 0)
 class ReplicaGroup:
     """`generation`: its number, from 1. `members`: in the order of their places. `step`: the step that all replicas
     continue from; None: the one that the servers have. `donor`: the place of a member whose replica is of that step,
-    from which members with another one get it; None if all load it from the servers."""
+    from which members with another one get it; None if all load it from the servers. `void_until`: replicas of groups
+    up to this generation do not count, since the servers have gone back from their steps with rows of tables."""
 
     generation: int
     members: tuple[Incarnation, ...]
     step: int | None = None
     donor: int | None = None
+    void_until: int = 0
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the replicas of this group do not count any more."""
+        return self.generation <= self.void_until
 
     def place_of(self, worker: Incarnation) -> int | None:
         return self.members.index(worker) if worker in self.members else None

@@ -145,7 +145,11 @@ def data_lease_from_wire(message: coordinator.DataLease) -> DataLease:
 
 def replica_group_to_wire(group: ReplicaGroup) -> coordinator.ReplicaGroup:
     return coordinator.ReplicaGroup(
-        generation=group.generation, members=group.members, step=group.step, donor=group.donor
+        generation=group.generation,
+        members=group.members,
+        step=group.step,
+        donor=group.donor,
+        void_until=group.void_until,
     )
 
 
@@ -158,4 +162,4 @@ def replica_group_from_wire(message: coordinator.ReplicaGroup) -> ReplicaGroup:
     donor = message.donor if message.HasField("donor") else None
     if (step is None) is not (donor is None) or (donor is not None and donor >= len(members)):
         raise InvalidRequest(f"a replica group of {len(members)} members at step {step}, with donor {donor}")
-    return ReplicaGroup(message.generation, members, step, donor)
+    return ReplicaGroup(message.generation, members, step, donor, message.void_until)

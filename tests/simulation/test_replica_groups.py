@@ -218,6 +218,8 @@ class Yard:
 
     def _join(self, worker: Worker, group: ReplicaGroup) -> None:
         """Its replica stands at the group's step now."""
+        if worker.left <= group.void_until:
+            worker.history = None
         if group.step is None:
             histories = {history for history, _ in self.partitions}
             if len(histories) > 1:

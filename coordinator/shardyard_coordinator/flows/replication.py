@@ -66,7 +66,7 @@ def published(job: JobState, said: ReplicasPublished, now_ms: int) -> list[Effec
 
 def check_member(book: ReplicaBook, worker: Incarnation, generation: int) -> None:
     """Raises StaleGeneration unless this is the newest group, and the worker is in it."""
-    if generation != book.group.generation or worker not in book.group.members or book.is_void:
+    if generation != book.group.generation or worker not in book.group.members or book.group.is_void:
         raise StaleGeneration(
             f"worker {worker} speaks for replica group {generation}; the newest is {book.group.generation}",
             why="the coordinator has formed another group since, without this worker or with it",

@@ -14,6 +14,7 @@ what a replica is, how workers reach each other, the clock.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
 from shardyard.domain.errors import InvalidRequest
@@ -38,8 +39,6 @@ class ReplicaBook:
         self._asked_since_ms: int | None = None
         self.group = ReplicaGroup(0, ())
         """The newest group; without members before the first."""
-        self._void = 0
-        """Replicas of groups up to this generation are of steps from which the servers have gone back."""
         self._has_trained = False
         """Whether a group may have taken a step since the servers had one state of all partitions for certain."""
         self._had_trained = False
@@ -55,11 +54,11 @@ class ReplicaBook:
     def ask(self, worker: Incarnation, left: int, step: int | None, now_ms: int) -> None:
         """A living worker has left group `left` (0: none) and waits for the next one. `step`: that of its replica;
         None: it has none. Raises InvalidRequest for a group that was not formed."""
-        if left <= self._void:
+        if left <= self.group.void_until:
             step = None
         if left > self.group.generation:
             raise InvalidRequest(f"worker {worker} leaves replica group {left}; the newest is {self.group.generation}")
-        if self.is_void or left == self.group.generation or worker not in self.group.members:
+        if self.group.is_void or left == self.group.generation or worker not in self.group.members:
             if step is None and worker in self.group.members:
                 self._has_trained = self._had_trained  # without this member the group has taken no step
             if self._asked_since_ms is None:
@@ -80,12 +79,7 @@ class ReplicaBook:
 
     def lacks_a_member(self, living: Collection[Incarnation]) -> bool:
         """Whether a member of the newest group is gone or has left it, so that the others wait in vain."""
-        return any(self.is_void or each not in living or each in self._asking for each in self.group.members)
-
-    @property
-    def is_void(self) -> bool:
-        """Whether replicas of the newest group do not count any more."""
-        return self.group.generation <= self._void
+        return any(self.group.is_void or each not in living or each in self._asking for each in self.group.members)
 
     def has_room(self, living: Collection[Incarnation]) -> bool:
         """Whether another worker waits, and the newest group has fewer members than it may."""
@@ -104,7 +98,7 @@ class ReplicaBook:
         """All partitions have the state of a checkpoint of that step. `with_rows`: of tables too."""
         self.published, self._is_fresh = step, False
         if with_rows:
-            self._void = self.group.generation
+            self.group = replace(self.group, void_until=self.group.generation)
             self._asking = dict.fromkeys(self._asking)
         if not self._has_replica(living):
             self._has_trained = self._had_trained = False
@@ -112,7 +106,7 @@ class ReplicaBook:
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
         """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
         lost the group before it got one."""
-        return not self.is_void and any(
+        return not self.group.is_void and any(
             each in living and (each not in self._asking or self._asking[each] is not None)
             for each in self.group.members
         )
@@ -133,7 +127,7 @@ class ReplicaBook:
         steps = {each: self._asking[each] for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
-        self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor))
+        self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor, self.group.void_until))
         return self.group
 
     def waits_for(self, living: Collection[Incarnation]) -> str:
@@ -167,7 +161,7 @@ class ReplicaBook:
 
     def _begin(self, group: ReplicaGroup) -> None:
         self.group = group
-        self._had_trained, self._has_trained = self._has_trained, group.generation > self._void and bool(group.members)
+        self._had_trained, self._has_trained = self._has_trained, bool(group.members) and not group.is_void
         self._asking = {worker: asking for worker, asking in self._asking.items() if worker not in group.members}
         self._asked_since_ms = None
 
@@ -183,7 +177,7 @@ class ReplicaBook:
             "step": -1 if found.step is None else found.step,
             "donor": -1 if found.donor is None else found.donor,
             "trained": self._had_trained,
-            "void": self._void,
+            "void_until": found.void_until,
         }
 
     @property
@@ -202,5 +196,7 @@ class ReplicaBook:
         step, donor = body.number("step", least=-1), body.number("donor", least=-1)
         members = tuple(Incarnation(each) for each in body.numbers("members"))
         generation = body.number("generation", least=1)
-        self._has_trained, self._void = body.flag("trained"), body.number("void", most=generation)
-        self._begin(ReplicaGroup(generation, members, None if step < 0 else step, None if donor < 0 else donor))
+        void_until = body.number("void_until", most=generation)
+        self._has_trained = body.flag("trained")
+        found = None if step < 0 else step, None if donor < 0 else donor
+        self._begin(ReplicaGroup(generation, members, *found, void_until))

@@ -691,16 +691,18 @@ class JoinReplicaGroupReply(_message.Message):
     def __init__(self, retry_ms: _Optional[int] = ..., group: _Optional[_Union[ReplicaGroup, _Mapping]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class ReplicaGroup(_message.Message):
-    __slots__ = ("generation", "members", "step", "donor")
+    __slots__ = ("generation", "members", "step", "donor", "void_until")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DONOR_FIELD_NUMBER: _ClassVar[int]
+    VOID_UNTIL_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedScalarFieldContainer[int]
     step: int
     donor: int
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., donor: _Optional[int] = ...) -> None: ...
+    void_until: int
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., donor: _Optional[int] = ..., void_until: _Optional[int] = ...) -> None: ...
 
 class PutGroupKeyRequest(_message.Message):
     __slots__ = ("caller", "generation", "key", "value")

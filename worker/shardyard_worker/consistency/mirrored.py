@@ -176,6 +176,8 @@ class MirroredStrategy(SyncStrategy):
     def _join(self, group: ReplicaGroup) -> None:
         place = group.place_of(self._session.caller.incarnation)
         assert place is not None, group
+        if self._left <= group.void_until:
+            self._replica_step = None
         self._left = group.generation
         self._is_to_leave = False
         self._collectives = Collectives(self._session, group, place, self._buckets.fingerprint)
@@ -294,7 +296,10 @@ class MirroredStrategy(SyncStrategy):
         step = self._replica_step
         if self._session.drain.hands_over or step is None or step == self._publisher.step:
             return
+        may_be_void = self._has_rows and (self._collectives is None or self._trainer.is_behind)
         self._leave_group()
+        if may_be_void:  # the servers may have gone back from its step
+            return
         with contextlib.suppress(errors.StaleGeneration):  # others are in the next group, and publish
             self._publisher.publish_alone(step, self._left)
 
