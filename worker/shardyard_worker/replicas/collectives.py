@@ -130,16 +130,16 @@ class Collectives:
         """Waits until an operation has ended."""
         if work is None:
             return
-        while True:
+        while not work.is_completed():
             try:
                 work.wait(SLICE)
-            except RuntimeError as error:
-                if not work.is_completed():
-                    self.check()
-                    continue
-                raise self._lost(error) from error
-            self._pending.remove(work)
-            return
+            except RuntimeError:  # the slice is over, or the operation has failed
+                self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._pending.remove(work)
 
     def meet(self) -> None:
         """Returns when all members have called this."""
