@@ -30,7 +30,7 @@ def rows_of_a_duplicate_count(patch: Patch) -> None:
         for (partition, contribution), found in zip(work, results, strict=True):
             if found.outcome is Outcome.DUPLICATE and contribution.rows:
                 with partition.turn:
-                    update_rows(partition, RowUpdate(contribution.rows, contribution.table_groups))
+                    update_rows([(partition, RowUpdate(contribution.rows, contribution.table_groups))])
         return results
 
     real = pushes.apply_to_all

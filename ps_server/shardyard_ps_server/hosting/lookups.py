@@ -23,6 +23,7 @@ from shardyard_ps_server.hosting.pulls import now_ms
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.reads import (
     RowsToRead,
+    look_up_newest,
     look_up_pinned,
     look_up_rows,
     read_pinned_table,
@@ -100,6 +101,9 @@ def find_rows(
         answers.append(rows)
         at += rows.nbytes
     pinned = hosted.pins.rows(pin, list(by_partition), now_ms()) if pin else {}
+    if not (pin or number is not None or hosted.rules.rows_have_versions):
+        look_up_newest([(hosted.find(partition), of_partition) for partition, of_partition in by_partition.items()])
+        by_partition = {}
     for partition, of_partition in by_partition.items():
         if pin:
             holder, version = pinned[partition]

@@ -20,6 +20,7 @@ from shardyard_ps_server.partition.checkpoint_cuts import cut_if_named
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition, SyncSteps
 from shardyard_ps_server.partition.step_gate import Groups, Verdict
+from shardyard_ps_server.rows.partition_tables import RowPush, push_rows
 from shardyard_ps_server.rows.pushed_rows import ExpiredIds, PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_ps_server.values.versions import Bytes
@@ -92,26 +93,33 @@ def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Gro
     return RowUpdate(rows, groups, gone, diff)
 
 
-def update_rows(partition: Partition, update: RowUpdate) -> None:
-    """Changes rows in place."""
-    if update.diff is not None:
-        with partition.lock:
-            partition.overlay.add([update.diff], begins=True)
-    if not update.rows and not update.gone:
-        return
-    if update.diff is None:
-        _copy_for_pins(partition, [update.rows, update.gone], begins=True)
-    step = partition.versions.newest.number + 1
-    before_expiry = None if partition.overlay.is_unsaved else partial(_copy_expiring, partition)
+def update_rows(updates: Sequence[tuple[Partition, RowUpdate]]) -> None:
+    """Changes rows of several partitions in place, each table in one call."""
+    changing: list[Partition] = []
+    pushes: list[RowPush] = []
+    for partition, update in updates:
+        if update.diff is not None:
+            with partition.lock:
+                partition.overlay.add([update.diff], begins=True)
+        if not update.rows and not update.gone:
+            continue
+        if update.diff is None:
+            _copy_for_pins(partition, [update.rows, update.gone], begins=True)
+        step = partition.versions.newest.number + 1
+        before_expiry = None if partition.overlay.is_unsaved else partial(_copy_expiring, partition)
+        pushes.append(RowPush(partition.rows, update.rows, update.groups, step, update.gone, before_expiry))
+        changing.append(partition)
     try:
-        failpoint("rows.before_update")
-        partition.rows.push(update.rows, update.groups, step, update.gone, before_expiry)
+        for _ in changing:
+            failpoint("rows.before_update")
+        push_rows(pushes)
     except BaseException:
-        partition.torn = Internal(
-            f"rows of update {step} of partition {partition.id} are applied in part",
-            why="memory was refused in the middle of the update, and it cannot be undone",
-            todo="give the server more memory; its partitions are restored without that push",
-        )
+        for partition, push in zip(changing, pushes, strict=True):
+            partition.torn = Internal(
+                f"rows of update {push.step} of partition {partition.id} are applied in part",
+                why="memory was refused in the middle of the update, and it cannot be undone",
+                todo="give the server more memory; its partitions are restored without that push",
+            )
         raise
 
 

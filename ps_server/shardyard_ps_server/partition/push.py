@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.push_names import PushName, RankSource
@@ -59,8 +60,13 @@ def apply_to_all(
             for partition, _ in sorted(work, key=lambda each: each[0].id):  # so that two pushes cannot block each other
                 turns.enter_context(partition.turn)
             admitted = [_admit(partition, name, contribution, check_current) for partition, contribution in work]
-            for (partition, _), each in zip(work, admitted, strict=True):
-                results.append(_count(partition, name, *each))
+            if all(
+                partition.steps is None and not each[0] for (partition, _), each in zip(work, admitted, strict=True)
+            ):
+                _apply_alone(work, name, results)
+            else:
+                for (partition, _), each in zip(work, admitted, strict=True):
+                    results.append(_count(partition, name, *each))
     finally:
         for (partition, _), result in zip(work, results, strict=False):
             _wake_after(partition, result)
@@ -75,9 +81,9 @@ def _wake_after(partition: Partition, result: PartResult) -> None:
 def _count(partition: Partition, name: PushName, duplicate: bool, contribution: Contribution) -> PartResult:
     """Counts an admitted push. Called with the turn."""
     if not duplicate and partition.steps is None:
-        result = _apply_alone(partition, name, contribution)
-        failpoint("push.after_partition")
-        return result
+        results: list[PartResult] = []
+        _apply_alone([(partition, contribution)], name, results)
+        return results[0]
     if duplicate:
         outcome = _repeated(partition, name)
     else:
@@ -135,8 +141,41 @@ def check_nothing() -> None:
 # ---- asynchronous
 
 
-def _apply_alone(partition: Partition, name: PushName, contribution: Contribution) -> PartResult:
-    """Applies a push of an asynchronous job as an update. An empty push makes no version."""
+class _Prepared(NamedTuple):
+    """A push to one partition, whose values are computed. `new`: None if it makes no version. `staleness`,
+    `is_compensated`: of a gradient that is corrected for its staleness."""
+
+    partition: Partition
+    contribution: Contribution
+    applied: Contribution
+    new: Bytes | None
+    stale: Staleness | None
+    staleness: int
+    is_compensated: bool
+
+
+def _apply_alone(work: Sequence[tuple[Partition, Contribution]], name: PushName, results: list[PartResult]) -> None:
+    """Applies a push of an asynchronous job as an update of each partition, and appends what became of it to `results`.
+    An empty push makes no version. If one partition refuses it, those before it have taken it."""
+    prepared: list[_Prepared] = []
+    try:
+        for partition, contribution in work:
+            prepared.append(_prepare(partition, contribution))
+    finally:
+        update_rows(
+            [
+                (partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
+                for partition, _, applied, *_ in prepared
+                if applied.rows or applied.gone
+            ]
+        )
+        for each in prepared:
+            results.append(_publish(each, name))
+            failpoint("push.after_partition")
+
+
+def _prepare(partition: Partition, contribution: Contribution) -> _Prepared:
+    """Raises TooLarge, having changed nothing."""
     makes = contribution.groups is not None and contribution.weight > 0
     stale = partition.stale if makes and not contribution.overflow else None
     staleness, compensated = 0, True
@@ -144,17 +183,19 @@ def _apply_alone(partition: Partition, name: PushName, contribution: Contributio
     if stale is not None:
         applied, staleness, compensated = _correct(partition, stale, contribution)
     new = compute_values(partition, Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-    has_rows = bool(applied.rows or applied.gone)
-    if has_rows:
-        update_rows(partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
+    return _Prepared(partition, contribution, applied, new, stale, staleness, compensated)
+
+
+def _publish(prepared: _Prepared, name: PushName) -> PartResult:
+    partition, contribution, applied, new, stale, staleness, is_compensated = prepared
     with partition.lock:
         partition.ledger.advance(name)
-        if has_rows:
+        if applied.rows or applied.gone:
             end_rows(partition)
         if new is not None:
             publish(partition, new)
         if stale is not None:
-            stale.count(contribution.base, staleness, compensated=compensated)
+            stale.count(contribution.base, staleness, compensated=is_compensated)
             stale.passed(contribution.base)
         return PartResult(partition.id, Outcome.APPLIED, name.last + 1, partition.versions.newest)
 

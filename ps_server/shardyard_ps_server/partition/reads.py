@@ -7,6 +7,7 @@ be read until the one after the next is made. A pin keeps a version for longer.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.rows.pushed_rows import Floats
 from shardyard_ps_server.rows.row_overlay import PinnedRows, merged, put_back, union
 from shardyard_ps_server.tables.cuts import Chunk
+from shardyard_ps_server.tables.table import TableRead, look_up_all
 from shardyard_ps_server.values.versions import Bytes, VersionPin
 
 
@@ -115,6 +117,14 @@ def _passed(partition: Partition, number: int) -> NotFound:
 # ---- rows
 
 
+def look_up_newest(asked: Sequence[tuple[Partition, Sequence[RowsToRead]]]) -> None:
+    """Writes rows of several partitions, which have no versions, into `out` as they are now, each table in one call.
+    Raises NotReady."""
+    for partition, _ in asked:
+        partition.check_whole()
+    _read(asked)
+
+
 def look_up_rows(
     partition: Partition, asked: Sequence[RowsToRead], number: int | None = None, until: float = 0.0
 ) -> None:
@@ -128,12 +138,12 @@ def look_up_rows(
                 f"rows of version {number} of partition {partition.id}, whose rows are updated as they come",
                 todo="look them up as they are",
             )
-        _read(partition, asked)
+        _read([(partition, asked)])
         return
     while True:
         with partition.lock:
             wanted = _row_version(partition, number, until)
-        _read(partition, asked)
+        _read([(partition, asked)])
         with partition.lock:
             diff = partition.overlay.last
             if diff is not None and diff.number > wanted:  # a step was applied meanwhile
@@ -161,9 +171,12 @@ def _row_version(partition: Partition, number: int | None, until: float) -> int:
     return number
 
 
-def _read(partition: Partition, asked: Sequence[RowsToRead]) -> None:
-    for each in asked:
-        partition.rows.look_up(each.table, each.ids, each.out)
+def _read(asked: Sequence[tuple[Partition, Sequence[RowsToRead]]]) -> None:
+    of_tables: dict[int, list[TableRead]] = {}
+    for partition, of_partition in asked:
+        for table, ids, out in of_partition:
+            of_tables.setdefault(table, []).append(partition.rows.read(table, ids, out))
+    look_up_all(list(itertools.chain.from_iterable(of_tables.values())))
 
 
 def read_table(partition: Partition, table: int) -> Iterator[Chunk]:
@@ -251,7 +264,7 @@ def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: Versi
     VersionPassed if its rows are not kept any more, InvalidRequest if it was pinned without rows."""
     partition.check_whole()
     pinned = _pinned_rows(partition, pin)
-    _read(partition, asked)
+    _read([(partition, asked)])
     with partition.lock:  # what changed before or during the read is in a diff by now
         diffs = pinned.diffs()
     fewer = merged(diffs)

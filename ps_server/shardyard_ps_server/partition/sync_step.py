@@ -61,7 +61,7 @@ def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribut
         return _complete(partition, steps, gate.with_last(source.rank, contribution), advance, at_once)
     kept = _keep(partition, steps, contribution)
     if at_once is not None:
-        update_rows(partition, at_once)
+        update_rows([(partition, at_once)])
     with partition.lock:
         gate.record(source.rank, kept)
         advance()
@@ -133,7 +133,7 @@ def _apply(
 ) -> None:
     """Makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
     new = compute_values(partition, taken, scale)
-    update_rows(partition, rows)
+    update_rows([(partition, rows)])
     with partition.lock:
         advance()
         steps.gate.next_step()

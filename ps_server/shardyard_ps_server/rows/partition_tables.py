@@ -8,7 +8,7 @@ partition's turn. Must not know: names, ledgers, which version is the newest, lo
 Which rows expire is decided in one of three ways:
 
     synchronous            by `sweep`, from the step and its rows alone, so the result is the same on every server
-    asynchronous, no log   by `push`, which examines a few ids of the table for each row that it changes
+    asynchronous, no log   by `expire`, which examines a few ids of the table for each row that it changes
     asynchronous, a log    by `begin_logged`, before the push is recorded: which ids are examined depends on a random
                            seed that a replay does not have. The record has the ids, and no other pending push has any
                            of them
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from shardyard_ps_server.rows.table_states import Tables, make_tables
 from shardyard_ps_server.tables import table
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.memory.budget import Budget
-from shardyard_ps_server.tables.table import Table
+from shardyard_ps_server.tables.table import Table, TableRead, TableUpdate, push_all
 
 HOMES_PER_ROW: Final = 2
 """For each row that is pushed, so many ids of the table are examined for expiry."""
@@ -98,9 +98,10 @@ class PartitionTables:
 
     # ---- reads
 
-    def look_up(self, number: int, ids: Ids, out: Floats) -> None:
-        """Writes row ids[i] of a table into out[i]. Changes nothing else. Raises NotReady if the partition has left."""
-        self._at(number).look_up(ids, out)
+    def read(self, number: int, ids: Ids, out: Floats) -> TableRead:
+        """A look-up, for `look_up_all`, that writes row ids[i] of a table into out[i]. Raises NotReady if the partition
+        has left."""
+        return TableRead(self._at(number), ids, out)
 
     def items(self, number: int) -> Iterator[Chunk]:
         """Yields all rows of a table, as they are when the first is taken. Raises NotReady if the partition has left,
@@ -162,31 +163,28 @@ class PartitionTables:
             found.append(ExpiredIds(each.table, np.concatenate(having)))
         return tuple(found)
 
-    def push(
-        self,
-        rows: Sequence[PushedTableRows],
-        groups: Groups,
-        step: int,
-        gone: Sequence[ExpiredIds] = (),
-        before_expiry: Callable[[ExpiredIds], None] | None = None,
-    ) -> None:
-        """Applies update number `step` of the partition: gradients of rows, and ids that expire with them. Calls
-        `before_expiry` with what expires beside `gone`. Any error leaves the tables torn."""
-        for each in rows:
-            into = self._of(each)
-            time_ms = self._time_ms(each)
+    def updates(self, push: RowPush) -> Iterator[tuple[int, TableUpdate]]:
+        """Yields what changes rows, with the tables' numbers, in pieces of the size that a table takes in one call."""
+        for each in push.rows:
+            into, time_ms, group = self._of(each), self._time_ms(each), push.groups[each.table]
             for part in _parts(each.ids.size):  # several ranks together may have more than fit at once
                 counts = None if each.counts is None else each.counts[part]
-                values = each.values[part]
-                into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
+                ids, values = each.ids[part], each.values[part]
+                yield each.table, into.update(ids, values, push.step, group=group, counts=counts, now_ms=time_ms)
+
+    def expire(self, push: RowPush) -> None:
+        """Removes what expires with a push, after its rows have changed."""
+        for each in push.rows:
+            into = self._of(each)
             if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
                 # at the time that the push carries
-                ids = self._not_in_flight(each.table, into.expiry.expiring(step, HOMES_PER_ROW * each.ids.size).ids)
+                homes = HOMES_PER_ROW * each.ids.size
+                ids = self._not_in_flight(each.table, into.expiry.expiring(push.step, homes).ids)
                 if ids.size:
-                    if before_expiry is not None:
-                        before_expiry(ExpiredIds(each.table, ids))
+                    if push.before_expiry is not None:
+                        push.before_expiry(ExpiredIds(each.table, ids))
                     _remove(into, ids)
-        for expired in gone:
+        for expired in push.gone:
             _remove(self._of(expired), expired.ids)
 
     def _time_ms(self, rows: PushedTableRows) -> int:
@@ -264,6 +262,33 @@ class PartitionTables:
 
     def _of(self, rows: PushedTableRows | ExpiredIds) -> Table:
         return self._tables[self._settings[rows.table].name]
+
+
+class RowPush(NamedTuple):
+    """Update number `step` of a partition: gradients of rows, and ids that expire with them. `before_expiry` is called
+    with what expires beside `gone`."""
+
+    tables: PartitionTables
+    rows: Sequence[PushedTableRows]
+    groups: Groups
+    step: int
+    gone: Sequence[ExpiredIds] = ()
+    before_expiry: Callable[[ExpiredIds], None] | None = None
+
+
+def push_rows(pushes: Sequence[RowPush]) -> None:
+    """Applies updates of different partitions, each table in one call. Any error leaves all their tables torn."""
+    # by table, and the pieces of one partition apart: a call has each partition's table once
+    together: dict[tuple[int, int], list[TableUpdate]] = {}
+    for push in pushes:
+        pieces: dict[int, int] = {}
+        for number, update in push.tables.updates(push):
+            piece = pieces[number] = pieces.get(number, 0) + 1
+            together.setdefault((number, piece), []).append(update)
+    for updates in together.values():
+        push_all(updates)
+    for push in pushes:
+        push.tables.expire(push)
 
 
 def _remove(into: Table, ids: Ids) -> None:

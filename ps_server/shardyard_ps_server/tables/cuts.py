@@ -144,7 +144,7 @@ class TableCuts:
                 raise NotReady("a cut of this table is already being taken")
             # both reserve memory, and may be refused, before anything changes
             cells = state.filter.cut() if in_chain and state.filter is not None else None
-            state.memory = with_log(state.memory, state.entries)
+            state.use(with_log(state.memory, state.entries))
             state.memory.shared[SIDE] ^= int(MARK)
             state.memory.shared[LOGGED] = 0
             before = self._changes
@@ -161,7 +161,7 @@ class TableCuts:
     def _end(self, end: CutEnd, before: Changes, in_chain: bool) -> None:
         with self._state.lock.alone():
             self._cut = None
-            self._state.memory = without_log(self._state.memory)
+            self._state.use(without_log(self._state.memory))
             if in_chain and end is not CutEnd.ALL:
                 are_known = before.are_known and end is CutEnd.NOTHING
                 removed = [*before.removed, *self._changes.removed] if are_known else []

@@ -10,6 +10,7 @@ from shardyard.domain.tables.table_settings import Admission, TableSettings
 from shardyard_ps_server.tables.bloom_filter import BloomFilter
 from shardyard_ps_server.tables.memory import heap
 from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
+from shardyard_ps_server.tables.memory.layout import RowFormat, TableMemory, record_of
 from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
 from shardyard_ps_server.tables.new_memory import new_memory
 from shardyard_ps_server.tables.stripes import Stripes
@@ -23,8 +24,11 @@ class TableState:
         self.settings = settings
         self.key = row_key(settings.seed, settings.name)
         self.slots = slots_of(settings.optimizer, settings.group)
-        self.memory = new_memory(settings, self.slots, rows_max, self.key, tiered=tiered)
-        """While a cut is read, the same memory with room for the cut's log."""
+        self.use(new_memory(settings, self.slots, rows_max, self.key, tiered=tiered))
+        memory = self.memory
+        self.format = RowFormat(
+            self.stride, memory.fresh, memory.initial_kind, memory.initial_scale, memory.initial_key
+        )
         self.reclaim = EpochReclaim()
         self.stripes = Stripes(self.memory, self.reclaim, compact=tiered)
         self.lock = SharedExclusiveLock()
@@ -36,6 +40,10 @@ class TableState:
         self.now_ms = 0
         """The latest time of the table's clock, which begins with 0; 0 if the table counts ages in steps."""
         self._clock_lock = threading.Lock()
+
+    def use(self, memory: TableMemory) -> None:
+        """While a cut is read, that is the same memory with room for the cut's log."""
+        self.memory, self.record = memory, record_of(memory)
 
     @property
     def rows(self) -> int:

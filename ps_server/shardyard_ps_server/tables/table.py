@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from contextlib import ExitStack
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,20 @@ from shardyard_ps_server.tables.expiry import TableExpiry
 from shardyard_ps_server.tables.loops import push_loops
 from shardyard_ps_server.tables.memory.address_space import Pages
 from shardyard_ps_server.tables.memory.budget import Budget
-from shardyard_ps_server.tables.memory.layout import ADMITTED, COLD_ROWS, NEXT_ROW, Floats, LoopBatch, Numbers
+from shardyard_ps_server.tables.memory.layout import (
+    ADMITTED,
+    COLD_ROWS,
+    COUNTS_AT,
+    GRADIENTS_AT,
+    NEXT_ROW,
+    PUSH_WORDS,
+    READ_WORDS,
+    STRIPE_COUNT,
+    UNIT,
+    Floats,
+    LoopBatch,
+    Numbers,
+)
 from shardyard_ps_server.tables.row_quota import RowQuota
 from shardyard_ps_server.tables.state import TableState
 
@@ -110,13 +124,7 @@ class Table:
     def look_up(self, ids: Ids, out: Floats) -> None:
         """Writes the values of the row of ids[i] into out[i]; for an id without a row its initial values, or zeros, as
         the admission settings say. `ids`: int64 (n,), may repeat. `out`: float32 (n, dim). Changes nothing."""
-        settings = self.settings
-        check_ids(settings.name, ids)
-        check_array(settings.name, "out", out, (ids.size, settings.dim), np.float32)
-        if not (out.flags.writeable and out.flags.c_contiguous and out.flags.aligned):
-            raise TableError("a look-up into an array that is read-only, or not in one piece")
-        with self.state.reclaim.reading():
-            push_loops.look_up(self.state.memory, writable(ids), settings.dim, out, settings.admission.zeros)
+        look_up_all([TableRead(self, ids, out)])
 
     def having_row(self, ids: Ids) -> Ids:
         """Returns those of the ids that have a row. Nothing may be pushed meanwhile."""
@@ -151,6 +159,20 @@ class Table:
         default once. `finite`: gradients that are not finite are refused. `now_ms`: the time by the table's clock, if
         the table counts ages in time; the clock never goes back. Raises TableError, ShapeMismatch, DTypeMismatch,
         InvalidRequest."""
+        push_all([self.update(ids, gradients, step, group=group, counts=counts, finite=finite, now_ms=now_ms)])
+
+    def update(
+        self,
+        ids: Ids,
+        gradients: Floats,
+        step: int,
+        *,
+        group: Sequence[float] | None = None,
+        counts: Numbers | None = None,
+        finite: bool = False,
+        now_ms: int = 0,
+    ) -> TableUpdate:
+        """Checks a push, for `push_all`. Arguments and errors are those of `push`."""
         settings = self.settings
         check_ids(settings.name, ids)
         check_array(settings.name, "gradients", gradients, (ids.size, settings.dim), np.float32)
@@ -160,12 +182,12 @@ class Table:
         if given != self._group:
             row_optimizers.check_update(settings.optimizer, settings.group, given)
             self._group = given
-        self._push(ids, np.ascontiguousarray(gradients), step, given, counts, now_ms)
+        return self._update(ids, np.ascontiguousarray(gradients), step, given, counts, now_ms)
 
     def count(self, ids: Ids, counts: Numbers | None, step: int, now_ms: int = 0) -> None:
         """A push without gradients: counts the ids, and makes the rows of those that are admitted."""
         check_ids(self.settings.name, ids)
-        self._push(ids, None, step, self._group, counts, now_ms)
+        push_all([self._update(ids, None, step, self._group, counts, now_ms)])
 
     def remove(self, ids: Ids) -> Ids:
         """Removes rows and counts. Returns the ids that were there."""
@@ -246,7 +268,7 @@ class Table:
 
     # ---- inside
 
-    def _push(
+    def _update(
         self,
         ids: Ids,
         gradients: Floats | None,
@@ -254,7 +276,7 @@ class Table:
         group: tuple[float, ...],
         counts: Numbers | None,
         now_ms: int,
-    ) -> None:
+    ) -> TableUpdate:
         if not 1 <= step <= STEP_MAX:
             raise TableError(f"update number {step}; expected 1 to 2**47 - 1")
         if not 0 <= now_ms <= STEP_MAX:
@@ -264,36 +286,20 @@ class Table:
             if ids.size and counts.min() < 1:
                 raise TableError(f"an id that occurred {counts.min()} times; expected at least once")
             counts = np.minimum(counts, FREQUENCY_MAX)
-        state, settings = self.state, self.settings
-        rule = row_rules.rule_of(settings.optimizer, group, step)
-        state.reclaim.free()
+        return TableUpdate(self, np.ascontiguousarray(ids), gradients, step, group, counts, now_ms)
+
+    def _make_ready(self, ids: Ids) -> None:
+        """Before the stripes of a push are locked."""
+        self.state.reclaim.free()
         if self._tier is not None:
             self._tier.make_room(ids)
         else:  # a page fault under a stripe's lock would delay all look-ups in the stripe
-            self._pages.make_ready(int(state.memory.shared[NEXT_ROW]) + ids.size)
-        with state.lock.together:
-            taken = self._take_room(ids)
-            try:
-                state.advance(step, now_ms)
-                pushed = push_loops.Pushed(
-                    rule.code,
-                    gradients is not None,
-                    rule.scalars,
-                    0 if gradients is None else gradients.ctypes.data,
-                    0 if counts is None else counts.ctypes.data,
-                    state.unit(step),
-                    _NONE if state.filter is None else state.filter.count(ids, counts),
-                )
-                admission = self._admission
-                if settings.admission.kind is Admission.CHANCE:
-                    admission = admission._replace(key=draws_key(state.key, step))
-                memory, stripes, dim, ids = state.memory, state.stripes.count, settings.dim, writable(ids)
-                room = self._batches.room(ids.size)
-                if push_loops.push_all(memory, room, ids, stripes, dim, pushed, admission, self._turn()) >= 0:
-                    batch = batch_in(room, ids.size, stripes)
-                    self._repeat(lambda: int(push_loops.push(memory, batch, dim, pushed, admission, self._turn())))
-            finally:
-                self._quota.give_back(taken)
+            self._pages.make_ready(int(self.state.memory.shared[NEXT_ROW]) + ids.size)
+
+    def _finish(self, batch: LoopBatch, pushed: push_loops.Pushed, admission: push_loops.AdmissionRule) -> None:
+        """Pushes the rest of a batch, after a stripe was full."""
+        memory, dim = self.state.memory, self.settings.dim
+        self._repeat(lambda: int(push_loops.push(memory, batch, dim, pushed, admission, self._turn())))
 
     def _repeat(self, loop: Callable[[], int]) -> None:
         """Calls a loop again after a stripe that it found full has grown."""
@@ -317,6 +323,107 @@ class Table:
         missing = np.zeros(ids.size, np.bool_)
         push_loops.find_missing(self.state.memory, self._batch(ids), missing)
         return missing
+
+
+class TableRead(NamedTuple):
+    """A look-up in one table: see `Table.look_up`."""
+
+    table: Table
+    ids: Ids
+    out: Floats
+
+
+class TableUpdate(NamedTuple):
+    """A checked push to one table: see `Table.push`. `gradients` None: ids are counted, and no row changes."""
+
+    table: Table
+    ids: Ids
+    gradients: Floats | None
+    step: int
+    group: tuple[float, ...]
+    counts: Numbers | None
+    now_ms: int
+
+
+def look_up_all(reads: Sequence[TableRead]) -> None:
+    """Looks up in tables, those with the same settings in one call of the compiled loop: the tables of a job in all
+    partitions of a server."""
+    for table, ids, out in reads:
+        settings = table.settings
+        check_ids(settings.name, ids)
+        check_array(settings.name, "out", out, (ids.size, settings.dim), np.float32)
+        if not (out.flags.writeable and out.flags.c_contiguous and out.flags.aligned):
+            raise TableError("a look-up into an array that is read-only, or not in one piece")
+    for _, same in itertools.groupby(reads, lambda each: each.table.settings):
+        _look_up_same(list(same))
+
+
+def _look_up_same(reads: Sequence[TableRead]) -> None:
+    first = reads[0].table
+    words: list[Any] = []
+    read_ids = [np.ascontiguousarray(each.ids) for each in reads]
+    with ExitStack() as reading:
+        for each, ids in zip(reads, read_ids, strict=True):
+            reading.enter_context(each.table.state.reclaim.reading())
+            words += [each.table.state.record, (ids.ctypes.data, ids.size, each.out.ctypes.data)]
+        parts = np.concatenate(words).reshape(len(reads), READ_WORDS)
+        settings = first.settings
+        push_loops.look_up_in(first.state.format, parts, settings.dim, settings.admission.zeros)
+
+
+def push_all(updates: Sequence[TableUpdate]) -> None:
+    """Pushes to tables, none of which comes twice. Pushes of the same update number to tables with the same settings
+    are one call of the compiled loop: those to a job's table in all partitions of a server. Raises TableFull; before
+    any table of such a call has changed."""
+    for _, same in itertools.groupby(updates, _in_common):
+        _push_same(list(same))
+
+
+def _in_common(update: TableUpdate) -> tuple[object, ...]:
+    return update.table.settings, update.step, update.group, update.gradients is None
+
+
+def _push_same(updates: Sequence[TableUpdate]) -> None:
+    first = updates[0]
+    state, settings, step = first.table.state, first.table.settings, first.step
+    rule = row_rules.rule_of(settings.optimizer, first.group, step)
+    for each in updates:
+        each.table._make_ready(each.ids)
+    with ExitStack() as held:
+        for each in updates:
+            held.enter_context(each.table.state.lock.together)
+            held.callback(each.table._quota.give_back, each.table._take_room(each.ids))
+        estimates = []
+        words: list[Any] = []
+        for table, ids, gradients, _, _, counts, now_ms in updates:
+            table.state.advance(step, now_ms)
+            filter_ = table.state.filter
+            estimates.append(_NONE if filter_ is None else filter_.count(ids, counts))
+            places = [0 if array is None else array.ctypes.data for array in (gradients, counts, estimates[-1])]
+            numbers = (table.state.unit(step), table.state.stripes.count, table._turn())
+            words += [table.state.record, (ids.ctypes.data, ids.size, *places, *numbers)]
+        parts = np.concatenate(words).reshape(len(updates), PUSH_WORDS)
+        pushed = push_loops.Pushed(rule.code, first.gradients is not None, rule.scalars, 0, 0, 0, _NONE)
+        admission = first.table._admission
+        if settings.admission.kind is Admission.CHANCE:
+            admission = admission._replace(key=draws_key(state.key, step))
+        room = first.table._batches.room(max([each.ids.size for each in updates]))
+        number, begin = -1, 0
+        while begin < len(updates):
+            number = push_loops.push_in(state.format, parts, begin, room, settings.dim, pushed, admission)
+            if number < 0:
+                break
+            part = parts[number]
+            mine = pushed._replace(
+                gradients=int(part[GRADIENTS_AT]),
+                counts=int(part[COUNTS_AT]),
+                unit=int(part[UNIT]),
+                estimates=estimates[number],
+            )
+            updates[number].table._finish(
+                batch_in(room, updates[number].ids.size, int(part[STRIPE_COUNT])), mine, admission
+            )
+            begin = number + 1
 
 
 def warm() -> None:

@@ -42,23 +42,47 @@ from shardyard_ps_server.tables.memory.layout import (
     BASE,
     BOUND,
     CHANGED,
+    COLD,
+    COUNTS_AT,
     DEPTH,
+    DIRECTORY_AT,
     EMPTY,
     ENTRIES,
+    ESTIMATES_AT,
     FIELDS,
     FILE,
+    FIRST_STRIPE,
     FREQUENCY,
     FREQUENCY_SHIFT,
+    GRADIENTS_AT,
     HOMES,
+    ID_COUNT,
+    IDS_AT,
     LENGTH,
     LOCK,
+    LOG_ENTRIES,
+    LOG_ROWS_AT,
+    LOG_WORDS_AT,
     LOGGED,
     MARK,
+    OUT_AT,
     ROW,
+    SEEDS_AT,
+    SHARED_AT,
+    SHARED_WORDS,
     SIDE,
+    SLAB_AT,
+    SLAB_ROWS,
+    SLOT_COUNT,
+    SLOTS,
+    SLOTS_AT,
+    STRIPE_COUNT,
+    STRIPES_AT,
+    UNIT,
     Floats,
     LoopBatch,
     Numbers,
+    RowFormat,
     TableMemory,
     TableRoom,
     Words,
@@ -105,7 +129,39 @@ class Pushed(NamedTuple):
     estimates: Numbers
 
 
+@compiled
+def memory_of(format_: RowFormat, record: Numbers) -> TableMemory:
+    """The memory of a table, from its record (`record_of`)."""
+    stride, log = format_.stride, record[LOG_ENTRIES]
+    return TableMemory(
+        array_at(pointer(record[SEEDS_AT]), (2,), np.uint64),
+        array_at(pointer(record[DIRECTORY_AT]), (SLOTS,), np.int16),
+        array_at(pointer(record[STRIPES_AT]), (SLOTS * FIELDS,), np.int64),
+        array_at(pointer(record[SHARED_AT]), (SHARED_WORDS,), np.int64),
+        array_at(pointer(record[SLAB_AT]), (record[SLAB_ROWS], stride), np.float32),
+        array_at(pointer(record[SLAB_AT]), (record[SLAB_ROWS], stride), np.int32),
+        record[COLD],
+        array_at(pointer(record[SLOTS_AT]), (record[SLOT_COUNT],), np.int32),
+        array_at(pointer(record[LOG_WORDS_AT]), (3 * log,), np.uint64),
+        array_at(pointer(record[LOG_ROWS_AT]), (log, stride), np.float32),
+        format_.fresh,
+        format_.initial_kind,
+        format_.initial_scale,
+        format_.initial_key,
+    )
+
+
 # ---- look-ups
+
+
+@compiled
+def look_up_in(format_: RowFormat, parts: Numbers, dim: int, zeros: bool) -> None:
+    """Looks up in several tables with the same settings. `parts`: shape (tables, READ_WORDS)."""
+    for p in range(parts.shape[0]):
+        part = parts[p]
+        ids = array_at(pointer(part[IDS_AT]), (part[ID_COUNT],), np.int64)
+        out = array_at(pointer(part[OUT_AT]), (part[ID_COUNT], dim), np.float32)
+        look_up(memory_of(format_, part), ids, dim, out, zeros)
 
 
 @compiled
@@ -190,6 +246,33 @@ def find_missing(memory: TableMemory, batch: LoopBatch, missing: Any) -> None:
 
 
 # ---- pushes
+
+
+@compiled
+def push_in(
+    format_: RowFormat,
+    parts: Numbers,
+    begin: int,
+    room: TableRoom,
+    dim: int,
+    pushed: Pushed,
+    admission: AdmissionRule,
+) -> int:
+    """Pushes to several tables with the same settings, from number `begin` on. `parts`: shape (tables, PUSH_WORDS);
+    `pushed`: what all have in common. Returns the number of the table in which a stripe was full: its batch, in `room`,
+    is not done yet. -1: all are done."""
+    for p in range(begin, parts.shape[0]):
+        part = parts[p]
+        n = part[ID_COUNT]
+        ids = array_at(pointer(part[IDS_AT]), (n,), np.int64)
+        estimates = array_at(pointer(part[ESTIMATES_AT]), (n,), np.int64)
+        mine = Pushed(
+            pushed.code, pushed.updates, pushed.scalars, part[GRADIENTS_AT], part[COUNTS_AT], part[UNIT], estimates
+        )
+        memory, stripes = memory_of(format_, part), part[STRIPE_COUNT]
+        if push_all(memory, room, ids, stripes, dim, mine, admission, part[FIRST_STRIPE]) >= 0:
+            return p
+    return -1
 
 
 @compiled

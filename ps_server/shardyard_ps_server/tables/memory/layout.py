@@ -112,6 +112,65 @@ class TableMemory(NamedTuple):
     """np.uint64"""
 
 
+class RowFormat(NamedTuple):
+    """What tables with the same settings have in common: the numbers in a row, and the rest as in `TableMemory`."""
+
+    stride: int
+    fresh: Floats
+    initial_kind: int
+    initial_scale: np.float64
+    initial_key: Any
+
+
+# fields of a table's record, `record_of`
+SEEDS_AT: Final = 0
+DIRECTORY_AT: Final = 1
+STRIPES_AT: Final = 2
+SHARED_AT: Final = 3
+SLAB_AT: Final = 4
+SLAB_ROWS: Final = 5
+COLD: Final = 6
+SLOTS_AT: Final = 7
+SLOT_COUNT: Final = 8
+LOG_WORDS_AT: Final = 9
+LOG_ROWS_AT: Final = 10
+LOG_ENTRIES: Final = 11
+RECORD_WORDS: Final = 12
+
+# and what a loop over several tables gets beside each record
+IDS_AT: Final = 12
+ID_COUNT: Final = 13
+OUT_AT: Final = 14
+READ_WORDS: Final = 15
+GRADIENTS_AT: Final = 14
+COUNTS_AT: Final = 15
+ESTIMATES_AT: Final = 16
+UNIT: Final = 17
+STRIPE_COUNT: Final = 18
+FIRST_STRIPE: Final = 19
+PUSH_WORDS: Final = 20
+
+
+def record_of(memory: TableMemory) -> Numbers:
+    """Where a table's memory is: with its `RowFormat`, all that a loop needs."""
+    arrays: dict[int, npt.NDArray[Any]] = {
+        SEEDS_AT: memory.seeds,
+        DIRECTORY_AT: memory.directory,
+        STRIPES_AT: memory.stripes,
+        SHARED_AT: memory.shared,
+        SLAB_AT: memory.slab,
+        SLOTS_AT: memory.slots,
+        LOG_WORDS_AT: memory.log_words,
+        LOG_ROWS_AT: memory.log_rows,
+    }
+    record = np.empty(RECORD_WORDS, np.int64)
+    for field, array in arrays.items():
+        record[field] = array.ctypes.data
+    record[SLAB_ROWS], record[COLD] = len(memory.slab), memory.cold
+    record[SLOT_COUNT], record[LOG_ENTRIES] = memory.slots.size, len(memory.log_rows)
+    return record
+
+
 class TableRoom(NamedTuple):
     """Memory for a batch, with room for more ids and stripes than it has. `which`: the run of each id while ids are
     sorted. The rest is as in `LoopBatch`."""

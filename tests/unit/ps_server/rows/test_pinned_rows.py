@@ -25,8 +25,8 @@ from shardyard_ps_server.hosting import lookups, orders, pulls
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.hosting.pins import Pin
 from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import next_version, reads
 from shardyard_ps_server.partition import partition as partitions
-from shardyard_ps_server.partition import reads
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push
 from shardyard_ps_server.partition.reads import RowsToRead, look_up_pinned, pin_version, read_pinned_table, unpin
@@ -268,15 +268,15 @@ def test_who_pins_in_the_midst_of_a_push_reads_one_version(
         pin_version(partition, None, rows=True)
     found: list[VersionPin] = []
     asking = threading.Thread(target=lambda: found.append(pin_version(partition, None, rows=True)))
-    real = PartitionTables.push
+    real = next_version.push_rows
 
-    def between(self: PartitionTables, *given: Any) -> None:
-        real(self, *given)
+    def between(pushes: Any) -> None:
+        real(pushes)
         asking.start()
         asking.join(0.2)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartitionTables, "push", between)
+        patch.setattr(next_version, "push_rows", between)
         push_one(0)
     asking.join(DEADLINE_S)
     (wanted,) = found

@@ -32,6 +32,7 @@ from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders, pushes
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
+from shardyard_ps_server.partition import next_version, reads
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.reads import read_table
 from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
@@ -182,18 +183,18 @@ def test_a_look_up_sees_one_version_however_far_an_update_is(
     push(partition, 0, 0, work({0: 0.5}))
     judge(partition, 0)
     seen: list[tuple[dict[int, float], dict[int, float]]] = []
-    real = PartitionTables.push
+    real = next_version.push_rows
 
     def look() -> None:
         seen.append((moved(partition), moved(partition, 1)))
         with pytest.raises(NotReady):
             read(partition, 2)
 
-    def and_after(self: PartitionTables, *given: Any) -> None:
-        real(self, *given)
+    def and_after(pushes: Any) -> None:
+        real(pushes)
         look()  # rows are changed, the version is not there
 
-    monkeypatch.setattr(PartitionTables, "push", and_after)
+    monkeypatch.setattr(next_version, "push_rows", and_after)
     with armed("rows.before_update", lambda _: look()):
         push(partition, 0, 1, work({0: 0.5, 1: 0.5}))
         judge(partition, 1)
@@ -227,18 +228,18 @@ def test_a_look_up_of_what_waits_for_a_verdict_is_answered_at_once() -> None:
 def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = partition_of(1)
     push(partition, 0, 0, work({0: 1.0}))
-    real = PartitionTables.look_up
+    real = reads.look_up_all
     steps = iter(range(1, 100))
 
-    def overtaken(self: PartitionTables, *given: Any) -> None:
-        real(self, *given)
+    def overtaken(given: Any) -> None:
+        real(given)
         if len(overtakes) < 2:
             overtakes.append(1)
             push(partition, 0, next(steps), work({0: 1.0}))
             push(partition, 0, next(steps), work({1: 1.0}))
 
     overtakes: list[int] = []
-    monkeypatch.setattr(PartitionTables, "look_up", overtaken)
+    monkeypatch.setattr(reads, "look_up_all", overtaken)
     with pytest.raises(NotFound, match="version 1 of partition 0, whose newest is"):
         read(partition, 1)
     overtakes.clear()
