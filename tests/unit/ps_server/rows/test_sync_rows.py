@@ -38,7 +38,6 @@ from shardyard_ps_server.partition.reads import read_table
 from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows import partition_tables, row_sums
-from shardyard_ps_server.rows.partition_tables import PartitionTables
 from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, WORKER, closed
 from tests.support.rows_in_steps import (
     HALF,
@@ -319,7 +318,7 @@ def test_a_torn_step_is_never_half_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(PartitionTables, "push", refuse)
+    monkeypatch.setattr(next_version, "push_rows", refuse)
     with pytest.raises(MemoryError):
         push(partition, 0, 0, work({0: 1.0}, dense=1.0))
     assert partition.describe()[0].number == 0
