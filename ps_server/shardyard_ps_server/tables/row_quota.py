@@ -18,11 +18,13 @@ class RowQuota:
         self._lock = threading.Lock()
         self._promised = 0
 
-    def take(self, ids: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> int:
+    def take(self, ids: int, at_most: int, rows: Callable[[], int], count_missing: Callable[[], int]) -> int:
         """Reserves room for the rows of so many ids. Close to the limit it calls `count_missing` to learn how many of
-        them have no row. Returns for how many rows; `give_back` must follow. Raises TableFull."""
+        them have no row. `at_most`: a number of rows that the table does not exceed now, and that is known at once.
+        Returns for how many rows; `give_back` must follow. Raises TableFull."""
         with self._lock:
-            if rows() + self._promised + ids <= self.rows_max:
+            room = self.rows_max - self._promised - ids
+            if at_most <= room or rows() <= room:
                 self._promised += ids
                 return ids
         n = count_missing()

@@ -10,7 +10,7 @@ from shardyard.domain.tables.table_settings import Admission, TableSettings
 from shardyard_ps_server.tables.bloom_filter import BloomFilter
 from shardyard_ps_server.tables.memory import heap
 from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
-from shardyard_ps_server.tables.memory.layout import RowFormat, TableMemory, record_of
+from shardyard_ps_server.tables.memory.layout import COLD_ROWS, NEXT_ROW, RowFormat, TableMemory, record_of
 from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
 from shardyard_ps_server.tables.new_memory import new_memory
 from shardyard_ps_server.tables.stripes import Stripes
@@ -48,6 +48,14 @@ class TableState:
     @property
     def rows(self) -> int:
         return int(heap.rows_of(self.memory.shared))
+
+    @property
+    def rows_at_most(self) -> int:
+        """`rows`, and rows that are free. Needs no lock: the rows in the file are read first, so a row that moves into
+        memory meanwhile counts twice, and none is missed."""
+        shared = self.memory.shared
+        in_file = int(shared[COLD_ROWS])
+        return in_file + int(shared[NEXT_ROW])
 
     @property
     def entries(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -37,6 +36,7 @@ from shardyard_ps_server.tables.memory.layout import (
     COLD_ROWS,
     COUNTS_AT,
     GRADIENTS_AT,
+    ID_COUNT,
     NEXT_ROW,
     PUSH_WORDS,
     READ_WORDS,
@@ -136,7 +136,8 @@ class Table:
         """Raises TableFull if the rows of ids that have none would be too many. The answer is good until rows are
         made."""
         check_ids(self.settings.name, ids)
-        if self.rows + ids.size > self._quota.rows_max:
+        room = self._quota.rows_max - ids.size
+        if self.state.rows_at_most > room and self.rows > room:
             with self.state.lock.together:
                 self._quota.give_back(self._take_room(ids))
 
@@ -317,7 +318,7 @@ class Table:
         """Until the returned room is given back, no other push takes the rows that these ids may need. Raises
         TableFull."""
         missing = lambda: np.unique(ids[self._without_row(ids)]).size  # noqa: E731
-        return self._quota.take(ids.size, lambda: self.state.rows, missing)
+        return self._quota.take(ids.size, self.state.rows_at_most, lambda: self.state.rows, missing)
 
     def _without_row(self, ids: Ids) -> npt.NDArray[np.bool_]:
         missing = np.zeros(ids.size, np.bool_)
@@ -362,13 +363,17 @@ def _look_up_same(reads: Sequence[TableRead]) -> None:
     first = reads[0].table
     words: list[Any] = []
     read_ids = [np.ascontiguousarray(each.ids) for each in reads]
-    with ExitStack() as reading:
+    began: list[tuple[Table, int]] = []
+    try:
         for each, ids in zip(reads, read_ids, strict=True):
-            reading.enter_context(each.table.state.reclaim.reading())
+            began.append((each.table, each.table.state.reclaim.begin()))
             words += [each.table.state.record, (ids.ctypes.data, ids.size, each.out.ctypes.data)]
         parts = np.concatenate(words).reshape(len(reads), READ_WORDS)
         settings = first.settings
         push_loops.look_up_in(first.state.format, parts, settings.dim, settings.admission.zeros)
+    finally:
+        for table, epoch in began:
+            table.state.reclaim.end(epoch)
 
 
 def push_all(updates: Sequence[TableUpdate]) -> None:
@@ -384,46 +389,69 @@ def _in_common(update: TableUpdate) -> tuple[object, ...]:
 
 
 def _push_same(updates: Sequence[TableUpdate]) -> None:
-    first = updates[0]
-    state, settings, step = first.table.state, first.table.settings, first.step
-    rule = row_rules.rule_of(settings.optimizer, first.group, step)
     for each in updates:
         each.table._make_ready(each.ids)
-    with ExitStack() as held:
+    entered: list[Table] = []
+    taken: list[int] = []
+    try:
         for each in updates:
-            held.enter_context(each.table.state.lock.together)
-            held.callback(each.table._quota.give_back, each.table._take_room(each.ids))
-        estimates = []
-        words: list[Any] = []
-        for table, ids, gradients, _, _, counts, now_ms in updates:
-            table.state.advance(step, now_ms)
-            filter_ = table.state.filter
-            estimates.append(_NONE if filter_ is None else filter_.count(ids, counts))
-            places = [0 if array is None else array.ctypes.data for array in (gradients, counts, estimates[-1])]
-            numbers = (table.state.unit(step), table.state.stripes.count, table._turn())
-            words += [table.state.record, (ids.ctypes.data, ids.size, *places, *numbers)]
-        parts = np.concatenate(words).reshape(len(updates), PUSH_WORDS)
-        pushed = push_loops.Pushed(rule.code, first.gradients is not None, rule.scalars, 0, 0, 0, _NONE)
-        admission = first.table._admission
-        if settings.admission.kind is Admission.CHANCE:
-            admission = admission._replace(key=draws_key(state.key, step))
-        room = first.table._batches.room(max([each.ids.size for each in updates]))
-        number, begin = -1, 0
-        while begin < len(updates):
-            number = push_loops.push_in(state.format, parts, begin, room, settings.dim, pushed, admission)
-            if number < 0:
-                break
-            part = parts[number]
-            mine = pushed._replace(
-                gradients=int(part[GRADIENTS_AT]),
-                counts=int(part[COUNTS_AT]),
-                unit=int(part[UNIT]),
-                estimates=estimates[number],
-            )
-            updates[number].table._finish(
-                batch_in(room, updates[number].ids.size, int(part[STRIPE_COUNT])), mine, admission
-            )
-            begin = number + 1
+            each.table.state.lock.enter()
+            entered.append(each.table)
+            taken.append(each.table._take_room(each.ids))
+        _apply(updates)
+    finally:
+        for table, rows in zip(entered, taken, strict=False):
+            table._quota.give_back(rows)
+        for table in entered:
+            table.state.lock.leave()
+
+
+def _apply(updates: Sequence[TableUpdate]) -> None:
+    """Calls the compiled loop, again each time after a full stripe."""
+    first = updates[0].table
+    settings, step, group, updates_rows = first.settings, updates[0].step, updates[0].group, updates[0].gradients
+    rule = row_rules.rule_of(settings.optimizer, group, step)
+    estimates = [_estimates(each) for each in updates]
+    words = [each for pair in zip(updates, estimates, strict=True) for each in _words(*pair)]
+    parts = np.concatenate(words).reshape(len(updates), PUSH_WORDS)
+    pushed = push_loops.Pushed(rule.code, updates_rows is not None, rule.scalars, 0, 0, 0, _NONE)
+    admission = first._admission
+    if settings.admission.kind is Admission.CHANCE:
+        admission = admission._replace(key=draws_key(first.state.key, step))
+    room = first._batches.room(max([each.ids.size for each in updates]))
+    begin = 0
+    while begin < len(updates):
+        number = push_loops.push_in(first.state.format, parts, begin, room, settings.dim, pushed, admission)
+        if number < 0:
+            return
+        part = parts[number]
+        batch = batch_in(room, int(part[ID_COUNT]), int(part[STRIPE_COUNT]))
+        mine = pushed._replace(
+            gradients=int(part[GRADIENTS_AT]),
+            counts=int(part[COUNTS_AT]),
+            unit=int(part[UNIT]),
+            estimates=estimates[number],
+        )
+        updates[number].table._finish(batch, mine, admission)
+        begin = number + 1
+
+
+def _estimates(update: TableUpdate) -> Numbers:
+    update.table.state.advance(update.step, update.now_ms)
+    filter_ = update.table.state.filter
+    return _NONE if filter_ is None else filter_.count(update.ids, update.counts)
+
+
+def _words(update: TableUpdate, estimates: Numbers) -> tuple[Any, Any]:
+    """What the compiled loop gets of a table and a push to it: PUSH_WORDS numbers."""
+    table, ids, gradients, step, _, counts, _ = update
+    places = (
+        0 if gradients is None else gradients.ctypes.data,
+        0 if counts is None else counts.ctypes.data,
+        estimates.ctypes.data if estimates.size else 0,
+    )
+    stripes = table.state.stripes.count
+    return table.state.record, (ids.ctypes.data, ids.size, *places, table.state.unit(step), stripes, table._turn())
 
 
 def warm() -> None:

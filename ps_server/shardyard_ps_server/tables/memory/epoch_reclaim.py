@@ -25,16 +25,24 @@ class EpochReclaim:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        with self._changing:
-            epoch = self._epoch
-            self._readers[epoch & 1] += 1
+        epoch = self.begin()
         try:
             yield
         finally:
-            with self._changing:
-                self._readers[epoch & 1] -= 1
-                if self._retired:
-                    self._pass()
+            self.end(epoch)
+
+    def begin(self) -> int:
+        """A look-up begins. `end` must follow, with the number that this returns."""
+        with self._changing:
+            epoch = self._epoch
+            self._readers[epoch & 1] += 1
+        return epoch
+
+    def end(self, epoch: int) -> None:
+        with self._changing:
+            self._readers[epoch & 1] -= 1
+            if self._retired:
+                self._pass()
 
     def retire(self, memory: Any) -> None:
         with self._changing:

@@ -16,6 +16,19 @@ class SharedExclusiveLock:
         self.together = _Together(self)
         """Inside a block of it other threads may be inside such blocks too."""
 
+    def enter(self) -> None:
+        """Begins what a block of `together` does. `leave` must follow."""
+        with self._changed:
+            while self._alone:
+                self._changed.wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._inside -= 1
+            if self._alone and self._inside == 0:
+                self._changed.notify_all()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside the block no other thread is inside."""
@@ -40,15 +53,7 @@ class _Together:
         self._lock = lock
 
     def __enter__(self) -> None:
-        lock = self._lock
-        with lock._changed:
-            while lock._alone:
-                lock._changed.wait()
-            lock._inside += 1
+        self._lock.enter()
 
     def __exit__(self, *_: object) -> None:
-        lock = self._lock
-        with lock._changed:
-            lock._inside -= 1
-            if lock._alone and lock._inside == 0:
-                lock._changed.notify_all()
+        self._lock.leave()
