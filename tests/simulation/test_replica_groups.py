@@ -1,9 +1,10 @@
-"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4 and D6): the coordinator's book as it is
+"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4, D6 and D7): the coordinator's book as it is
 shipped, with workers, collectives and servers reduced to what the rules speak of; and that each rule is needed.
 
 A replica is the list of steps that it has taken, each with its group. A collective has all contributions or
 none; each member takes its result by itself, later, or fails if another member is gone by then. With tables each member
-pushes the rows of its ranks to each partition, and servers are lost, so that all partitions go back to a checkpoint.
+pushes the rows of its ranks to each partition, and servers are lost, so that all partitions go back to a checkpoint. In
+a pipeline each member has a stage of one replica, so nobody can give it to another.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SEEDS = range(400)
 SEEDS_FOR_A_MUTATION = 2_000
 EVENTS = 400
 MEMBERS_MAX = 4
+STAGES = 2
 PARTITIONS = 3
 PUBLISH_SHARE = 0.5
 
@@ -41,6 +43,8 @@ class Worker:
     history: History | None = None
     group: ReplicaGroup | None = None
     left: int = 0
+    kept: History | None = None
+    """In a pipeline: its steps with the one to which it has contributed, and whose result it has not got."""
     is_frozen: bool = False
     taken: int = 0
     """Collectives of its group whose result it has."""
@@ -71,7 +75,7 @@ class Yard:
 
     def __init__(self, seed: int, *, meets_before: bool = True, later_group_counts: bool = True) -> None:
         self.rng = random.Random(seed)
-        self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
+        self.book = self._new_book()
         self.workers: dict[Incarnation, Worker] = {}
         self.zombies: dict[Incarnation, Worker] = {}
         """Workers that were declared dead and run."""
@@ -88,6 +92,9 @@ class Yard:
         """Whether no replica counts after the servers have gone back."""
         self._meets_before = meets_before
         self._later_group_counts = later_group_counts
+
+    def _new_book(self) -> ReplicaBook:
+        return ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
 
     @property
     def living(self) -> list[Incarnation]:
@@ -172,7 +179,7 @@ class Yard:
     def restart_coordinator(self) -> None:
         """It knows what it has recorded, and not who asks."""
         records = self.book.entries()
-        self.book = ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5)
+        self.book = self._new_book()
         for kind, body in records:
             self.book.restore(kind, replica_book.Body(body))
 
@@ -228,7 +235,7 @@ class Yard:
         else:
             assert group.donor is not None
             if worker.history is None or len(worker.history) != group.step:
-                given = self.sources.get(group.members[group.donor])
+                given = self._taken_from(worker, group)
                 if given is None:  # the donor has died: there is nobody to get it from
                     worker.left = group.generation
                     return
@@ -239,6 +246,11 @@ class Yard:
         same = {each.history for each in self.workers.values() if each.group == group and each.history is not None}
         if len({history[: len(worker.history)] for history in same}) > 1:
             raise Violation(f"members of group {group.generation} have different replicas: {same}")
+
+    def _taken_from(self, worker: Worker, group: ReplicaGroup) -> History | None:
+        """The replica that a worker of another step takes."""
+        assert group.donor is not None
+        return self.sources.get(group.members[group.donor])
 
     # ---- collectives
 
@@ -337,6 +349,38 @@ class Yard:
         if histories != {worker.history} and not later:
             raise Violation(f"step {step} is published, and partitions have {self.partitions}")
         self.checkpoint = histories.pop()
+
+
+class YardOfStages(Yard):
+    """A pipeline: a member takes part in a step when its gradients are there, and keeps them until it has the result
+    or the next group."""
+
+    def __init__(self, seed: int, *, keeps_gradients: bool = True) -> None:
+        super().__init__(seed)
+        self._keeps_gradients = keeps_gradients
+
+    def _new_book(self) -> ReplicaBook:
+        return ReplicaBook(members_max=STAGES, workers_expected=STAGES, grace_ms=5, stages=STAGES)
+
+    def step(self, worker: Worker) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
+        worker.kept = (*worker.history, worker.group.generation)
+        super().step(worker)
+
+    def _taken_from(self, worker: Worker, group: ReplicaGroup) -> History | None:
+        if worker.kept is None or len(worker.kept) != group.step:
+            raise Violation(f"a stage cannot continue from step {group.step} of group {group.generation}")
+        return worker.kept
+
+    def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        super()._join(worker, group)
+        worker.kept = None
+
+    def _leave_group(self, worker: Worker) -> None:
+        super()._leave_group(worker)
+        if not self._keeps_gradients:
+            worker.kept = None
 
 
 class Rows:
@@ -441,7 +485,7 @@ class YardWithRows(Yard):
             raise Violation(f"a checkpoint of step {len(self.checkpoint)} with {[each.version for each in self.rows]}")
 
 
-@pytest.mark.parametrize("kind", [Yard, YardWithRows], ids=["variables", "rows"])
+@pytest.mark.parametrize("kind", [Yard, YardWithRows, YardOfStages], ids=["variables", "rows", "stages"])
 def test_groups_keep_the_rules_under_every_seed(kind: type[Yard]) -> None:
     steps = [kind(seed).run().steps_taken for seed in SEEDS]
     assert sum(steps) > 5 * len(SEEDS)
@@ -494,6 +538,29 @@ def goes_on_without_its_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]
     return {"is_void": False}
 
 
+def stages_keep_no_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a stage that has lost its group computes the step again, which another stage has taken (rule D7)"""
+    return {"keeps_gradients": False}
+
+
+def others_go_on_without_a_stage(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """the stages that are left are a replica (rule D7)"""
+
+    def has_any(self: ReplicaBook, living: Any) -> bool:
+        return any(each in living and self._asking.get(each, 0) is not None for each in self.group.members)
+
+    monkeypatch.setattr(ReplicaBook, "_has_replica", has_any)
+    return {}
+
+
+def goes_back_while_a_stage_is_in_its_group(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """partitions go back before the other stages have left their group, and may publish (rule D7)"""
+    monkeypatch.setattr(
+        ReplicaBook, "has_lost_all", lambda self, living: self._has_trained and not self._has_replica(living)
+    )
+    return {}
+
+
 @pytest.mark.parametrize(
     ("kind", "mutation"),
     [
@@ -501,6 +568,9 @@ def goes_on_without_its_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]
         (Yard, each_keeps_its_step),
         (Yard, nobody_goes_back),
         (Yard, nobody_waits_before_it_publishes),
+        (YardOfStages, stages_keep_no_gradients),
+        (YardOfStages, others_go_on_without_a_stage),
+        (YardOfStages, goes_back_while_a_stage_is_in_its_group),
         (YardWithRows, votes_before_its_rows_are_recorded),
         (YardWithRows, goes_on_without_its_rows),
     ],

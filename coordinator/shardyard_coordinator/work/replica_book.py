@@ -6,6 +6,9 @@ so no two groups train at a time, and the newest step that any survivor has is k
 step (D2). If no replica is left, the servers go back to a checkpoint, from which the next group continues (D3). If the
 servers go back in a job with tables, no replica counts any more, since their rows are not of its step (D6).
 
+In a pipeline each member has a stage of the model, by its place. A group has a member for each stage, and a job that
+has lost a stage has lost its replica: the other stages go back with it.
+
 Owns: the newest group, and who asks for the next one. Invariants: generations only grow; members are living workers; a
 group has at most as many members as the job has logical ranks, since each computes at least one. Pure. Must not know:
 what a replica is, how workers reach each other, the clock.
@@ -28,12 +31,13 @@ CHECKPOINT_BEGINS_MS: Final = 2_000
 
 
 class ReplicaBook:
-    """`members_max`: the number of logical ranks."""
+    """`members_max`: how many workers compute the logical ranks. `stages`: how many members have a replica together."""
 
-    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int) -> None:
+    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, stages: int = 1) -> None:
         self._members_max = members_max
         self._workers_expected = min(workers_expected, members_max)
         self._grace_ms = grace_ms
+        self._stages = stages
         self._asking: dict[Incarnation, int | None] = {}
         """The step of the replica of each worker that waits for the next group; None: it has none."""
         self._asked_since_ms: int | None = None
@@ -67,10 +71,10 @@ class ReplicaBook:
 
     def lose(self, worker: Incarnation, others: Collection[Incarnation], *, is_done: bool) -> None:
         """A worker is no living worker of the job any more, `others` are. `is_done`: its script has ended well, and the
-        servers have its replica. If it was the last one, they have one state for certain."""
+        servers have its replica. If it was the last one, they have one state for certain; of a pipeline, its stage."""
         self._asking.pop(worker, None)
         members = self.group.members
-        if is_done and worker in members and not any(each in others for each in members):
+        if is_done and self._stages == 1 and worker in members and not any(each in others for each in members):
             self._has_trained = self._had_trained = False
 
     def group_of(self, worker: Incarnation) -> ReplicaGroup | None:
@@ -87,7 +91,10 @@ class ReplicaBook:
         return 0 < len(self.group.members) < self._members_max and waits
 
     def has_lost_all(self, living: Collection[Incarnation]) -> bool:
-        """Whether no replica is left, and the servers' state may be one of several steps."""
+        """Whether no replica is left, and the servers' state may be one of several steps. The stages that are left of a
+        pipeline have left their group: until then they may still publish."""
+        if any(each in living and each not in self._asking for each in self.group.members):
+            return False
         return self._has_trained and not self._has_replica(living)
 
     def begin_after(self, generation: int, step: int) -> None:
@@ -104,12 +111,14 @@ class ReplicaBook:
             self._has_trained = self._had_trained = False
 
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
-        """Whether a living member of the newest group has a replica. One that has asked says so itself: it may have
-        lost the group before it got one."""
-        return not self.group.is_void and any(
-            each in living and (each not in self._asking or self._asking[each] is not None)
-            for each in self.group.members
-        )
+        """Whether living members of the newest group have a replica, of all stages. One that has asked says so itself:
+        it may have lost the group before it got one."""
+        found = {
+            place % self._stages
+            for place, each in enumerate(self.group.members)
+            if each in living and (each not in self._asking or self._asking[each] is not None)
+        }
+        return not self.group.is_void and len(found) == self._stages
 
     def form(self, living: Collection[Incarnation], now_ms: int) -> ReplicaGroup | None:
         """Forms the next group, if it is due. None: workers go on waiting."""
@@ -124,7 +133,10 @@ class ReplicaBook:
             assert self._asked_since_ms is not None
             if now_ms - self._asked_since_ms < self._grace_ms:
                 return None
-        steps = {each: self._asking[each] for each in chosen}
+        if len(chosen) < self._stages:
+            return None
+        has_replica = self._stages == 1 or self._has_replica(living)
+        steps = {each: self._asking[each] if has_replica else None for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
         self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor, self.group.void_until))
@@ -135,7 +147,7 @@ class ReplicaBook:
         late = [each for each in self.group.members if each in living and each not in self._asking]
         if late:
             return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
-        return f"other workers: {len(self._asking)} of {self._workers_expected} are here"
+        return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._stages)} are here"
 
     def publish(self, step: int, now_ms: int) -> None:
         """All servers have the state of that step."""

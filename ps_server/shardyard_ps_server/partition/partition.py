@@ -99,6 +99,16 @@ class Cut:
         self.let_go()
 
 
+@dataclass
+class PublishedDraft:
+    """The state of some blocks after a step. `arrays`: values and the optimizer's, in the places of the payload."""
+
+    taken: TakenStep
+    blocks: set[int]
+    counts: list[int]
+    arrays: dict[str, Bytes]
+
+
 class Partition:
     """Safe for several threads.
 
@@ -151,6 +161,8 @@ class Partition:
         """In a mirrored job the replicas' step whose state the variables have, and the group that has taken it."""
         self.newest_cut: int | None = None
         """The version that was cut for a checkpoint last."""
+        self.draft: PublishedDraft | None = None
+        """A published state that some stages of a pipeline have not given yet."""
         self.is_open = False
         self.named_cut: int | Cut | ShardyardError | None = None
         """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""

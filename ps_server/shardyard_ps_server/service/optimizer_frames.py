@@ -72,7 +72,8 @@ class OptimizerFrames:
                 raise InvalidRequest(f"a published state without values, of {list(given.slots)}")
             arrays = received.arrays()
             values, taken = arrays.pop(VALUES), received.taken
-            take_published(received.partition, taken, given.counts, values, arrays, received.check_current)
+            check = received.check_current
+            take_published(received.partition, taken, given.counts, values, arrays, check, given.blocks)
         return wire.PublishStateReply()
 
     @contextlib.contextmanager

@@ -825,7 +825,7 @@ class ReadOptimizerRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class OptimizerHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots", "step", "group")
+    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots", "step", "group", "blocks")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -835,6 +835,7 @@ class OptimizerHeader(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -844,7 +845,8 @@ class OptimizerHeader(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[str]
     step: int
     group: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PublishStateReply(_message.Message):
     __slots__ = ()

@@ -18,31 +18,23 @@ work belongs to a rank.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
 
-from shardyard.domain import errors
 from shardyard.domain.consistency import NonFinite
-from shardyard.domain.ids import Rank, Token
+from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard.wire import common_messages, lease_messages, methods
-from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPosition
-from shardyard_worker.consistency.step_versions import StepVersions
-from shardyard_worker.consistency.synchronous import SyncStrategy
-from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.consistency.replica_group import GroupStrategy, while_newest
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buckets import buckets_of
 from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.replicas.rows_ahead import RowsAhead
 from shardyard_worker.training.table_binding import Upcoming
@@ -55,165 +47,25 @@ _WEIGHT, _OVERFLOWS, _CHANGED, _LEAVE, _PUBLISH = range(5)
 _FACTS: Final = 5
 
 
-@contextlib.contextmanager
-def _while_newest() -> Iterator[None]:
-    """Raises GroupLost if a later group has this worker's ranks."""
-    try:
-        yield
-    except errors.StaleToken as error:
-        raise GroupLost(f"a later replica group has this worker's ranks: {error.what}") from error
-
-
-class GroupRanks(LogicalRanks):
-    """The ranks of this worker's place in its group. They are not leased one by one."""
-
-    def hold(self, ranks: tuple[Rank, ...], step: int, generation: int) -> None:
-        self.held = {rank: RankPosition(Token(generation), step, step) for rank in ranks}
-
-    def open_rows(self) -> None:
-        """Writes the group's generation to every partition as the token of these ranks. From then on pushes of former
-        groups are refused. Raises StaleToken."""
-        keys = {rank: key for rank in self.held for key in self._keys_of(rank)}
-        marks = self._trainer.router.open_sources([(key, self.held[rank].token) for rank, key in keys.items()])
-        for rank, key in keys.items():
-            self.held[rank].highest = max(mark.next for mark in marks[key])
-
-    def announce_until(self, rank: Rank) -> int:  # noqa: ARG002
-        return 0
-
-    def is_offered(self) -> bool:
-        return False
-
-
-class ReplicaVersions(StepVersions):
-    """Versions that this worker makes itself."""
-
-    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: MirroredStrategy) -> None:
-        super().__init__(trainer, ranks)
-        self._strategy = strategy
-
-    def refresh_ranks(self) -> None:
-        """Ranks change with the group only."""
-
-    def find_work(self) -> None:
-        self._strategy.take_place()
-
-    def catch_up(self, at_least: int) -> None:  # noqa: ARG002 - replicas are at one step
-        self._strategy.take_place()
-
-    def await_ranks(self) -> None:
-        self._strategy.take_place()
-
-    def await_step(self) -> None:
-        """Other ranks of this worker are due at this step."""
-        self.load_again()
-
-    def begin_at(self, step: int) -> None:
-        self._hold(step, None)
-
-    def load_again(self) -> None:
-        self._strategy.replica.put_back_buffers()
-        if self._trainer.link.tables is not None:
-            self._trainer.link.tables.arrive(self._rows)
-
-
-class MirroredStrategy(SyncStrategy):
+class MirroredStrategy(GroupStrategy):
     """For job.strategy multi_worker_mirrored."""
 
-    ranks: GroupRanks
-    versions: ReplicaVersions
-
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
-        super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self), GroupRanks)
-        self.replica = replica
-        self._settings, ranks = trainer.session.job_settings, trainer.session.logical_ranks
+        super().__init__(trainer, replica)
+        ranks = trainer.session.logical_ranks
         self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
-        self._has_rows = trainer.link.tables is not None
-        self._rows_ahead = RowsAhead(trainer)
         self._buckets.early_weight = self._early_weight
-        self._collectives: Collectives | None = None
-        self._left = 0
-        """The generation of the newest group that this worker was in."""
-        self._replica_step: int | None = None
-        """The step of the replica; None: it has no values yet."""
+        self._rows_ahead = RowsAhead(trainer)
         self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
-        self._is_to_leave = False
-        self._publisher = Publisher(trainer, replica)
-        self.weight_of_work: Callable[[], float | None] = lambda: None
-        """The samples of the work at hand; None: not known before the step."""
 
     # ---- the group
 
-    def take_place(self) -> None:
-        """Returns when this worker has a place in the newest group, and its replica stands at the group's step. A step
-        that was begun, and is not ended, ends the group."""
-        self.check_mode()
-        while self._collectives is None or self._is_to_leave or self._buckets.has_begun:
-            self._leave_group()
-            try:
-                self._join(self._ask())
-            except MapChanged as error:
-                log.info("has no place in the replica group: %s", error)
-                self._follow_map()
-
-    def _ask(self) -> ReplicaGroup:
-        session = self._session
-        request = wire.JoinReplicaGroupRequest(
-            caller=common_messages.caller_to_wire(session.caller), left=self._left, step=self._replica_step
-        )
-        reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        with session.wait_registry.over(lambda: f"the next replica group: {reply.waiting_for}"):
-            while reply.retry_ms:
-                self._trainer.router.pause(reply.retry_ms)
-                session.check_waiting()
-                if self._trainer.is_behind:
-                    self._trainer.follow_map()
-                reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        return lease_messages.replica_group_from_wire(reply.group)
-
-    def _join(self, group: ReplicaGroup) -> None:
-        place = group.place_of(self._session.caller.incarnation)
-        assert place is not None, group
-        if self._left <= group.void_until:
-            self._replica_step = None
-        self._left = group.generation
-        self._is_to_leave = False
+    def _connect(self, group: ReplicaGroup, place: int) -> None:
         self._collectives = Collectives(self._session, group, place, self._buckets.fingerprint)
-        if group.step is None:
-            step = self._load_from_servers()
-        else:
-            step = group.step
-            self._copy_from(group)
-        self._replica_step = step
-        self._publisher.step = step if group.step is None else None
-        self.replica.keep_buffers()
         self._buckets.join(self._collectives)
         self._buffer_means.join(self._collectives)
-        self.ranks.hold(group.ranks_at(place, self._session.logical_ranks), step, group.generation)
-        if self._has_rows:
-            with _while_newest():
-                self.ranks.open_rows()
-        self.versions.begin_at(step)
-        log.info("has place %d of %d in replica group %d, at step %d", place, len(group.members), self._left, step)
-
-    def _load_from_servers(self) -> int:
-        """Loads what the servers have. Returns its step."""
-        trainer, at_least = self._trainer, 0
-        while True:
-            try:
-                step = trainer.pull_step(at_least)
-                assert step is not None
-                trainer.values.complete()
-                self.replica.set_state(trainer.router.optimizer.read(range(len(trainer.variables)), step))
-                return step
-            except MapChanged:
-                trainer.follow_map()
-            except errors.NotFound as error:  # servers keep former values, but not the former state
-                if "newest" not in error.facts:
-                    raise
-                at_least = int(error.facts["newest"])
 
     def _copy_from(self, group: ReplicaGroup) -> None:
         """The donor gives its replica to all that have another step. All take part, since the operation is of the whole
@@ -233,82 +85,29 @@ class MirroredStrategy(SyncStrategy):
             self.replica.unpack(packed)
             log.info("took the replica of worker %d, of step %d", group.members[group.donor], group.step)
 
-    def _leave_group(self) -> None:
-        collectives, self._collectives = self._collectives, None
+    def _leave_sums(self, collectives: Collectives | None) -> None:
         self._buckets.leave()
-        self.ranks.held = {}
-        self.versions.current = None
-        self._is_to_leave = False
         if collectives is not None and collectives.leave():
             self._buckets.renew()
             self._buffer_means.renew()
         self._drop_sums()
         self._rows_ahead.drop()
-        if self._replica_step is not None:
-            self.replica.put_back_buffers()  # a forward may have changed them
 
     def _drop_sums(self) -> None:
         self._buckets.clear()
         self._buffer_means.clear()
         self._said = [0.0] * (_FACTS + len(self.replica.targets))
 
-    # ---- what the base asks
-
-    @property
-    def on_standby(self) -> bool:
-        return False
-
-    def begin(self) -> None:
-        self.take_place()
-
-    def _follow_map(self) -> None:
-        """The group or the map has changed."""
-        if self._trainer.is_behind:
-            self._trainer.follow_map()
-            self._publisher.forget()
-        self.check_mode()
-        self._is_to_leave = True
-        self.versions.current = None
-
-    def has_moved(self) -> bool:
-        """As of the base. While this worker waits for a checkpoint, it gives the servers the state for it."""
-        is_wanted, step = self._session.is_to_publish, self.versions.current
-        assert self._collectives is not None
-        assert step is not None
-        if not self._trainer.is_behind:
-            try:
-                self._publisher.offer(step, self._collectives, is_wanted=is_wanted)
-                return False
-            except MapChanged as error:
-                log.info("the state of step %s is published again: %s", self._replica_step, error)
-        self._follow_map()
-        self.take_place()
-        return True
-
-    def on_rows_version_passed(self, error: errors.NotFound) -> None:
-        super().on_rows_version_passed(error)
-        self._is_to_leave = True
-
-    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
-        """Gives the servers the state, unless all members have done that together at the end of the data: others may
-        train on, so that nobody can be waited for."""
-        super().leave(groups)
-        step = self._replica_step
-        if self._session.drain.hands_over or step is None or step == self._publisher.step:
-            return
-        may_be_void = self._has_rows and (self._collectives is None or self._trainer.is_behind)
-        self._leave_group()
-        if may_be_void:  # the servers may have gone back from its step
-            return
-        with contextlib.suppress(errors.StaleGeneration):  # others are in the next group, and publish
-            self._publisher.publish_alone(step, self._left)
-
     def close(self) -> None:
-        self._leave_group()
+        super().close()
         self._buckets.close()
         self._rows_ahead.close()
 
     # ---- a step
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._buckets.has_begun
 
     def _early_weight(self) -> float | None:
         """The weight of the work whose gradients are being computed, if they may be sent at once: each member has one
@@ -326,7 +125,7 @@ class MirroredStrategy(SyncStrategy):
         """Without tables, whether gradients are finite is looked at once, in their mean. With tables, a rank's
         gradients of variables and rows count both, or not at all."""
         if self._has_rows:
-            with _while_newest():
+            with while_newest():
                 return super()._counted(name, rank, sending)
         return sending and self._trainer.pushes.of_rank(rank, sending)
 
@@ -368,7 +167,7 @@ class MirroredStrategy(SyncStrategy):
         """Returns when all servers have recorded the rank's rows. After that, and not before, this member says in the
         sums that it has taken part: so a step that any member has taken has all its rows (rule D6)."""
         rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
-        with _while_newest():
+        with while_newest():
             return self._trainer.router.push(self._trainer.pushes.build(name, rows))
 
     def _take_step(
@@ -397,7 +196,7 @@ class MirroredStrategy(SyncStrategy):
         self._drop_sums()
         self._replica_step = step + 1
         if facts[_PUBLISH]:
-            self._publisher.publish(step + 1, collectives)
+            self._publisher.publish(step + 1, collectives, self._share)
         self._is_to_leave = bool(facts[_LEAVE])
 
     def _sum(self, said: list[float]) -> list[float]:

@@ -60,15 +60,22 @@ class OptimizerExchange:
         self._fan_out.call(send, "the optimizer's first state to arrive")
 
     def publish(
-        self, taken: TakenStep, values: Sequence[Values], states: Mapping[int, VariableState], share: tuple[int, int]
+        self,
+        taken: TakenStep,
+        values: Mapping[int, Values],
+        states: Mapping[int, VariableState],
+        share: tuple[int, int],
     ) -> None:
-        """Gives the servers the replicas' state after a step. `values`: of all variables, flat.
-        `share`: this worker's place among so many, each of which gives its share of the partitions."""
+        """Gives the servers the replicas' state after a step. `values`: of all variables, or of those of a pipeline's
+        stage, flat, by their places in the layout. `share`: this worker's place among so many that have the same
+        variables, each of which gives its share of the partitions."""
         place, size = share
 
         def send(stream: ServerStream) -> None:
             for partition in self._owned[stream.server]:
-                if partition % size == place:
+                blocks = self._layout.partitions[partition].blocks
+                has_any = not blocks or any(block.variable in values for block in blocks)
+                if has_any and partition % size == place:
                     self._send(stream, partition, methods.PUBLISH_STATE, states, taken=taken, values=values)
 
         self._fan_out.call(send, f"the replicas' state of step {taken.step} to arrive")
@@ -95,7 +102,7 @@ class OptimizerExchange:
         states: Mapping[int, VariableState],
         *,
         taken: TakenStep = NO_STEP,
-        values: Sequence[Values] | None = None,
+        values: Mapping[int, Values] | None = None,
     ) -> None:
         part, names = self._layout.partitions[partition], self._names_in(partition)
         counts = tuple(states[block.variable].count if block.variable in states else 0 for block in part.blocks)
@@ -106,9 +113,11 @@ class OptimizerExchange:
             elements = slice(block.offset, block.offset + block.length)
             for name, first in self._first_values(block.variable, states).items():
                 self._of(block, arrays[name])[:] = first if isinstance(first, float) else first[elements]
-            if values is not None:
+            if values is not None and block.variable in values:
                 self._of(block, arrays[VALUES])[:] = values[block.variable][elements]
-        slots = PartitionSlots(partition, counts, names)
+        given = tuple(at for at, block in enumerate(part.blocks) if values is not None and block.variable in values)
+        blocks = given if len(given) < len(part.blocks) else ()
+        slots = PartitionSlots(partition, counts, names, blocks=blocks)
         caller = self._session.caller
         header = optimizer_messages.given_to_header(caller, stream.server, self._generation, slots, taken)
         sent = frames.cut(header, [array.data for array in arrays.values()])

@@ -21,27 +21,27 @@ class Publisher:
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         self._trainer = trainer
         self._session = trainer.session
-        self._replica = replica
+        self.replica = replica
         self.step: int | None = None
 
     def forget(self) -> None:
         """The servers may have gone back."""
         self.step = None
 
-    def offer(self, step: int, collectives: Collectives, *, is_wanted: bool) -> None:
+    def offer(self, step: int, collectives: Collectives, share: tuple[int, int], *, is_wanted: bool) -> None:
         """While members wait for a checkpoint: publishes this step, unless the servers have it. `is_wanted`: the
         coordinator asks for it, again if a checkpoint could not be written. Raises MapChanged."""
         if self.step != step:
-            self.publish(step, collectives)
+            self.publish(step, collectives, share)
         elif is_wanted:
             self._report(step, collectives.group.generation)
             self._session.refresh()
 
-    def publish(self, step: int, collectives: Collectives) -> None:
-        """Publishes this step, which this replica has, with the other members. Raises MapChanged; then it is published
-        again."""
+    def publish(self, step: int, collectives: Collectives, share: tuple[int, int]) -> None:
+        """Publishes this step, which this replica has, with the other members. `share`: the place of this member among
+        so many that have the same variables. Raises MapChanged; then it is published again."""
         collectives.meet()  # rule D4: nobody publishes a step that a member may lack
-        self._give(TakenStep(step, collectives.group.generation), collectives.place, collectives.size)
+        self._give(TakenStep(step, collectives.group.generation), share)
         collectives.meet()
         if collectives.place == 0:
             self._await_cut(step, collectives)
@@ -52,12 +52,14 @@ class Publisher:
     def publish_alone(self, step: int, generation: int) -> None:
         """Publishes this step without the others, who may train on. `generation`: of the group that this worker was in.
         Raises StaleGeneration if there is a newer group, which publishes later steps."""
-        self._trainer.reach(lambda _: self._give(TakenStep(step, generation), 0, 1))
+        self._trainer.reach(lambda _: self._give(TakenStep(step, generation), (0, 1)))
         self._report(step, generation)
 
-    def _give(self, taken: TakenStep, place: int, size: int) -> None:
-        values = [each.numpy() for each in self._replica.values()]
-        self._trainer.router.optimizer.publish(taken, values, self._replica.state(), (place, size))
+    def _give(self, taken: TakenStep, share: tuple[int, int]) -> None:
+        places = self.replica.places
+        values = {place: each.numpy() for place, each in zip(places, self.replica.values(), strict=True)}
+        states = {places[at]: state for at, state in self.replica.state().items()}
+        self._trainer.router.optimizer.publish(taken, values, states, share)
 
     def _await_cut(self, step: int, collectives: Collectives) -> None:
         """Reports the step. Waits until partitions are cut if a checkpoint must have them before the next step."""

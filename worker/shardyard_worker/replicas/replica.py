@@ -19,7 +19,8 @@ from shardyard_worker.training.variables import Variable
 
 
 class Replica:
-    """`optimizer`: the script's own. `parameters` come before `buffers` among the job's variables."""
+    """`optimizer`: the script's own. `places`: of `parameters`, and then of `buffers`, among the job's variables; None:
+    these are all of them."""
 
     def __init__(
         self,
@@ -27,9 +28,11 @@ class Replica:
         buffers: Sequence[Variable],
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
+        places: Sequence[int] | None = None,
     ) -> None:
         self.parameters = parameters
         self.buffers = buffers
+        self.places = range(len(parameters) + len(buffers)) if places is None else places
         self.targets = [parameter.target for parameter in parameters]
         self._optimizer = optimizer
         self._spec = spec
@@ -77,7 +80,7 @@ class Replica:
     # ---- copies
 
     def state(self) -> dict[int, VariableState]:
-        """The optimizer's state of the variables that were updated, by their places. Buffers have a count only."""
+        """The optimizer's state of the variables that were updated, by number. Buffers have a count only."""
         found = {}
         for at, count in enumerate(self._counts):
             slots: Mapping[str, Any] = {}
