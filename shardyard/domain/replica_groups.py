@@ -25,10 +25,13 @@ class Strategy(enum.Enum):
     """In every worker, as with multi_worker_mirrored; all workers are on one machine, each on a device of its own."""
     MULTI_WORKER_MIRRORED = "multi_worker_mirrored"
     """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
+    PIPELINE = "pipeline"
+    """In the workers, each of which has a stage of the model; the servers hold what checkpoints and readers need."""
 
     @property
     def is_mirrored(self) -> bool:
-        return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED)
+        """Whether variables are in the workers, and the servers have copies only."""
+        return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED, Strategy.PIPELINE)
 
     @property
     def is_of_one_machine(self) -> bool:

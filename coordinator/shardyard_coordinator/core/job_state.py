@@ -236,9 +236,10 @@ def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str 
 
 def _new_replicas(settings: JobSettings) -> ReplicaBook:
     return ReplicaBook(
-        members_max=settings.logical_rank_count,
+        members_max=settings.logical_rank_count * settings.workers_per_rank,
         workers_expected=settings.workers_expected,
         grace_ms=settings.rank_grace_ms,
+        stages=settings.workers_per_rank,
     )
 
 

@@ -16,6 +16,7 @@ from shardyard.config.settings.checkpoint import CHECKPOINTS, CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
+from shardyard.config.settings.pipeline import PipelineSettings
 from shardyard.config.settings.process import AgentSettings, LogSettings, MetricsSettings, Settings, StorageSettings
 from shardyard.config.settings.quotas import QuotaSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
@@ -53,6 +54,7 @@ __all__ = [
     "MetricsSettings",
     "NEVER",
     "PARTITIONS_AUTO",
+    "PipelineSettings",
     "QuotaSettings",
     "SecuritySettings",
     "ServingSettings",

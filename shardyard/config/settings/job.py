@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from shardyard.config.settings.checkpoint import CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
+from shardyard.config.settings.pipeline import STAGES, PipelineSettings
 from shardyard.config.settings.values import DURATION_MS_MAX, NEVER, Auto, Deaths, JobName, Norm, Section, impossible
 from shardyard.domain import limits
 from shardyard.domain.consistency import (
@@ -86,8 +87,8 @@ class JobSettings(Section):
         " central_storage: on one server of the workers' machine, which all of them reach through its memory; then"
         " job.consistency.mode is sync."
         " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
-        " job.consistency.mode is sync. mirrored: the same on one machine, with a worker for each device. See"
-        " docs/guides/strategies.md.",
+        " job.consistency.mode is sync. mirrored: the same on one machine, with a worker for each device."
+        " pipeline: a stage of the model in each worker (job.pipeline). See docs/guides/strategies.md.",
     )
     deterministic: bool = Field(
         default=False,
@@ -109,6 +110,9 @@ class JobSettings(Section):
     )
     powersgd_rank: int = Field(
         default=1, ge=1, le=1_024, description="With all_reduce powersgd: the width of the two matrices."
+    )
+    pipeline: PipelineSettings = Field(
+        default_factory=PipelineSettings, description="The stages of a job whose strategy is pipeline."
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
@@ -184,7 +188,14 @@ class JobSettings(Section):
     @property
     def logical_rank_count(self) -> int:
         ranks = self.consistency.logical_ranks
-        return self.workers_expected if ranks == "auto" else ranks
+        if ranks != "auto":
+            return ranks
+        return self.workers_expected // self.workers_per_rank
+
+    @property
+    def workers_per_rank(self) -> int:
+        """How many workers compute a logical rank together."""
+        return self.pipeline.stages if self.strategy is Strategy.PIPELINE else 1
 
     @model_validator(mode="before")
     @classmethod
@@ -193,6 +204,10 @@ class JobSettings(Section):
         if not isinstance(given, dict):
             return given
         strategy, consistency = given.get("strategy"), given.get("consistency") or {}
+        if strategy in (Strategy.PIPELINE, Strategy.PIPELINE.value) and "workers_expected" not in given:
+            pipeline = given.get("pipeline") or {}
+            stages = pipeline.get("stages") if isinstance(pipeline, dict) else getattr(pipeline, "stages", None)
+            given = {**given, "workers_expected": STAGES if stages is None else stages}
         mode = next((each.mode for each in Strategy if strategy in (each, each.value)), None)
         if mode is None or not isinstance(consistency, dict) or "mode" in consistency:
             return given
@@ -215,6 +230,7 @@ class JobSettings(Section):
             )
         if not self.strategy.is_mirrored:
             return self
+        self._pipeline_fits()
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
             ("durability", self.durability.value, Durability.CHECKPOINT.value),
@@ -228,6 +244,29 @@ class JobSettings(Section):
                     f"{name} {found}",
                 )
         return self
+
+    def _pipeline_fits(self) -> None:
+        if self.strategy is not Strategy.PIPELINE:
+            return
+        stages = self.pipeline.stages
+        if self.workers_expected != stages:
+            raise impossible(
+                ("workers_expected", "pipeline.stages"),
+                f"workers_expected {stages}, one worker for each of {stages} stages; more workers wait in reserve",
+                f"workers_expected {self.workers_expected}",
+            )
+        if self.collectives != GLOO:
+            raise impossible(
+                ("collectives", "strategy"),
+                f"collectives {GLOO} with strategy pipeline, whose stages send to each other",
+                f"collectives {self.collectives}",
+            )
+        if self.logical_rank_count != 1:
+            raise impossible(
+                ("consistency.logical_ranks", "strategy"),
+                "consistency.logical_ranks 1 with strategy pipeline, whose workers compute a batch together",
+                f"consistency.logical_ranks {self.logical_rank_count}",
+            )
 
     @model_validator(mode="after")
     def _pushes_that_do_not_wait_have_no_order(self) -> Self:

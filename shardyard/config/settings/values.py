@@ -96,6 +96,9 @@ Folders = Annotated[
     Field(max_length=limits.TEXT_CHARACTERS_MAX),
     Expected('absolute paths of folders, parted by spaces, or "" for no restriction'),
 ]
+ModuleNames = Annotated[
+    str, Field(max_length=limits.TEXT_CHARACTERS_MAX), Expected('names of modules, parted by spaces, or "" for auto')
+]
 VariableNames = Annotated[
     str,
     _matching(_VARIABLES),

@@ -9,6 +9,8 @@
 `sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too, also
     where it is held.
 `loader`: the network again, with a DataLoader of its own and two loader processes.
+`stages`: a deeper network in float64, by job.train_step; the loss of each step is written.
+`stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`.
 """
 
 import argparse
@@ -100,6 +102,66 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         if computed == options.stop_at:
             job.stop(f"computed {computed}")
     return {"counts": counts.detach().tolist(), "computed": computed}
+
+
+def deep_network() -> torch.nn.Module:
+    layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.GELU()]
+    layers += [torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    torch.manual_seed(3)
+    model = deep_network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    model, _, _ = job.prepare(model, optimizer, scheduler, loss=torch.nn.functional.cross_entropy)
+    x, y = data(options.samples).tensors
+    losses = []
+    for batch in job.batches(TensorDataset(x.double(), y), batch_size=8, epochs=options.epochs, drop_last=True):
+        losses.append(job.train_step(*batch).item())
+        announce(len(losses))
+        hold(options, len(losses))
+        if len(losses) == options.stop_at:
+            job.stop(f"computed {len(losses)}")
+    model.eval()
+    return {"losses": losses, "computed": len(losses), "digest": digest(model)}
+
+
+class Counts(torch.nn.Module):
+    """Adds to what comes in a number of its own for each sample."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, index: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return given + self.counts[index]
+
+
+class TwoCounts(torch.nn.Module):
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.first, self.second = Counts(samples), Counts(samples)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.second(index, self.first(index, index.double()))
+
+
+def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    model = TwoCounts(options.samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)  # a sample's gradient is a quarter
+    job.prepare(model, optimizer, loss=lambda output, target: (target - output).mean())
+    computed = 0
+    index = torch.arange(options.samples)
+    for batch in job.batches(TensorDataset(index, torch.zeros(options.samples)), batch_size=4, epochs=options.epochs):
+        time.sleep(options.pause_ms / 1000)
+        job.train_step(*batch)
+        computed += 1
+        announce(computed)
+        hold(options, computed)
+    counts = [model.first.counts.tolist(), model.second.counts.tolist()]
+    return {"counts": counts, "computed": computed}
 
 
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
@@ -202,6 +264,8 @@ MODES = {
     "model": train_model,
     "loader": train_model,
     "count": train_count,
+    "stages": train_stages,
+    "stage-counts": train_stage_counts,
     "rows": train_rows,
     "words": train_words,
     "sums": train_sums,

@@ -18,9 +18,10 @@ from shardyard.domain.errors import InvalidRequest, UnknownVariable
 from shardyard_worker.job import variables as named
 from shardyard_worker.job.job_data import JobData
 from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
-from shardyard_worker.job.train_step import Loss, TrainStep, check_loss
+from shardyard_worker.job.train_step import TrainStep, check_loss_function
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.pipeline.schedules import Loss
 from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.job_requests import take_checkpoint
 from shardyard_worker.session.metrics import Metrics, checked_metric
@@ -137,8 +138,8 @@ class Job(JobData):
         ...     model(torch.ones(1, 2)).sum().backward()
         ...     optimizer.step()
         """
-        check_loss(loss)
-        prepared, schedule = prepare(self._loop, model, optimizer, scheduler)
+        check_loss_function(loss)
+        prepared, schedule = prepare(self._loop, model, optimizer, scheduler, loss)
         self._train_step = TrainStep(self._loop, model, prepared, schedule, loss)
         return (model, prepared) if schedule is None else (model, prepared, schedule)
 

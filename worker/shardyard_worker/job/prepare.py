@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel, UnsupportedOptimizer
 from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.embedding.table import tables_by_path, tables_of
@@ -25,6 +26,8 @@ from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.optimizers.script_steps import refuse_steps
 from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.optimizers.torch_state import TorchState, VariableState, from_torch, to_torch
+from shardyard_worker.pipeline.pipeline import Pipeline
+from shardyard_worker.pipeline.schedules import Loss
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
 from shardyard_worker.training.table_binding import TableBinding
@@ -41,6 +44,7 @@ def prepare(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler | None,
+    loss: Loss | None = None,
 ) -> tuple[JobOptimizer, JobScheduler | None]:
     """Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, ConfigurationError, InvalidRequest."""
     loop.check_first()
@@ -81,7 +85,7 @@ def prepare(
     rows = TableBinding(tables, optimizer.param_groups, paths) if tables else None
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     state = _state_of(optimizer, spec, parameters)
-    replica = _replica_of(loop, parameters, buffers, optimizer, spec)
+    replica = _replica_of(loop, model, parameters, buffers, optimizer, spec, loss)
     fetched = partial(_fetched_state, loop, spec) if replica is None else lambda: optimizer.state
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
@@ -94,12 +98,14 @@ def prepare(
 
 def _replica_of(
     loop: TrainingLoop,
+    model: torch.nn.Module,
     parameters: Sequence[Variable],
     buffers: Sequence[Variable],
     optimizer: torch.optim.Optimizer,
     spec: OptimizerSpec,
-) -> Replica | None:
-    """None if the servers have the variables. Raises ConfigurationError."""
+    loss: Loss | None,
+) -> Replica | Pipeline | None:
+    """None if the servers have the variables. Raises ConfigurationError, UnsupportedModel."""
     strategy = loop.session.job_settings.strategy
     if not strategy.is_mirrored:
         return None
@@ -109,7 +115,22 @@ def _replica_of(
             why="its counts are variables of the servers",
             todo="use bfloat16, which needs no scale, or job.strategy parameter_server",
         )
-    return Replica(parameters, buffers, optimizer, spec)
+    if strategy is not Strategy.PIPELINE:
+        return Replica(parameters, buffers, optimizer, spec)
+    device = parameters[0].target.device
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"a model on device {device} in a job with job.strategy pipeline",
+            why="stages send to each other by gloo, from host memory",
+            todo="set worker.device to cpu, or use another job.strategy",
+        )
+    if loss is None:
+        raise ConfigurationError(
+            "job.prepare without a loss in a job with job.strategy pipeline",
+            why="the worker with the last stage computes the loss, and the others get its gradient",
+            todo="call job.prepare(model, optimizer, loss=f), and job.train_step(x, y) for each batch",
+        )
+    return Pipeline(model, parameters, buffers, optimizer, spec, loop.session.job_settings.pipeline, loss)
 
 
 def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:

@@ -5,22 +5,22 @@ Owns: the passes that were added up since the last step. Must not know: what `op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.consistency.pipelined import PipelineStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.optimizers.server_optimizer import ServerOptimizer
+from shardyard_worker.pipeline.schedules import Loss, check_loss
+from shardyard_worker.session.interrupts import INTERRUPTS
 
-Loss = Callable[[Any, Any], torch.Tensor]
-"""`loss(model(*inputs), target)`: the mean over a batch's samples, a tensor of one element."""
 
-
-def check_loss(loss: Loss | None) -> None:
+def check_loss_function(loss: Loss | None) -> None:
     """Raises InvalidRequest."""
     if loss is not None and not callable(loss):
         raise InvalidRequest(
@@ -65,8 +65,10 @@ class TrainStep:
                 todo="call job.train_step(x, y), for loss(model(x), y)",
             )
         *inputs, target = batch
+        if isinstance(self._loop.strategy, PipelineStrategy):
+            return self._take_in_stages(self._loop.strategy, inputs, target, is_single=is_due and accumulate == 1)
         loss = self._loss(self._model(*inputs), target)
-        self._check(loss)
+        check_loss(loss)
         torch.clear_autocast_cache()  # it has parameters from before the step
         with torch.autocast(loss.device.type, enabled=False):  # a script's autocast is for the forward
             part, scaler = loss / accumulate if accumulate > 1 else loss, self._loop.scaler
@@ -76,20 +78,22 @@ class TrainStep:
                 self._step(accumulate)
         return loss.detach()
 
-    def _check(self, loss: torch.Tensor) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+    def _take_in_stages(
+        self, pipeline: PipelineStrategy, inputs: Sequence[Any], target: Any, *, is_single: bool
+    ) -> torch.Tensor:
+        if not is_single:
             raise InvalidRequest(
-                f"a loss of {shape}",
-                why="a step follows the gradient of one number",
-                todo="let the loss return a tensor of one element, for example the mean over the batch",
+                "accumulated batches in a job whose job.strategy is pipeline",
+                why="a pipeline cuts each batch into micro-batches, and adds up their gradients",
+                todo="set job.pipeline.microbatches, and give job.batches a larger batch_size without accumulate",
             )
-        if not loss.requires_grad:
-            raise InvalidRequest(
-                "a loss that does not depend on the model's parameters",
-                why="it has no gradient",
-                todo="compute it from the model's output, without detach(), item() or torch.no_grad()",
-            )
+        with INTERRUPTS:
+            pipeline.run(inputs, target)
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        self._optimizer.zero_grad()
+        return torch.tensor(pipeline.loss)
 
     def _step(self, accumulate: int) -> None:
         optimizer, scaler = self._optimizer, self._loop.scaler
@@ -98,7 +102,7 @@ class TrainStep:
         if isinstance(optimizer, ServerOptimizer):
             gradients += optimizer.row_gradients() or []
         if not self._is_checked and not gradients:
-            self._check(torch.zeros(()))
+            check_loss(torch.zeros(()))
         self._is_checked = True
         if passes != accumulate:  # at the end of an epoch, and in job.no_sync()
             torch._foreach_mul_(gradients, accumulate / passes)

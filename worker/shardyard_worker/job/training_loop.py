@@ -32,6 +32,7 @@ from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.optimizers.torch_state import VariableState
+from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.session.drain import Drained
 from shardyard_worker.session.interrupts import INTERRUPTS
@@ -95,7 +96,7 @@ class TrainingLoop:
         self.samples: ForwardSamples | None = None
         """Counts the samples of steps outside job.batches."""
         self.scaler: JobScaler | None = None
-        self.replica: Replica | None = None
+        self.replica: Replica | Pipeline | None = None
         self.unprepared = UnpreparedSteps()
         self.at_end = contextlib.ExitStack()
         """What is undone when this worker leaves."""
@@ -163,7 +164,7 @@ class TrainingLoop:
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
         state: Mapping[int, VariableState] | None = None,
-        replica: Replica | None = None,
+        replica: Replica | Pipeline | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
         `state`: what the optimizer begins with if this worker gives the initial values. `replica`: of a mirrored

@@ -1,0 +1,112 @@
+"""A pipeline in processes of its own: a stage of the model in each (job.strategy pipeline)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardyard_launcher.cli import main
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.yards import Probes, finish, running_yard, wait_for_any
+
+SAMPLES, EPOCHS = 80, 5
+OPTIONS = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS))
+STEPS = SAMPLES * EPOCHS // 8
+COUNTED = ("--samples", "48", "--epochs", "4", "--pause-ms", "20")
+WANTED = [[4.0] * 48] * 2
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    given = {"membership.lease_ms": 1_500, "membership.heartbeat_ms": 100}
+    with running_yard(tmp_path_factory.mktemp("yard"), servers=1, settings=given) as cluster:
+        yield cluster
+
+
+def settings(yard: LocalCluster, job: str, **more: object) -> dict[str, object]:
+    common: dict[str, object] = {
+        "coordinator": yard.coordinator,
+        "job": job,
+        "job__seed": 4,
+        "job__strategy": "pipeline",
+        "job__pipeline__microbatches": 4,
+        "membership__coordinator_grace_ms": 10_000,
+        "worker__threads": 1,
+    }
+    return common | more
+
+
+def alone(yard: LocalCluster, job: str) -> dict[str, object]:
+    return settings(yard, job, job__strategy="parameter_server", job__consistency__mode="sync")
+
+
+@pytest.fixture(scope="module")
+def wanted(yard: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    with Probes(tmp_path_factory.mktemp("alone")) as probes:
+        losses = probes.run("stages", *OPTIONS, **alone(yard, "alone"))["losses"]
+    assert len(losses) == STEPS == 50
+    return [float(each) for each in losses]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_losses_are_those_of_one_process(
+    yard: LocalCluster, probes: Probes, wanted: list[float], schedule: str
+) -> None:
+    common = settings(yard, f"as-{schedule.lower()}", job__pipeline__schedule=schedule)
+    started = [probes.start("stages", *OPTIONS, **common) for _ in range(2)]
+    results = [finish(script, out) for script, out in started]
+    for result in results:
+        assert result["losses"] == pytest.approx(wanted, rel=1e-5)
+    assert results[0]["digest"] == results[1]["digest"], "both have the whole model at the end"
+
+
+def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "counted")
+    started = [probes.start("stage-counts", *COUNTED, **common) for _ in range(2)]
+    assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, how: signal.Signals, place: int
+) -> None:
+    """A worker in reserve takes its place, and both stages go back to the newest checkpoint."""
+    common = settings(yard, f"lost-{how.name}-{place}", job__checkpoint__url=tmp_path, job__checkpoint__every_steps=5)
+    started = [probes.start("stage-counts", *COUNTED, **common) for _ in range(3)]
+    wait_for_any([script for script, _ in started], "computed 12")
+    in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
+    victim, _ = started.pop(in_place.index(True))
+    victim.process.send_signal(how)
+    for script, out in started:
+        assert finish(script, out)["counts"] == WANTED
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("pipeline", "parameter_server"), ("parameter_server", "pipeline")],
+    ids=["to servers", "from servers"],
+)
+def test_checkpoint_of_a_pipeline_is_restored_under_another_strategy(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, wanted: list[float], strategies: tuple[str, str]
+) -> None:
+    """AdamW's state moves too: losses go on as those of a run that was not interrupted."""
+    job = f"moved-{strategies[0].replace('_', '-')}"
+    found: list[list[float]] = []
+    for number, strategy in enumerate(strategies):
+        common = settings(yard, job) if strategy == "pipeline" else alone(yard, job)
+        common |= {"job__checkpoint__url": tmp_path}
+        stop = ("--stop-at", "20") if number == 0 else ()
+        started = [probes.start("stages", *OPTIONS, *stop, **common) for _ in range(1 + (strategy == "pipeline"))]
+        found += [finish(script, out)["losses"] for script, out in started][:1]
+        if number == 0:
+            order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
+            assert main([*order, "--state", str(yard._folder)]) == 0
+    stopped, went_on = found
+    assert [*stopped, *went_on] == pytest.approx(wanted, rel=1e-5)

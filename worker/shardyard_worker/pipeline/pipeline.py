@@ -1,0 +1,116 @@
+"""A model that is cut into the stages of a pipeline, with its variables and its optimizer.
+
+Every worker has the whole model and cuts it in the same way. A worker updates the variables of its own stages; the
+values of the others are of the newest step that was loaded from the servers.
+
+Owns: which variables belong to which stages. Must not know: groups, steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from shardyard.config.settings import PipelineSettings
+from shardyard.domain.errors import InvalidRequest, UnsupportedModel
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard_worker.pipeline.cut import Stage, cut_model, plan_of
+from shardyard_worker.pipeline.schedules import Loss
+from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.training.variables import Variable
+
+log = logging.getLogger("shardyard.worker")
+
+
+class Pipeline:
+    """`parameters` come before `buffers` among the job's variables. Raises UnsupportedModel."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+        settings: PipelineSettings,
+        loss: Loss,
+    ) -> None:
+        self.settings = settings
+        self.loss = loss
+        self.stages: list[Stage] = cut_model(model, settings.stages_in_all, settings.begins)
+        self.device = parameters[0].target.device
+        self.is_whole = False
+        """Whether all values of the model are of one step."""
+        self.replica = Replica([], [], optimizer, spec, ())
+        """The variables of this worker's stages; none before it has a place."""
+        self._parameters = parameters
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._spec = spec
+        self._check_owners()
+        log.info("the model is cut into %d stages:\n%s", len(self.stages), plan_of(self.stages))
+        self._guard = model.register_forward_pre_hook(self._check_whole)
+
+    @property
+    def fingerprint(self) -> str:
+        """What all members must have alike."""
+        cuts = ", ".join(f"{stage.calls[0] if stage.calls else ''} {stage.elements}" for stage in self.stages)
+        settings = self.settings
+        return f"stages at {cuts}, {settings.schedule.value} with {settings.microbatches} micro-batches"
+
+    def replica_at(self, place: int) -> Replica:
+        """The variables of the stages at this place of a group."""
+        numbers = self.settings.schedule.stages_at(place, self.settings.stages, self.settings.stages_each)
+        own: set[torch.Tensor] = set()
+        for number in numbers:
+            module = self.stages[number].module
+            own |= {*module.parameters(), *module.buffers()}
+        variables = [*self._parameters, *self._buffers]
+        places = [at for at, each in enumerate(variables) if each.found in own]
+        if tuple(places) != tuple(self.replica.places):
+            parameters = [variables[at] for at in places if at < len(self._parameters)]
+            buffers = [variables[at] for at in places if at >= len(self._parameters)]
+            self._optimizer.state.clear()
+            self.replica = Replica(parameters, buffers, self._optimizer, self._spec, places)
+        return self.replica
+
+    def check_batches(self, samples: int, batch_size: int, *, drop_last: bool) -> None:
+        """Raises InvalidRequest if a batch of an epoch cannot be cut into micro-batches."""
+        count = self.settings.microbatches
+        for size in (batch_size, *(() if drop_last or not samples % batch_size else (samples % batch_size,))):
+            if size % count:
+                last = " (the last one of an epoch)" if size != batch_size else ""
+                raise InvalidRequest(
+                    f"a batch of {size} samples{last}, and {count} micro-batches",
+                    why="the micro-batches of a pipeline have one shape",
+                    todo="give a batch_size that is a multiple of job.pipeline.microbatches, and drop_last=True",
+                )
+
+    @property
+    def is_stepping(self) -> bool:
+        return self.replica.is_stepping
+
+    def close(self) -> None:
+        self._guard.remove()
+
+    def _check_owners(self) -> None:
+        """Raises UnsupportedModel for a variable that no stage has."""
+        owned = {each for stage in self.stages for each in (*stage.module.parameters(), *stage.module.buffers())}
+        for variable in (*self._parameters, *self._buffers):
+            if variable.found not in owned:
+                raise UnsupportedModel(
+                    f"variable {variable.spec.name!r}, which no stage of the pipeline uses",
+                    why="each variable is updated by the stage that uses it",
+                    todo="leave it out of the optimizer, or remove it from the model",
+                )
+
+    def _check_whole(self, *_: object) -> None:
+        if not self.is_whole:
+            raise InvalidRequest(
+                "the forward of the whole model while its pipeline trains",
+                why="each worker has the newest values of its own stages only",
+                todo="call job.train_step(x, y) to train; evaluate after job.batches has ended, or with an evaluator"
+                " (docs/guides/evaluation.md)",
+            )
