@@ -69,6 +69,12 @@ def prepare(
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
             todo="set job.clip.norm to 0, or job.strategy to parameter_server",
         )
+    if tables and strategy is Strategy.PIPELINE:
+        raise ConfigurationError(
+            f"embedding table {next(iter(tables))!r} in a job with job.strategy pipeline",
+            why="a stage takes its step with gradients that do not go to servers",
+            todo="set job.strategy to multi_worker_mirrored or parameter_server",
+        )
     if tables and loop.is_local:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
@@ -86,7 +92,7 @@ def prepare(
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     state = _state_of(optimizer, spec, parameters)
     replica = _replica_of(loop, model, parameters, buffers, optimizer, spec, loss)
-    fetched = partial(_fetched_state, loop, spec) if replica is None else lambda: optimizer.state
+    fetched = partial(_fetched_state, loop, spec) if replica is None else lambda: replica.optimizer_state
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
     loop.begin(variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica)

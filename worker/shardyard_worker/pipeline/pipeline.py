@@ -9,7 +9,8 @@ Owns: which variables belong to which stages. Must not know: groups, steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -87,6 +88,15 @@ class Pipeline:
                     why="the micro-batches of a pipeline have one shape",
                     todo="give a batch_size that is a multiple of job.pipeline.microbatches, and drop_last=True",
                 )
+
+    @property
+    def optimizer_state(self) -> Mapping[torch.Tensor, Any]:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(
+            "optimizer.state_dict() in a job whose job.strategy is pipeline",
+            why="each worker has the state of its own stages",
+            todo="take a checkpoint (job.checkpoint.every_s), which has the state of all stages, and continue from that",
+        )
 
     @property
     def is_stepping(self) -> bool:

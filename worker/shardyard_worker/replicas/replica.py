@@ -42,6 +42,10 @@ class Replica:
         self.is_stepping = False
         """Whether the job takes a step with the script's optimizer now."""
 
+    @property
+    def optimizer_state(self) -> Mapping[torch.Tensor, Any]:
+        return self._optimizer.state
+
     # ---- a step
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
