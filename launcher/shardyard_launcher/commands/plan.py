@@ -77,7 +77,8 @@ def _table(costs: Sequence[Cost], workers: int, servers: int) -> Table:
     columns = ("strategy", f"each of {workers} workers", f"{servers} servers together", "busiest machine a step", "")
     table = new_table(*columns)
     for cost in costs:
-        sizes = map(describe_size, (cost.worker, cost.servers, cost.busiest))
+        busiest = "activations" if cost.busiest is None else describe_size(cost.busiest)
+        sizes = describe_size(cost.worker), describe_size(cost.servers), busiest
         table.add_row(cost.strategy.value, *sizes, f"not possible: {cost.refused}" if cost.refused else "")
     return table
 

@@ -21,13 +21,13 @@ VERSIONS: Final = 3
 @dataclass(frozen=True, slots=True)
 class Cost:
     """`worker`: bytes of memory in each worker. `servers`: in all servers together. `busiest`: bytes that a step moves,
-    both ways, at the machine that moves the most, if each process has a machine of its own. `refused`: why the model
-    cannot be trained so; empty if it can."""
+    both ways, at the machine that moves the most, if each process has a machine of its own; None: activations only.
+    `refused`: why the model cannot be trained so; empty if it can."""
 
     strategy: Strategy
     worker: int
     servers: int
-    busiest: int
+    busiest: int | None
     refused: str = ""
 
 
@@ -41,7 +41,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     """
     >>> model = PlannedModel(JobSettings(), "adam", 1_000, 4_000, 8_000, 0, 0)
     >>> [cost.busiest for cost in costs_of(model, workers=4, servers=2)]
-    [16000, 0, 0, 12000]
+    [16000, 0, 0, 12000, None]
     """
     values, gradients = model.parameters + model.buffers, model.parameters
     consistency = model.settings.consistency
@@ -64,6 +64,14 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
         Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, 4 * gradients * (workers - 1) // workers, refused),
+        # the whole model as it comes from servers, and what its own stage needs
+        Cost(
+            Strategy.PIPELINE,
+            worker + (gradients + model.state) // workers,
+            stored,
+            None,
+            "it has embedding tables" if model.tables else "",
+        ),
     ]
 
 
@@ -84,7 +92,8 @@ def choose(costs: Sequence[Cost], workers: int, memory: int) -> Choice:
         return Choice(Strategy.PARAMETER_SERVER, "one worker has no other to sum its gradients with")
     if mirrored.worker > memory:
         return Choice(Strategy.PARAMETER_SERVER, "a worker with the optimizer's state does not fit into its memory")
-    if mirrored.busiest < served.busiest:
+    assert served.busiest is not None
+    if mirrored.busiest is not None and mirrored.busiest < served.busiest:
         return Choice(Strategy.MULTI_WORKER_MIRRORED, "a step moves fewer bytes at the busiest machine")
     return Choice(
         Strategy.PARAMETER_SERVER, "a step moves no more bytes at the busiest machine, and workers need not wait"
