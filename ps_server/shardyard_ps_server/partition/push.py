@@ -8,8 +8,9 @@
          asynchronous    it is an update, corrected for its staleness if the job asks for that
        The ledger advances in the same moment in which the change becomes visible.
 
-`apply_to_all` does both for all partitions of a small push, in one thread. A large push is applied by several threads,
-one partition each. In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record
+`apply_to_all` does both for all partitions of a small push, in one thread. An asynchronous push changes the rows of all
+of them in one call for each table, before the first ledger advances. A large push is applied by several threads, one
+partition each. In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record
 says.
 """
 

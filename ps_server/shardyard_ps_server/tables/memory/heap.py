@@ -128,8 +128,8 @@ def set_limit(memory: TableMemory, limit: int) -> None:
 
 @compiled
 def rows_of(shared: Numbers) -> int:
-    """How many rows are allocated, in memory and in the file. `shared`: of a TableMemory. Each push calls this, and to
-    give a compiled function a whole TableMemory is slow."""
+    """How many rows are allocated, in memory and in the file. `shared`: of a TableMemory. To give a compiled
+    function all of it is slow."""
     _lock(shared)
     found = shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS]
     unlock(shared, HEAP_LOCK)
