@@ -43,7 +43,7 @@ class LateWork:
 def waiting_for(work: LateWork) -> Collectives:
     session: Any = Session()
     found = Collectives(session, ReplicaGroup(1, (Incarnation(7),)), 0, "nothing")
-    found._begun(lambda: work)
+    found.begin(lambda: work)
     return found
 
 
