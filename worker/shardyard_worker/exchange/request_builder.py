@@ -115,7 +115,7 @@ class RequestBuilder:
     ) -> tuple[tuple[PushPart, ...], Sequence[memoryview], int | None, Sequence[int] | None]:
         """The parts of a push, the pieces for the stream, where the payload begins in shared memory, and `begins`."""
         buffers, server = self._buffers, stream.server
-        if push.kind is PushKind.EMPTY:
+        if push.kind is PushKind.EMPTY or len(push.absent) == len(buffers.layout.variables):
             return buffers.empty_parts(server), (), None, None
         if push.codes is not None:
             return *buffers.coded_parts(server, push.absent, push.codes), None, None
