@@ -53,7 +53,9 @@ class MirroredStrategy(GroupStrategy):
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         super().__init__(trainer, replica)
         ranks = trainer.session.logical_ranks
-        self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
+        self._buckets = buckets_of(
+            self._settings, replica.targets, _FACTS + len(replica.targets), ranks, has_rows=self._has_rows
+        )
         self._buckets.early_weight = self._early_weight
         self._rows_ahead = RowsAhead(trainer)
         self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)

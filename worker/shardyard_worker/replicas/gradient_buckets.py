@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 
@@ -54,11 +54,10 @@ class GradientBuckets:
     """Of a worker's parameters. `targets`: the parameters, in the model's order. `facts`: how many numbers are summed
     with them."""
 
-    facts_apart: ClassVar[bool] = False
-    """Whether no gradients are in the bucket with the facts."""
-
-    def __init__(self, targets: Sequence[torch.Tensor], facts: int) -> None:
+    def __init__(self, targets: Sequence[torch.Tensor], facts: int, *, facts_apart: bool = False) -> None:
+        """`facts_apart`: no gradients are in the bucket with the facts."""
         self._targets = targets
+        self._facts_apart = facts_apart
         self._fact_count = facts
         self._make()
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
@@ -97,7 +96,7 @@ class GradientBuckets:
     def _make(self, members: int = 1) -> None:
         *first, last = cut(self._targets) or [[]]
         is_coarse = bool(last) and self._targets[last[0]].dtype not in (torch.float32, torch.float64)
-        if is_coarse or self.facts_apart:
+        if is_coarse or self._facts_apart:
             first, last = [*first, last], []
         self._buckets = [Bucket(indices, self._targets, members=members) for indices in first]
         self._buckets.append(Bucket(last, self._targets, self._fact_count, members))

@@ -66,15 +66,13 @@ class _GradBucket:
 
 
 class HookedBuckets(GradientBuckets):
-    facts_apart = True
-
     def __init__(self, targets: Sequence[torch.Tensor], facts: int, how: AllReduce, rank: int) -> None:
         self._how = how
         self._matrix_rank = rank
         self._hook: Callable[[Any], torch.futures.Future[Any]] | None = None
         self._kept: dict[int, torch.Tensor] = {}
         """What compression has kept back of each bucket's gradients."""
-        super().__init__(targets, facts)
+        super().__init__(targets, facts, facts_apart=True)
 
     @property
     def fingerprint(self) -> str:
