@@ -114,9 +114,14 @@ class Trainer:
     def _connect(self, map_: PartitionMap, copies: DeviceCopies | None, old: FlatBuffers | None = None) -> None:
         """Buffers, servers and gradient hooks under a map. `old`: the buffers under the map before."""
         session, settings, link = self.session, self.session.settings.worker, self.link
-        # the gradients of replicas do not go to servers, so their memory is not touched
-        shareable = settings.same_host == "auto" and not session.job_settings.strategy.is_mirrored
-        link.buffers = FlatBuffers(link.layout, map_, shareable=shareable, slots=settings.window + 1, copies=copies)
+        link.buffers = FlatBuffers(
+            link.layout,
+            map_,
+            shareable=settings.same_host == "auto",
+            pushes=not session.job_settings.strategy.is_mirrored,
+            slots=settings.window + 1,
+            copies=copies,
+        )
         if old is not None:
             link.buffers.take_over(old)
         pull_rules = session.job_settings.compression.pull_rules

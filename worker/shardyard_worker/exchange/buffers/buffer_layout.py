@@ -143,11 +143,15 @@ def free_stream_buffer(buffers: ServerBuffers) -> int:
     return 1 if buffers.current and buffers.current[0].key == (-1, 0) else 0
 
 
-def gradient_memory(nbytes: int, shareable: bool, copies: DeviceCopies | None) -> tuple[SharedMemory | None, Bytes]:
+def gradient_memory(
+    nbytes: int, shareable: bool, copies: DeviceCopies | None, *, at_once: bool
+) -> tuple[SharedMemory | None, Bytes]:
+    """`at_once`: allocates all pages now."""
     if shareable and nbytes:
         try:
             memory = SharedMemory(nbytes, read_only=True)
-            memory.populate(0, nbytes)
+            if at_once:
+                memory.populate(0, nbytes)
         except NotShareable:
             return None, zeros(nbytes, copies)
         if copies is not None:

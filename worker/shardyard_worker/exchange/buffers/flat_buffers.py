@@ -37,7 +37,8 @@ Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 class FlatBuffers:
     """The buffers of a job's variables under one partition map.
 
-    `shareable`: servers on this machine may open the gradients' memory. `slots`: the number of copies of that memory,
+    `shareable`: servers on this machine may open the gradients' memory. `pushes`: gradients are pushed; if not, only
+    first values ever are, so pages come when they are touched. `slots`: the number of copies of that memory,
     one for the push that is being filled and one for each push in flight. `copies`: copies tensors of a GPU, if any.
     """
 
@@ -47,11 +48,13 @@ class FlatBuffers:
         map_: PartitionMap,
         *,
         shareable: bool = False,
+        pushes: bool = True,
         slots: int = 1,
         copies: DeviceCopies | None = None,
     ) -> None:
         self.layout = layout
         self._copies = copies
+        self._pushes = pushes
         self._slots = slots
         self.slot = 0
         """The slot that is filled now. Slots are used in turn."""
@@ -84,7 +87,7 @@ class FlatBuffers:
         for part in parts:
             begins.append(total)
             total += part.payload_bytes
-        memory, gradients = gradient_memory(self._slots * total, shareable, self._copies)
+        memory, gradients = gradient_memory(self._slots * total, shareable, self._copies, at_once=self._pushes)
         buffers = ServerBuffers(
             server,
             partitions,
