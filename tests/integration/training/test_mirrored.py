@@ -467,3 +467,15 @@ def test_job_does_not_stop_before_a_step_whose_gradients_are_being_summed(alone:
                 return job.step
 
         assert side_by_side(2, train) == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_members_that_give_and_take_nothing_take_part_in_every_copy(alone: None, dtype: torch.dtype) -> None:
+    with local_yard({**MIRRORED, **ranks(1)}) as (_, connect), connect() as job:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2).to(dtype), torch.nn.BatchNorm1d(2))
+        model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        model[1](model[0](torch.ones(2, 2, dtype=dtype)).float()).sum().backward()
+        optimizer.step()
+        replica = job._loop.replica
+        assert replica is not None
+        assert [each.dtype for each in replica.nothing_packed()] == [each.dtype for each in replica.packed()]

@@ -70,22 +70,26 @@ class MirroredStrategy(GroupStrategy):
         self._buffer_means.join(self._collectives)
 
     def _copy_from(self, group: ReplicaGroup) -> None:
-        """The donor gives its replica to all that have another step. All take part, since the operation is of the whole
-        group."""
-        collectives = self._collectives
+        """The donor gives its replica to all that have another step. All take part, since the operations are of the
+        whole group; the others have nothing to wait for."""
+        collectives, donor = self._collectives, group.donor
         assert collectives is not None
-        assert group.donor is not None
+        assert donor is not None
+        is_stale = self._replica_step != group.step
         with self._session.wait_registry.over(lambda: "the replica of another worker"):
-            stale = torch.tensor([float(self._replica_step != group.step)])
+            stale = torch.zeros(collectives.size)
+            stale[collectives.place] = is_stale
             collectives.wait(collectives.sum(stale))
-            if not float(stale):
+            takers = stale.nonzero().flatten().tolist()
+            if not takers:
                 return
-            packed = self.replica.packed()
-            for work in [collectives.give(each, group.donor) for each in packed]:
+            has_part = is_stale or collectives.place == donor
+            packed = self.replica.packed() if has_part else self.replica.nothing_packed()
+            for work in [collectives.give(each, donor, takers) for each in packed]:
                 collectives.wait(work)
-        if self._replica_step != group.step:
+        if is_stale:
             self.replica.unpack(packed)
-            log.info("took the replica of worker %d, of step %d", group.members[group.donor], group.step)
+            log.info("took the replica of worker %d, of step %d", group.members[donor], group.step)
 
     def _leave_sums(self, collectives: Collectives | None) -> None:
         self._buckets.leave()

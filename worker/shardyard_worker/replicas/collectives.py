@@ -113,9 +113,18 @@ class Collectives:
         options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
         return self.begin(lambda: self._group.allreduce([tensor], options))
 
-    def give(self, tensor: torch.Tensor, root: int) -> Any:
-        """Begins to copy a tensor from the member at place `root` to all others."""
-        return None if self._group is None else self.begin(lambda: self._group.broadcast(tensor, root))
+    def give(self, tensor: torch.Tensor, donor: int, takers: Sequence[int]) -> Any:
+        """Begins to copy a flat tensor from the member at place `donor` to those at `takers`. All members take part,
+        the others with an empty one."""
+        if self._group is None:
+            return None
+        empty, count, places = tensor.new_empty(0), tensor.numel(), range(self.size)
+        gives, takes = self.place == donor, self.place in takers
+        given = [tensor] * len(takers) if gives else [empty]
+        sent = [count if gives and place in takers else 0 for place in places]
+        received = [count if takes and place == donor else 0 for place in places]
+        source, target = given[0] if len(given) == 1 else torch.cat(given), tensor if takes else empty
+        return self.exchange(target, source, received, sent)
 
     def exchange(self, received: torch.Tensor, own: torch.Tensor, sizes: list[int], parts: list[int]) -> Any:
         """Begins to send part i of `own`, of so many elements, to the member at place i. What the members send to this

@@ -133,6 +133,11 @@ class Replica:
             found.setdefault(array.dtype, []).append(array)
         return [torch.cat(each) for _, each in sorted(found.items(), key=lambda item: str(item[0]))]
 
+    def nothing_packed(self) -> list[torch.Tensor]:
+        """An empty tensor in the place of each of `packed`."""
+        dtypes = {torch.int64, *(TORCH_DTYPES[each.spec.dtype] for each in (*self.parameters, *self.buffers))}
+        return [torch.empty(0, dtype=dtype) for dtype in sorted(dtypes, key=str)]
+
     @torch.no_grad()
     def unpack(self, packed: Sequence[torch.Tensor]) -> None:
         """Takes what another replica's `packed` was."""
