@@ -25,8 +25,8 @@ from claims.yard import Trained, timeline  # noqa: E402
 from harness.machine.delays import Delays  # noqa: E402
 from harness.measuring import report  # noqa: E402
 from harness.processes.programs import ProgramFailed, Programs  # noqa: E402
-from harness.workloads import characters, digits  # noqa: E402
-from jobs import consistency  # noqa: E402
+from harness.workloads import characters, digits, replaced  # noqa: E402
+from jobs import consistency, replicas  # noqa: E402
 from sides.shardyard.consistency import Worker  # noqa: E402
 from tables import table_ids  # noqa: E402
 
@@ -239,3 +239,28 @@ def test_only_chosen_claims_are_in_the_last_line_and_whole_figures_are_drawn(
     assert set(last["ratios"]) == {"two_ratio", "one_ratio"}
     with pytest.raises(argparse.ArgumentTypeError, match="nothing"):
         consistency.chosen("a,nothing")
+
+
+# ---- replicas
+
+
+def test_counts_say_which_samples_were_lost_and_which_counted_twice() -> None:
+    workers, epoch = 4, replaced.SAMPLES // (replaced.BATCH * 4)
+    counts = [1.0] * replaced.SAMPLES
+    assert replaced.off(counts, epoch, workers) == (0, 0)
+    assert replaced.off([0.0, *counts[1:]], epoch, workers) == (1, 0)
+    assert replaced.off([3.0, *counts[1:]], epoch, workers) == (0, 2)
+    assert replaced.off(counts, epoch + 1, workers) == (16, 0), "a step of the next epoch"
+
+
+def test_times_of_a_worker_that_was_replaced() -> None:
+    """Workers 1 and 2 survive; worker 3 was killed at 10.5 s; worker 4 takes its place."""
+    taken = [(9.0, 8), (10.0, 9), (11.5, 10), (12.5, 11), (15.0, 12), (16.0, 13)]
+    notes = [replaced.Note(pid, steps, at) for at, steps in taken for pid in (1, 2)]
+    notes += [replaced.Note(4, replaced.READY, 13.0), replaced.Note(4, 12, 15.0)]
+    assert replicas.figures_of(notes, 10.5, {1, 2}, 4) == {
+        "replace_s": 1.0,
+        "join_s": 2.0,
+        "stop_s": 1.5,
+        "step_s": 1.0,
+    }

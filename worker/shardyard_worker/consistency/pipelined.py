@@ -102,7 +102,8 @@ class PipelineStrategy(GroupStrategy):
             if float(stale):
                 has_facts = self._facts.numel() == _FACTS + collectives.size
                 facts = self._facts.clone() if has_facts else torch.zeros(_FACTS + collectives.size).double()
-                collectives.wait(collectives.give(facts, group.donor))
+                others = [place for place in range(collectives.size) if place != group.donor]
+                collectives.wait(collectives.give(facts, group.donor, others))
                 if self._replica_step != group.step:
                     if self._gradients is None or self._gradients.step != group.step - 1:
                         raise Internal(f"a stage at step {self._replica_step} in a group of step {group.step}")
