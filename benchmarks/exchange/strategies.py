@@ -5,7 +5,8 @@
 mlp, 25m: the models and the checks of `training`. multi_worker_mirrored against DistributedDataParallel in its fastest
 form, both over gloo. recommender: a dense network and a table; multi_worker_mirrored, with the table on two servers,
 against parameter_server in mode sync, with all on the same two servers; both look ahead. Before the measurement the
-variables and rows of both sides are the same after some steps. Every process has one thread.
+variables and rows of both sides are the same after some steps. pipeline, with mlp and 25m: against
+torch.distributed.pipelining used bare. Every process has one thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from exchange import pipelines
 from exchange.training import ONE_THREAD, WORKERS, run, show
 from harness.measuring.pairs import Figures, measure_pairs, ratios
 from harness.measuring.report import options_of
@@ -94,6 +96,11 @@ def main() -> None:
         raw |= results
         peer, mirrored = results.values()
         found[name] = ratios(mirrored, peer, "steps_per_s")
+        if task != RECOMMENDER:
+            results = pipelines.run(task, pairs, options.seconds)
+            raw |= results
+            bare, pipelined = results.values()
+            found[f"pipeline_{task}"] = ratios(pipelined, bare, "steps_per_s")
     show("strategies", options.tasks, raw, found, options.figures)
 
 

@@ -95,7 +95,7 @@ class Pipeline:
         raise InvalidRequest(
             "optimizer.state_dict() in a job whose job.strategy is pipeline",
             why="each worker has the state of its own stages",
-            todo="take a checkpoint (job.checkpoint.every_s): it has the state of all stages; continue from it",
+            todo="take a checkpoint (job.checkpoint.every_s), which has the state of all stages",
         )
 
     @property

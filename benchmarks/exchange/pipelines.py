@@ -1,0 +1,62 @@
+"""A pipeline of two workers against torch.distributed.pipelining used bare: the same cut, schedule and micro-batches.
+
+Part of `strategies`. Checked on both sides: that the losses fall, and that they are the same after as many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from functools import partial
+
+from harness.measuring.pairs import Figures, measure_pairs
+from harness.processes.sides import Side, peer_side, shardyard_side
+from harness.workloads.pipeline import CUT, MICROBATCHES, SCHEDULE
+from harness.workloads.training import NumbersDiffer, check_falls
+
+STAGES = 2
+PEER, OURS = "torch pipelining", "pipeline"
+VERIFIED_STEPS = 10
+
+
+class _Stages:
+    def __init__(self, side: Side, name: str) -> None:
+        self._side = side
+        self._name = name
+        self.first = self._take(VERIFIED_STEPS)
+        self._rate = 1.0
+        self.measure(0.0)
+
+    def _take(self, steps: int) -> list[float]:
+        """The losses, of the process that knows them."""
+        self._answers = self._side.ask("train", steps=steps)
+        return [min(both, key=math.isnan) for both in zip(*(each["losses"] for each in self._answers), strict=True)]
+
+    def measure(self, seconds: float) -> Figures:
+        losses = self._take(max(VERIFIED_STEPS, round(self._rate * seconds)))
+        self._rate = min(answer["steps"] / answer["seconds"] for answer in self._answers)
+        check_falls(self._name, [self.first[0], sum(losses) / len(losses)])
+        return {"steps_per_s": self._rate}
+
+
+def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """Raises NumbersDiffer."""
+    settings = {
+        "job.strategy": "pipeline",
+        "job.pipeline.stages": STAGES,
+        "job.pipeline.schedule": SCHEDULE,
+        "job.pipeline.microbatches": MICROBATCHES,
+        "job.pipeline.cut": str(CUT),
+    }
+    with ExitStack() as stack:
+        peer = stack.enter_context(
+            peer_side("torch_peers.training_pipeline", "--task", task, workers=STAGES, servers=0)
+        )
+        ours = stack.enter_context(
+            shardyard_side("shardyard.pipeline", "--task", task, workers=STAGES, settings=settings, tls=True)
+        )
+        both = {f"{name}, {task}": _Stages(side, name) for name, side in ((PEER, peer), (OURS, ours))}
+        one, other = (each.first for each in both.values())
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(one, other, strict=True)):
+            raise NumbersDiffer(f"the losses of the pipelines differ: {one} and {other}")
+        return measure_pairs({name: partial(each.measure, seconds) for name, each in both.items()}, pairs)
