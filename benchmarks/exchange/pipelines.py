@@ -9,6 +9,7 @@ import math
 from contextlib import ExitStack
 from functools import partial
 
+from exchange.training import VERIFIED_STEPS, WARM_STEPS
 from harness.measuring.pairs import Figures, measure_pairs
 from harness.processes.sides import Side, peer_side, shardyard_side
 from harness.workloads.pipeline import CUT, MICROBATCHES, SCHEDULE
@@ -16,16 +17,16 @@ from harness.workloads.training import NumbersDiffer, check_falls
 
 STAGES = 2
 PEER, OURS = "torch pipelining", "pipeline"
-VERIFIED_STEPS = 10
 
 
 class _Stages:
-    def __init__(self, side: Side, name: str) -> None:
+    """One side's workers, warmed up. `first`: the losses of the first steps."""
+
+    def __init__(self, side: Side, task: str) -> None:
         self._side = side
-        self._name = name
-        self.first = self._take(VERIFIED_STEPS)
-        self._rate = 1.0
-        self.measure(0.0)
+        self.first = self._take(VERIFIED_STEPS[task])
+        self.last = self._take(WARM_STEPS[task])
+        self._rate = self._present_rate()
 
     def _take(self, steps: int) -> list[float]:
         """The losses, of the process that knows them."""
@@ -33,10 +34,12 @@ class _Stages:
         return [min(both, key=math.isnan) for both in zip(*(each["losses"] for each in self._answers), strict=True)]
 
     def measure(self, seconds: float) -> Figures:
-        losses = self._take(max(VERIFIED_STEPS, round(self._rate * seconds)))
-        self._rate = min(answer["steps"] / answer["seconds"] for answer in self._answers)
-        check_falls(self._name, [self.first[0], sum(losses) / len(losses)])
+        self.last = self._take(max(2, round(self._rate * seconds)))
+        self._rate = self._present_rate()
         return {"steps_per_s": self._rate}
+
+    def _present_rate(self) -> float:
+        return min(float(answer["steps"] / answer["seconds"]) for answer in self._answers)
 
 
 def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
@@ -55,8 +58,11 @@ def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
         ours = stack.enter_context(
             shardyard_side("shardyard.pipeline", "--task", task, workers=STAGES, settings=settings, tls=True)
         )
-        both = {f"{name}, {task}": _Stages(side, name) for name, side in ((PEER, peer), (OURS, ours))}
+        both = {f"{name}, {task}": _Stages(side, task) for name, side in ((PEER, peer), (OURS, ours))}
         one, other = (each.first for each in both.values())
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(one, other, strict=True)):
             raise NumbersDiffer(f"the losses of the pipelines differ: {one} and {other}")
-        return measure_pairs({name: partial(each.measure, seconds) for name, each in both.items()}, pairs)
+        results = measure_pairs({name: partial(each.measure, seconds) for name, each in both.items()}, pairs)
+        for name, each in both.items():
+            check_falls(name, [each.first[0], sum(each.last) / len(each.last)])
+        return results
