@@ -67,14 +67,14 @@ class PipelineSettings(Section):
         wanted = 2 if schedule is PipelineSchedule.ZBV else each if schedule.is_looped else 1
         if each != wanted:
             raise impossible(
-                ("pipeline.virtual_stages", "pipeline.schedule"),
+                ("virtual_stages", "schedule"),
                 f"virtual_stages {wanted} with schedule {schedule.value}",
                 f"virtual_stages {each}",
             )
         rounds = max(1, self.microbatches // self.stages)
         if schedule.is_looped and self.microbatches % rounds:
             raise impossible(
-                ("pipeline.microbatches", "pipeline.schedule"),
+                ("microbatches", "schedule"),
                 f"a multiple of {self.stages} micro-batches, one for each stage, with schedule {schedule.value}",
                 f"microbatches {self.microbatches}",
             )

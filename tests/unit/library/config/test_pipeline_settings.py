@@ -1,0 +1,48 @@
+"""Settings of a pipeline that exclude each other are refused, and name both."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardyard.config import configuration
+from shardyard.domain import errors
+
+
+def load(**given: object) -> configuration.Loaded:
+    named = {f"job.{name.replace('__', '.')}": value for name, value in given.items()}
+    return configuration.load(None, {}, {"job.strategy": "pipeline", **named})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("workers_expected", 1, "workers_expected 2, one worker for each of 2 stages"),
+        ("workers_expected", 3, "workers_expected 2, one worker for each of 2 stages"),
+        ("consistency__logical_ranks", 2, r"consistency\.logical_ranks 1 with strategy pipeline"),
+        ("consistency__mode", "async", r"consistency\.mode sync with strategy pipeline"),
+        ("collectives", "other", "collectives gloo with strategy pipeline"),
+        ("durability", "wal", "durability checkpoint with strategy pipeline"),
+        ("pipeline__virtual_stages", 2, "virtual_stages 1 with schedule 1F1B"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=message):
+        load(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pipeline__schedule": "ZBVZeroBubble", "pipeline__virtual_stages": 3}, "virtual_stages 2 with schedule ZBV"),
+        ({"pipeline__schedule": "Interleaved1F1B", "pipeline__microbatches": 5}, "a multiple of 2 micro-batches"),
+    ],
+    ids=["stages", "micro-batches"],
+)
+def test_schedule_says_what_it_needs(given: dict[str, object], message: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=message):
+        load(**given)
+
+
+def test_a_pipeline_expects_a_worker_for_each_stage() -> None:
+    job = load(pipeline__stages=3, pipeline__schedule="LoopedBFS", pipeline__microbatches=3).settings.job
+    assert (job.workers_expected, job.logical_rank_count, job.pipeline.stages_in_all) == (3, 1, 6)
