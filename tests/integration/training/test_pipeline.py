@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardyard.domain import errors
 from shardyard_launcher.cli import main
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.alone import local_yard
 from tests.support.yards import Probes, finish, running_yard, wait_for_any
 
 SAMPLES, EPOCHS = 80, 5
@@ -110,3 +113,31 @@ def test_checkpoint_of_a_pipeline_is_restored_under_another_strategy(
             assert main([*order, "--state", str(yard._folder)]) == 0
     stopped, went_on = found
     assert [*stopped, *went_on] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes) -> None:
+    started = [probes.start("stage-mistakes", **settings(yard, "mistakes")) for _ in range(2)]
+    for script, out in started:
+        result = finish(script, out)
+        assert result["errors"] == {
+            "step": "optimizer.step() in a job whose job.strategy is pipeline",
+            "forward": "the forward of the whole model while its pipeline trains",
+            "state": "optimizer.state_dict() in a job whose job.strategy is pipeline",
+            "batch": "a batch of 6 samples, and 4 micro-batches",
+            "samples": "job.train_step of tensors with 8, 4 samples in a pipeline",
+            "last": "a batch of 6 samples (the last one of an epoch), and 4 micro-batches",
+            "no_sync": "accumulated batches in a job whose job.strategy is pipeline",
+        }
+        assert result["loss"] > 0, "and training goes on"
+
+
+def test_prepare_needs_a_loss_and_a_model_that_can_be_cut(alone: None) -> None:
+    with local_yard({"job.strategy": "pipeline", "job.checkpoint.url": "never"}) as (_, connect), connect() as job:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(errors.ConfigurationError, match="without a loss in a job with"):
+            job.prepare(model, optimizer)
+        one = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        loss = torch.nn.functional.mse_loss
+        with pytest.raises(errors.UnsupportedModel, match="a model of 1 parts"):
+            job.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1), loss=loss)

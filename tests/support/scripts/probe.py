@@ -10,6 +10,7 @@
     where it is held.
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 `stages`: a deeper network in float64, by job.train_step; the loss of each step is written.
+`stage-mistakes`: what a script must not do with it; the errors are written.
 `stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`.
 """
 
@@ -126,6 +127,34 @@ def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
             job.stop(f"computed {len(losses)}")
     model.eval()
     return {"losses": losses, "computed": len(losses), "digest": digest(model)}
+
+
+def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    model = deep_network()
+    x, y = data(14).tensors
+    batches = TensorDataset(x.double(), y)
+    loss = torch.nn.functional.cross_entropy
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    mistakes = {
+        "step": optimizer.step,
+        "forward": lambda: model(x.double()),
+        "state": optimizer.state_dict,
+        "batch": lambda: job.train_step(x[:6].double(), y[:6]),
+        "samples": lambda: job.train_step(x[:8].double(), y[:4]),
+        "last": lambda: job.batches(batches, batch_size=8, epochs=options.epochs),
+    }
+    found = {}
+    for name, make in mistakes.items():
+        try:
+            make()
+        except sy.errors.InvalidRequest as error:
+            found[name] = error.what
+    with job.no_sync():
+        try:
+            job.train_step(x[:8].double(), y[:8])
+        except sy.errors.InvalidRequest as error:
+            found["no_sync"] = error.what
+    return {"errors": found, "loss": job.train_step(x[:8].double(), y[:8]).item()}
 
 
 class Counts(torch.nn.Module):
@@ -266,6 +295,7 @@ MODES = {
     "count": train_count,
     "stages": train_stages,
     "stage-counts": train_stage_counts,
+    "stage-mistakes": make_mistakes,
     "rows": train_rows,
     "words": train_words,
     "sums": train_sums,
