@@ -10,7 +10,17 @@ from shardyard.config.settings.checkpoint import CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.pipeline import STAGES, PipelineSettings
-from shardyard.config.settings.values import DURATION_MS_MAX, NEVER, Auto, Deaths, JobName, Norm, Section, impossible
+from shardyard.config.settings.values import (
+    DURATION_MS_MAX,
+    NEVER,
+    Auto,
+    Backend,
+    Deaths,
+    JobName,
+    Norm,
+    Section,
+    impossible,
+)
 from shardyard.domain import limits
 from shardyard.domain.consistency import (
     NO_CLIPPING,
@@ -96,7 +106,7 @@ class JobSettings(Section):
         " that the bits do not depend on the number of workers. Each worker then keeps the gradients of all its ranks"
         " apart. On servers the bits of synchronous steps never depend on it.",
     )
-    collectives: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+    collectives: Backend = Field(
         default=GLOO,
         description="With replicas: the backend of torch.distributed that combines gradients. gloo, or the name of a"
         " plug-in that the script has imported (torch.distributed.Backend.register_backend).",

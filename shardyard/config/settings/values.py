@@ -113,6 +113,7 @@ CheckpointUrl = Annotated[
 BestUrl = Annotated[
     str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX), Expected("auto, the path of a folder, or a URL")
 ]
+Backend = Annotated[str, Field(min_length=1, max_length=64), Expected("the name of a backend of torch.distributed")]
 JobName = Annotated[
     str,
     _matching(_JOB_NAME),

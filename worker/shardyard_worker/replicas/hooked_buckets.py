@@ -21,6 +21,8 @@ from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import Bucket, GradientBuckets
 
 _POLL_S: Final = 0.0005
+_LONGEST: Final = datetime.timedelta(minutes=2)
+"""Longer than the backend lets a collective last."""
 _WHOLE_STEPS: Final = 2
 """Steps of a new group before PowerSGD compresses; with error feedback torch asks for two."""
 _NARROW: Final = {AllReduce.BF16: default_hooks.bf16_compress_hook, AllReduce.FP16: default_hooks.fp16_compress_hook}
@@ -35,7 +37,7 @@ class _Work:
     def is_completed(self) -> bool:
         return self._future.done()
 
-    def wait(self, timeout: datetime.timedelta) -> None:
+    def wait(self, timeout: datetime.timedelta = _LONGEST) -> None:
         give_up = time.monotonic() + timeout.total_seconds()
         while not self._future.done():
             if time.monotonic() > give_up:
