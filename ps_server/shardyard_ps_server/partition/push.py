@@ -170,9 +170,9 @@ def _apply_alone(work: Sequence[tuple[Partition, Contribution]], name: PushName,
                 if applied.rows or applied.gone
             ]
         )
-        for each in prepared:
-            results.append(_publish(each, name))
-            failpoint("push.after_partition")
+        with ExitStack() as publishing:  # what is computed is published, whatever happens after another partition
+            for each in reversed(prepared):
+                publishing.callback(_publish, each, name, results)
 
 
 def _prepare(partition: Partition, contribution: Contribution) -> _Prepared:
@@ -187,7 +187,7 @@ def _prepare(partition: Partition, contribution: Contribution) -> _Prepared:
     return _Prepared(partition, contribution, applied, new, stale, staleness, compensated)
 
 
-def _publish(prepared: _Prepared, name: PushName) -> PartResult:
+def _publish(prepared: _Prepared, name: PushName, results: list[PartResult]) -> None:
     partition, contribution, applied, new, stale, staleness, is_compensated = prepared
     with partition.lock:
         partition.ledger.advance(name)
@@ -198,7 +198,8 @@ def _publish(prepared: _Prepared, name: PushName) -> PartResult:
         if stale is not None:
             stale.count(contribution.base, staleness, compensated=is_compensated)
             stale.passed(contribution.base)
-        return PartResult(partition.id, Outcome.APPLIED, name.last + 1, partition.versions.newest)
+        results.append(PartResult(partition.id, Outcome.APPLIED, name.last + 1, partition.versions.newest))
+    failpoint("push.after_partition")
 
 
 def _correct(partition: Partition, stale: Staleness, contribution: Contribution) -> tuple[Contribution, int, bool]:
