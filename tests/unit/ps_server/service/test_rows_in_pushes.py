@@ -39,7 +39,7 @@ from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.hosting import lookups, orders
-from shardyard_ps_server.rows.partition_tables import PartitionTables
+from shardyard_ps_server.rows.partition_tables import PartitionTables, RowPush, push_rows
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows, unpack_pushed
 from shardyard_ps_server.service.exchange_stream import ExchangeStream
 from shardyard_ps_server.service.servicer import Servicer
@@ -410,7 +410,8 @@ def aging(clock: Clock) -> PartitionTables:
 def pushed(into: PartitionTables, step: int, *ids: int) -> int:
     """How many rows there are then."""
     values = np.ones((len(ids), 1), np.float32)
-    into.push([PushedTableRows(0, np.array(ids, np.int64), values)], [into.by_name["t"].settings.group], step)
+    rows = [PushedTableRows(0, np.array(ids, np.int64), values)]
+    push_rows([RowPush(into, rows, [into.by_name["t"].settings.group], step)])
     return into.by_name["t"].rows
 
 
