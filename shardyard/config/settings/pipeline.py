@@ -15,7 +15,7 @@ MICROBATCHES_MAX = 65_536
 
 
 class PipelineSettings(Section):
-    """How job.strategy pipeline cuts a model and a batch. See docs/guides/strategies.md."""
+    """How job.strategy pipeline cuts a model and a batch. See docs/guides/pipelines.md."""
 
     stages: int = Field(
         default=STAGES,
