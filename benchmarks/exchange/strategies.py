@@ -2,17 +2,20 @@
 
     make bench BENCH=strategies            (with options: ARGS="--pairs 3 --seconds 2")
 
-mlp, 25m: the models and the checks of `training`. multi_worker_mirrored against DistributedDataParallel in its fastest
-form, both over gloo. recommender: a dense network and a table; multi_worker_mirrored, with the table on two servers,
-against parameter_server in mode sync, with all on the same two servers; both look ahead. Before the measurement the
-variables and rows of both sides are the same after some steps. pipeline, with mlp and 25m: against
-torch.distributed.pipelining used bare. Every process has one thread.
+mlp, 25m: the models and the checks of `training`.
+
+all_reduce: multi_worker_mirrored against DistributedDataParallel in its fastest form, both over gloo. pipeline: against
+torch.distributed.pipelining used bare. central: central_storage against parameter_server in mode sync with two servers,
+on one machine. recommender: a dense network and a table; multi_worker_mirrored, with the table on two servers, against
+parameter_server in mode sync, with all on the same two servers; both look ahead. Before the measurement the variables
+and rows of both sides are the same after some steps. Every process has one thread.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,16 +23,16 @@ from pathlib import Path
 import numpy as np
 
 from exchange import pipelines
-from exchange.training import ONE_THREAD, WORKERS, run, show
+from exchange.training import ONE_THREAD, WORKERS, Trainers, run, show
 from harness.measuring.pairs import Figures, measure_pairs, ratios
 from harness.measuring.report import options_of
 from harness.processes.sides import Side, shardyard_side
-from harness.workloads.training import TASKS, NumbersDiffer, check_falls
+from harness.workloads.training import NumbersDiffer, check_falls
 
-MIRRORED, SERVED = "multi_worker_mirrored", "parameter_server"
-RECOMMENDER = "recommender"
+MIRRORED, SERVED, CENTRAL = "multi_worker_mirrored", "parameter_server", "central_storage"
 SERVERS = 2
 VERIFIED_STEPS, WARM_STEPS = 10, 30
+Results = dict[str, list[Figures]]
 
 
 class Recommenders:
@@ -55,14 +58,36 @@ class Recommenders:
         check_falls(self._name, self._losses)
 
 
-def run_recommender(pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run_all_reduce(task: str, pairs: int, seconds: float) -> Results:
+    settings = {"job.strategy": MIRRORED}
+    ours = shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings, tls=True)
+    return run(task, "sync", pairs, seconds, ours, MIRRORED)
+
+
+def run_central(pairs: int, seconds: float) -> Results:
+    with ExitStack() as stack:
+        ready = {}
+        for strategy, servers in ((SERVED, SERVERS), (CENTRAL, 1)):
+            settings = {"job.strategy": strategy, "job.consistency.mode": "sync"}
+            side = shardyard_side(
+                "shardyard.training", "--task", "mlp", workers=WORKERS, servers=servers, settings=settings
+            )
+            name = f"{strategy}, sync, central"
+            ready[name] = Trainers(stack.enter_context(side), "mlp", "sync", name)
+        results = measure_pairs({name: partial(each.measure, seconds) for name, each in ready.items()}, pairs)
+        for each in ready.values():
+            each.check_falls()
+        return results
+
+
+def run_recommender(pairs: int, seconds: float) -> Results:
     """Raises NumbersDiffer."""
     with ExitStack() as stack:
         ready = {}
         for strategy in (SERVED, MIRRORED):
             settings = {"job.strategy": strategy, "job.consistency.mode": "sync", "job.partitions": 2 * SERVERS}
             side = shardyard_side("shardyard.clicks", workers=WORKERS, servers=SERVERS, settings=settings)
-            name = f"{strategy}, sync, {RECOMMENDER}"
+            name = f"{strategy}, sync, recommender"
             ready[name] = Recommenders(stack.enter_context(side), name)
         served, mirrored = ready.values()
         if not np.allclose(served.values, mirrored.values, rtol=1e-3, atol=1e-5):
@@ -74,34 +99,34 @@ def run_recommender(pairs: int, seconds: float) -> dict[str, list[Figures]]:
         return results
 
 
+COMPARISONS: dict[str, Callable[[int, float], Results]] = {
+    "all_reduce_mlp": partial(run_all_reduce, "mlp"),
+    "all_reduce_25m": partial(run_all_reduce, "25m"),
+    "pipeline_mlp": partial(pipelines.run, "mlp"),
+    "pipeline_25m": partial(pipelines.run, "25m"),
+    "central": run_central,
+    "recommender": run_recommender,
+}
+"""Each gives first what ours is compared with."""
+
+
 def main() -> None:
     parser = options_of(__doc__, pairs=7)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement (4)")
-    names = [*TASKS, RECOMMENDER]
-    parser.add_argument("--tasks", nargs="+", choices=names, default=names, help="the models (all)")
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=[*COMPARISONS], help="comparisons (all)")
     options = parser.parse_args()
     os.environ[ONE_THREAD] = "1"
-    raw: dict[str, list[Figures]] = {}
+    raw: Results = {}
     found: dict[str, list[float]] = {}
-    for task in options.tasks:
-        pairs = max(1, options.pairs // 2) if task == "25m" else options.pairs
-        if task == RECOMMENDER:
-            results = run_recommender(pairs, options.seconds)
-            name = "tables_beside_replicas"
-        else:
-            settings = {"job.strategy": MIRRORED}
-            ours = shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings, tls=True)
-            results = run(task, "sync", pairs, options.seconds, ours, MIRRORED)
-            name = f"all_reduce_{task}"
+    for name in options.only:
+        # a step of the large model takes a third of a second: fewer pairs
+        pairs = max(1, options.pairs // 2) if name.endswith("25m") else options.pairs
+        results = COMPARISONS[name](pairs, options.seconds)
         raw |= results
-        peer, mirrored = results.values()
-        found[name] = ratios(mirrored, peer, "steps_per_s")
-        if task != RECOMMENDER:
-            results = pipelines.run(task, pairs, options.seconds)
-            raw |= results
-            bare, pipelined = results.values()
-            found[f"pipeline_{task}"] = ratios(pipelined, bare, "steps_per_s")
-    show("strategies", options.tasks, raw, found, options.figures)
+        other, ours = results.values()
+        found[name] = ratios(ours, other, "steps_per_s")
+    panels = [each for each in ("mlp", "25m", "central", "recommender") if any(each in name for name in raw)]
+    show("strategies", panels, raw, found, options.figures)
 
 
 if __name__ == "__main__":
