@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,17 +211,25 @@ def test_promise_5_rows_lack_no_push_of_the_steps_before() -> None:
 
 
 def test_a_hybrid_job_asks_for_no_version_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
-    real = lookups.look_up_rows
+    newest: list[int] = []
+    of_versions: list[Partition] = []
+    real, real_of_versions = lookups.look_up_newest, lookups.look_up_rows
 
-    def watched(partition: Partition, *given: Any) -> None:
-        asked.append(given[1])
-        real(partition, *given)
+    def watched(asked: Sequence[Any]) -> None:
+        newest.append(len(asked))
+        real(asked)
 
-    monkeypatch.setattr(lookups, "look_up_rows", watched)
+    def watched_of_versions(partition: Partition, *given: Any) -> None:
+        of_versions.append(partition)
+        real_of_versions(partition, *given)
+
+    monkeypatch.setattr(lookups, "look_up_newest", watched)
+    monkeypatch.setattr(lookups, "look_up_rows", watched_of_versions)
     together({"yard.servers": 2, "job.consistency.mode": "hybrid"}, 2)
-    assert asked
-    assert set(asked) == {None}
+    assert newest
+    assert not of_versions
+    together({"yard.servers": 2, "job.consistency.mode": "sync"}, 2)
+    assert of_versions
 
 
 # ---- counted once
