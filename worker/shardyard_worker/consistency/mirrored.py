@@ -48,7 +48,7 @@ _FACTS: Final = 5
 
 
 class MirroredStrategy(GroupStrategy):
-    """For job.strategy multi_worker_mirrored."""
+    """For job.strategy mirrored and multi_worker_mirrored."""
 
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         super().__init__(trainer, replica)

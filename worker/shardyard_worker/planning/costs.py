@@ -53,8 +53,10 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     worker = model.fixed + 2 * values + gradients
     moved = gradients + values
     busiest = max(moved, workers * moved // servers)
-    # as before, with the model's own gradients, their buckets, and the state; servers hold what was published last
-    mirrored = worker + 2 * gradients + model.state
+    # the model, the values as they come from servers, gradients, their buckets, and the state; servers hold what was
+    # published last
+    copies = model.fixed + 2 * values
+    mirrored = copies + 2 * gradients + model.state
     clips_rows = bool(model.tables and model.settings.clip.norm)
     refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
     return [
@@ -64,10 +66,10 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
         Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, 4 * gradients * (workers - 1) // workers, refused),
-        # the whole model as it comes from servers, and what its own stage needs
+        # the whole model, its values as they come from servers, and what its own stage needs
         Cost(
             Strategy.PIPELINE,
-            worker + (gradients + model.state) // workers,
+            copies + (gradients + model.state) // workers,
             stored,
             None,
             "it has embedding tables" if model.tables else "",
