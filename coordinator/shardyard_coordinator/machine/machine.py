@@ -17,7 +17,6 @@ from typing import Any, Self
 from shardyard.config.settings import DRAIN_S, QuotaSettings
 from shardyard.domain import errors
 from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
-from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import (
     Acknowledged,
@@ -45,14 +44,22 @@ from shardyard_coordinator.flows import (
     residuals,
     work_verdicts,
 )
-from shardyard_coordinator.machine import callers, effect_ends, heartbeats, job_records, job_views, quotas, readers
+from shardyard_coordinator.machine import (
+    callers,
+    effect_ends,
+    heartbeats,
+    hosts,
+    job_records,
+    job_views,
+    quotas,
+    readers,
+)
 from shardyard_coordinator.machine import job as life
 from shardyard_coordinator.machine.job_directory import JobDirectory
 from shardyard_coordinator.machine.wait_reasons import WaitReasons
 from shardyard_coordinator.members import membership
 from shardyard_coordinator.members.membership import Member, Membership
 from shardyard_coordinator.members.nonfinite import QUARANTINED
-from shardyard_coordinator.placement import one_machine
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record
 
@@ -159,8 +166,9 @@ class Machine:
             case events.VariablesRegistered(caller):
                 job = self.require_job(caller)
                 quotas.check_variables(self._quotas, self._jobs, job, event)
-                servers, missing = self._servers_for(job, self._servers(now_ms), now_ms)
-                self._check_machine(job, caller.incarnation, servers)
+                servers, missing = self._servers(now_ms), self._members.missing_servers(now_ms)
+                servers, missing = hosts.servers_for(self._members, job, servers, missing)
+                hosts.check_worker(self._members, job, caller.incarnation, servers)
                 return deployment.register_variables(job, event, servers, missing)
             case events.LedgerRead(returned, next_sequence, generation):
                 return leasing.close_lease(self.require_job(returned.caller), returned, next_sequence, generation)
@@ -298,9 +306,9 @@ class Machine:
             )
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
-        servers = self._servers(now_ms)
+        servers, missing = self._servers(now_ms), self._members.missing_servers(now_ms)
         for job in self._jobs:
-            effects += life.tick(job, now_ms, *self._servers_for(job, servers, now_ms))
+            effects += life.tick(job, now_ms, *hosts.servers_for(self._members, job, servers, missing))
         for job, why in quotas.beyond_rows(self._quotas, self.jobs):
             effects += last_step.begin_stop(job, None, "the coordinator decided", why)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
@@ -324,30 +332,8 @@ class Machine:
             LogMessage(f"{member.title} {how}", warning=how not in (life.LEFT, life.DRAINED)),
         ]
 
-    def _servers(self, now_ms: int) -> list[Server]:
+    def _servers(self, now_ms: int) -> Sequence[Server]:
         return [_server(member, self._members.hurries(member, now_ms)) for member in self._members.servers()]
-
-    def _servers_for(self, job: JobState, servers: Sequence[Server], now_ms: int) -> tuple[Sequence[Server], str]:
-        """The servers that may hold the job's partitions, and those for which they wait, in words."""
-        if job.settings.strategy is not Strategy.CENTRAL_STORAGE:
-            return servers, self._members.missing_servers(now_ms)
-        host = next(iter(self._hosts([*job.deployment.workers, *job.workers])), "")
-        found = one_machine.eligible(servers, job.deployment.owners, host)
-        return found, "" if found else f"a server on {host or 'the machine of its workers'}"
-
-    def _check_machine(self, job: JobState, worker: Incarnation, servers: Sequence[Server]) -> None:
-        """Raises ConfigurationError for a worker on another machine than its job, if that wants one machine."""
-        strategy = job.settings.strategy
-        others = self._hosts(each for each in job.deployment.workers if each != worker)
-        if strategy is Strategy.CENTRAL_STORAGE:
-            others += [server.host for server in servers if server.incarnation in job.deployment.owners]
-        host = self._members.require(worker).registration.host
-        one_machine.check_machine(strategy, job.title, host, others)
-
-    def _hosts(self, members: Iterable[Incarnation]) -> list[str]:
-        """The machines of those that live."""
-        found = map(self._members.get, members)
-        return [member.registration.host for member in found if member is not None]
 
     # ---- jobs
 
