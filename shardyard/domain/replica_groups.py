@@ -1,4 +1,4 @@
-"""Groups of workers that hold replicas of a job's variables (job.strategy multi_worker_mirrored).
+"""Strategies of a job, and the groups of workers that have its variables under some of them.
 
 Values only. A group is formed by the coordinator, has a number that only grows, and never changes: if a member goes or
 another worker comes, the next group is formed.

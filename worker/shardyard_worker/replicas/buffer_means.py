@@ -39,9 +39,8 @@ class BufferMeans:
     def join(self, collectives: Collectives) -> None:
         """From now on these members add up their buffers."""
         if self._ranks is not None:
-            counts = [len(collectives.group.ranks_at(place, self._ranks)) for place in range(collectives.size)]
             self.renew(collectives.size)
-            self._ordered = OrderedRows(self._sums, counts, collectives.place)
+            self._ordered = OrderedRows(self._sums, collectives, self._ranks)
         self.clear()
 
     def clear(self) -> None:

@@ -30,12 +30,10 @@ class OrderedBuckets(GradientBuckets):
         return f"{super().fingerprint}, in the order of {self._ranks} ranks"
 
     def join(self, collectives: Collectives) -> None:
-        group = collectives.group
-        counts = [len(group.ranks_at(place, self._ranks)) for place in range(collectives.size)]
         self._make(collectives.size)
         self._rows = []
         for bucket in self._buckets:
-            ordered = OrderedRows(bucket.flat, counts, collectives.place)
+            ordered = OrderedRows(bucket.flat, collectives, self._ranks)
             self._rows.append((bucket, ordered, [bucket.views_of(row) for row in ordered.rows]))
         self._views = {index: views for bucket, _, views in self._rows for index in bucket.indices}
         super().join(collectives)

@@ -8,7 +8,6 @@ sends and receives as much as in a ring. Must not know: what is summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ def padded(elements: int, members: int) -> int:
 
 class OrderedRows:
     """A row for each logical rank of this member. `whole` gets the sum of all members' rows; it has `padded` elements.
-    `counts`: the ranks of each member, by its place."""
+    `ranks`: the job's logical ranks."""
 
-    def __init__(self, whole: torch.Tensor, counts: Sequence[int], place: int) -> None:
+    def __init__(self, whole: torch.Tensor, collectives: Collectives, ranks: int) -> None:
+        counts = [len(collectives.group.ranks_at(place, ranks)) for place in range(collectives.size)]
         share = whole.numel() // len(counts)
         self._counts = counts
-        self._place = place
-        self.rows = whole.new_zeros(counts[place], whole.numel())
+        self.rows = whole.new_zeros(counts[collectives.place], whole.numel())
         self._whole = whole
         self._received = whole.new_zeros(sum(counts), share)
         self._added = whole.new_zeros(share)
