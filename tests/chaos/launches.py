@@ -288,8 +288,8 @@ class Launch:
 
 def _role(process: psutil.Process) -> str:
     line = _command_line(process)
-    if "shardyard_worker.agent.bootstrap" in line:
-        return TRAINING
+    if "shardyard_worker.agent.fork_server" in line:
+        return TRAINING  # or what they were forked from, and end with
     module = line.index("shardyard_launcher.cli") if "shardyard_launcher.cli" in line else len(line)
     return line[module + 1] if module + 1 < len(line) else ""
 

@@ -85,13 +85,12 @@ def _text(error: BaseException) -> str:
         return f"<no text: {type(failed).__name__}>"
 
 
-def main() -> None:
-    parent_pid, script = int(sys.argv[1]), sys.argv[2]
-    die_with_parent(parent_pid, signal.SIGKILL)
+def run(script: str, arguments: list[str]) -> None:
+    """Runs the script, and writes an exception that it does not catch into the error file."""
     # processes that the script starts have other ids: nobody starts them again
     os.environ["SHARDYARD_PID"] = str(os.getpid())
     try:
-        run_script(script, sys.argv[3:])
+        run_script(script, arguments)
         drain = sys.modules.get("shardyard_worker.session.drain")
         if drain is not None:  # there if the script has joined a job
             drain.end_script()
@@ -105,6 +104,11 @@ def main() -> None:
         record(error, shown)
         sys.excepthook(type(error), error.with_traceback(shown), shown)
         sys.exit(1)
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    run(sys.argv[2], sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Runs a launch: starts its processes, reads and keeps their output, notices when they end, sends them signals.
 
-Owns: the processes, pipes and the thread of one launch, and the log lines about its end. It carries out what
-shardyard_worker.agent.supervision decides. Invariants: one thread starts, watches and reaps all processes of a launch
-and outlives them, since the kernel ties a process's parent-death signal to the thread that started it. Each process
-leads its own session. What it leaves in its process group is killed before it is reaped, while no other process can
-have its id. Must not know: gRPC, the coordinator, torch.
+Owns: the thread of one launch, and the log lines about its end. It carries out what
+shardyard_worker.agent.supervision decides. Invariants: one thread starts the fork server, and watches and reaps all
+processes of a launch, and outlives them, since the kernel ties a process's parent-death signal to the thread that
+started it. What a process leaves in its process group is killed before it is reaped, while no other process can have
+its id. Must not know: gRPC, the coordinator, torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import logging
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -29,27 +27,17 @@ from shardyard.domain import limits
 from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.wire.v1 import agent_pb2 as wire
-from shardyard_worker.agent.environment import LaunchOrder, environment_block
+from shardyard_worker.agent.environment import LaunchOrder
 from shardyard_worker.agent.event_log import EventLog
 from shardyard_worker.agent.kept_output import KeptOutput
 from shardyard_worker.agent.launch_folders import Ending, LaunchFolder, LaunchRecord
 from shardyard_worker.agent.pipes import Pipe
+from shardyard_worker.agent.processes import Child, ForkServer, ForkServerEnded
 from shardyard_worker.agent.supervision import Effect, RecordedError, SendSignal, Spawn, Supervision
 
 log = logging.getLogger("shardyard.agent")
 
 ERROR_FILE_BYTES_MAX: Final = limits.MIB
-
-
-class _Child:
-    def __init__(self, index: int, process: subprocess.Popen[bytes], error_file: Path) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.index = index
-        self.process = process
-        self.error_file = error_file
-        self.pipes = [Pipe(index, False, process.stdout), Pipe(index, True, process.stderr)]
-        self.ended_fd = os.pidfd_open(process.pid)
 
 
 class RunningLaunch:
@@ -81,7 +69,8 @@ class RunningLaunch:
         self._supervision = Supervision(
             workers=order.workers, restarts_max=order.restarts_max, restarts_window_ms=order.restarts_window_ms
         )
-        self._children: dict[int, _Child] = {}
+        self._fork_server: ForkServer | None = None
+        self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
         self._stop_asked: deque[tuple[int, bool]] = deque()
         """Grace times, each with whether the agent leaves."""
@@ -103,7 +92,7 @@ class RunningLaunch:
 
     @property
     def pids(self) -> list[int]:
-        return [child.process.pid for child in list(self._children.values())]
+        return [child.pid for child in list(self._children.values())]
 
     def start(self) -> None:
         self._thread.start()
@@ -158,6 +147,8 @@ class RunningLaunch:
         finally:
             for child in list(self._children.values()):
                 self._reap(child)
+            if self._fork_server is not None:
+                self._end_fork_server(self._fork_server)
             self._output.close()
             self._folder.release()
             self._close()
@@ -177,7 +168,7 @@ class RunningLaunch:
                 case SendSignal(index, number):
                     child = self._children.get(index)
                     if child is not None:
-                        _signal(child.process.pid, number)
+                        child.signal(number)
                 case wire.LaunchEvent() as event:
                     self._output.add(event)
                     if event.HasField("exited"):
@@ -223,48 +214,82 @@ class RunningLaunch:
             )
 
     def _spawn(self, index: int, restarts: int) -> list[Effect]:
-        order = self.order
-        error_file = self._folder.path / f"error-{index}-{restarts}.json"
         try:
-            process = subprocess.Popen(
-                _command(order.script, order.arguments),
-                cwd=order.working_directory,
-                env=environment_block(order, index, str(error_file)),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
+            if self._fork_server is None:
+                self._fork_server = server = ForkServer(self.order)
+                self._selector.register(server, selectors.EVENT_READ, server)
+                self._selector.register(server.pipe.stream, selectors.EVENT_READ, server.pipe)
+            self._fork_server.fork(index, self._folder.path / f"error-{index}-{restarts}.json")
         except OSError as error:
             return self._supervision.spawn_failed(index, str(error), time.time(), _now_ms())
-        child = _Child(index, process, error_file)
-        self._children[index] = child
-        self._selector.register(child.ended_fd, selectors.EVENT_READ, child)
-        for pipe in child.pipes:
-            self._selector.register(pipe.stream, selectors.EVENT_READ, pipe)
-        log.debug("launch %d: process %d started, pid %d", self.number, index, process.pid)
-        return self._supervision.spawned(index, process.pid)
+        return []
+
+    def _take_started(self) -> None:
+        """Notices which processes the fork server has started, or that it has ended, and its processes with it."""
+        server = self._fork_server
+        if server is None:
+            return
+        try:
+            started = server.started()
+        except ForkServerEnded:
+            self._lose_fork_server(server)
+            return
+        for child in started:
+            self._children[child.index] = child
+            self._selector.register(child.ended_fd, selectors.EVENT_READ, child)
+            for pipe in child.pipes:
+                self._selector.register(pipe.stream, selectors.EVENT_READ, pipe)
+            log.debug("launch %d: process %d started, pid %d", self.number, child.index, child.pid)
+            self._carry_out(self._supervision.spawned(child.index, child.pid))
+
+    def _lose_fork_server(self, server: ForkServer) -> None:
+        """Another one is started with the first process that is started again."""
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+        waiting = server.withdraw()
+        exit_code = self._end_fork_server(server)
+        log.warning("launch %d: the fork server (pid %d) ended: exit code %d", self.number, server.pid, exit_code)
+        for child in list(self._children.values()):
+            self._reap(child)
+        for index in waiting:
+            self._carry_out(self._supervision.spawned(index, server.pid))
+            self._carry_out(self._supervision.exited(index, exit_code, None, time.time(), _now_ms()))
+
+    def _end_fork_server(self, server: ForkServer) -> int:
+        """Its processes are reaped, or end with it. Returns its exit code."""
+        self._fork_server = None
+        self._selector.unregister(server)
+        with self._wait_registry.over(lambda: f"the fork server (pid {server.pid}) of launch {self.number} to be gone"):
+            exit_code = server.close()
+        self._end_pipe(server.pipe)
+        return exit_code
 
     def _wait(self) -> None:
         due_ms = self._supervision.next_due_ms()
         timeout = None if due_ms is None else max(0.0, due_ms / 1000 - time.monotonic())
-        ended: list[_Child] = []
+        ended: list[Child] = []
+        answered = False
         for key, _ in self._selector.select(timeout):
             match key.data:
                 case Pipe() as pipe:
                     self._read(pipe)
-                case _Child() as child:
+                case Child() as child:
                     ended.append(child)
+                case ForkServer():
+                    answered = True
                 case _:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
+        if answered:
+            self._take_started()
         for child in ended:
             self._reap(child)
         while self._stop_asked:
             grace_ms, agent_leaves = self._stop_asked.popleft()
             order = self._supervision.leave if agent_leaves else self._supervision.stop
             self._carry_out(order(grace_ms, _now_ms()))
+            for index in self._fork_server.withdraw() if self._fork_server is not None else ():
+                self._carry_out(self._supervision.withdrawn(index))
         self._carry_out(self._supervision.time_passed(_now_ms()))
 
     def _read(self, pipe: Pipe) -> None:
@@ -278,46 +303,38 @@ class RunningLaunch:
         for line in lines:
             self._carry_out(self._supervision.printed(pipe.index, pipe.standard_error, line))
 
-    def _reap(self, child: _Child) -> None:
+    def _reap(self, child: Child) -> None:
         """Kills what is left of a process and its group, and handles its last lines and its end."""
+        if self._children.get(child.index) is not child:
+            return  # it was reaped with the fork server
         now_s = time.time()
-        _signal(child.process.pid, signal.SIGKILL)
-        pid = child.process.pid
+        child.signal(signal.SIGKILL)
         # a process that is stuck in the kernel is gone only after the kernel call returns
-        with self._wait_registry.over(lambda: f"process {pid} of launch {self.number}, which was killed, to be gone"):
-            exit_code = child.process.wait()
+        with self._wait_registry.over(
+            lambda: f"process {child.pid} of launch {self.number}, which was killed, to be gone"
+        ):
+            exit_code = -signal.SIGKILL if self._fork_server is None else self._fork_server.reap(child)
         del self._children[child.index]
         self._selector.unregister(child.ended_fd)
-        os.close(child.ended_fd)
+        child.close()
         for pipe in child.pipes:
-            if not pipe.stream.closed:
-                lines = pipe.drain()
-                self._selector.unregister(pipe.stream)
-                pipe.stream.close()
-                self._show(pipe, lines)
+            self._end_pipe(pipe)
         error = read_error_file(child.error_file)
         child.error_file.unlink(missing_ok=True)
         self._carry_out(self._supervision.exited(child.index, exit_code, error, now_s, _now_ms()))
+        self._take_started()
+
+    def _end_pipe(self, pipe: Pipe) -> None:
+        """Shows its last lines."""
+        if not pipe.stream.closed:
+            lines = pipe.drain()
+            self._selector.unregister(pipe.stream)
+            pipe.stream.close()
+            self._show(pipe, lines)
 
 
 def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
-
-
-def _command(script: Path, arguments: Sequence[str]) -> list[str]:
-    # -P: no file of the working directory may shadow the standard library before the script's own path is set
-    bootstrap = [sys.executable, "-u", "-P", "-m", "shardyard_worker.agent.bootstrap"]
-    return [*bootstrap, str(os.getpid()), str(script), *arguments]
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    """Signals a child that is not reaped yet, so the id is still its own. SIGKILL goes to its whole group. Other
-    signals go to the child alone, so that a script can end its own children in order."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if number is signal.SIGKILL:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
 
 
 def read_error_file(path: Path) -> RecordedError | None:

@@ -130,6 +130,11 @@ class Supervision:
         self._failures.append(_Failure(time_s, index, 1, f"process {index} could not be started: {reason}"))
         return [*self._begin_stop(now_ms, STOP_GRACE_MS), *self._finish()]
 
+    def withdrawn(self, index: int) -> list[Effect]:
+        """The launch was stopped before the process was started."""
+        self._processes[index].phase = Phase.ENDED
+        return self._finish()
+
     def printed(self, index: int, standard_error: bool, line: str) -> list[Effect]:
         if self.ended is not None:
             return []
@@ -146,7 +151,8 @@ class Supervision:
     def leave(self, grace_ms: int, now_ms: int) -> list[Effect]:
         """The agent leaves the yard: its processes leave in order."""
         self._agent_leaves = self._agent_leaves or not self._stopping
-        self._any_undone |= any(process.phase is Phase.RESTARTING for process in self._processes)
+        not_running = (Phase.STARTING, Phase.RESTARTING)
+        self._any_undone |= any(process.phase in not_running for process in self._processes)
         return [*self._begin_stop(now_ms, grace_ms), *self._finish()] if self.ended is None else []
 
     def exited(

@@ -136,6 +136,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/agent/event_log.py:EventLog.after:wait_for": SLICE,
     "worker/agent/launch.py:RunningLaunch._wait:select": IDLE,
     "worker/agent/process.py:AgentMembership.report_exit:call": SHORT,
+    "worker/agent/processes.py:ForkServer.close:wait": OUTSIDE,
     "worker/agent/process.py:serve:wait": ENDS_WITH_IT,
     "worker/agent/service.py:AgentService._await_streams:acquire": SHORT,
     "worker/session/departure.py:Departure.close:join": "at once, or with report_drain, which explains itself",
