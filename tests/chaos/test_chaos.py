@@ -19,8 +19,6 @@ from tests.chaos.schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, K
 HERE = Path(__file__).parent
 FEW = 2
 """`make test` plays the first two schedules: an asynchronous job with logs, and a hybrid one without."""
-FEW_OF_REPLICAS = (0, 1)
-"""The same for replicas."""
 EIGHT = 8
 """`make test-long` plays the others of the first eight, which together have every kind of fault."""
 FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
@@ -33,11 +31,13 @@ def red_seeds(file: str = "red_seeds.txt") -> list[int]:
     return [int(line.split()[0]) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def seeds_of_replicas() -> list[int]:
+def seeds_of_replicas() -> list[Any]:
     if ONE_SEED:
         return [int(ONE_SEED)]
-    played = range(FIRST_SEEDS) if "CHAOS_SEEDS" in os.environ else FEW_OF_REPLICAS
-    return sorted({*played, *red_seeds("red_seeds_of_replicas.txt")})
+    found = {*range(FIRST_SEEDS), *red_seeds("red_seeds_of_replicas.txt")}
+    several = "CHAOS_SEEDS" in os.environ
+    # the first one and those that were red; `make test-long` plays the second
+    return [pytest.param(seed, marks=[pytest.mark.long] * (seed == 1 and not several)) for seed in sorted(found)]
 
 
 def seeds() -> list[Any]:

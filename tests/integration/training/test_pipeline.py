@@ -55,6 +55,7 @@ def wanted(yard: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> list
     return [float(each) for each in losses]
 
 
+@pytest.mark.long("1F1B", "ZBVZeroBubble")
 @pytest.mark.parametrize(
     "schedule", ["1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
@@ -75,6 +76,7 @@ def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probe
     assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 2
 
 
+@pytest.mark.long("0-killed", "1-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
