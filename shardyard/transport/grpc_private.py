@@ -18,15 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 import grpc
-from grpc import _common
+from grpc import _common, _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 _NO_FLAGS: Final = 0
-_CHECK_S: Final = 0.5
 STALL_S: Final = 60.0
+_ALONG_BYTES_MAX: Final = 1 << 16
+"""Of a last answer that no thread waits for. Of larger ones, a caller that does not read has as many as threads."""
 _SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", "status", "metadata"
 
 
@@ -179,12 +181,13 @@ class InThisThread(ThreadPoolExecutor):
         super().__init__(1)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - as the executor does, which this stands in for
-            done.set_exception(error)
-        return done
+        """What it runs raises nothing, and returns nothing."""
+        fn(*args, **kwargs)
+        return _DONE
+
+
+_DONE: Final[Future[Any]] = Future()
+_DONE.set_result(None)
 
 
 class CallThreads:
@@ -269,37 +272,50 @@ class ServedCall:
     answer that is held back is sent and the request is asked for in one operation, and the call has no thread until it
     is there. `at_once` may answer it in the thread that takes the server's events, without a thread for the
     handler. Where the handler needs more messages of a request that has begun, it asks `requests` and keeps its thread.
+    The last answer is sent with the status if it is small, and no thread waits until it is read.
+
+    A call that ends before its first message is whole, as one that is reset, never has a thread: its handler does not
+    run, unless the method's requests are a stream that may be empty.
 
     A caller that sends or reads nothing for STALL_S, within a message or between the messages of one request, loses the
-    call, so that it does not keep the thread. `end` sends the status that the context has. `caller`: whose threads it
-    takes, once that is known. `holds_back`: an answer may wait for the handler's next word, with which it is sent.
+    call, so that it does not keep the thread; `cancel_if_stalled` does the same for one that does not read the last
+    answer. `caller`: whose threads it takes, once that is known. `until_over`: closed at the end of the call, when all
+    was sent. `holds_back`: an answer may wait for the handler's next word, with which it is sent. `may_be_empty`: the
+    handler runs without a message too.
     """
 
-    def __init__(self, context: Any, end: Callable[[None], None], threads: CallThreads, *, holds_back: bool) -> None:
+    def __init__(self, context: Any, threads: CallThreads, *, holds_back: bool, may_be_empty: bool) -> None:
         self.caller = ""
-        self._holds_back = holds_back
-        context.send_initial_metadata(())
-        self._context = context
+        self.until_over = ExitStack()
+        self._holds_back, self._may_be_empty = holds_back, may_be_empty
+        self._context, self._state = context, context._state
         self._call = context._rpc_event.call
-        self._end, self._threads = end, threads
+        self._threads = threads
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: bytes | None = None
         self._answers: Generator[bytes | None, None, None]
         self._lock = threading.Lock()
-        self._is_waiting = False
-        self._has_ended = False
+        self._is_waiting = self._has_begun = self._has_ended = False
         self._arrived: tuple[bytes | None] | None = None
+        self._answered_s: float | None = None
         self.at_once: Callable[[bytes], bytes | None] | None = None
 
     def cancel(self) -> None:
         """Ends the call. Any thread may call this."""
         self._context.cancel()
 
+    def cancel_if_stalled(self) -> None:
+        """Ends the call if its caller has not read the last answer for too long. Any thread may call this."""
+        answered_s = None if self._has_ended else self._answered_s
+        if answered_s is not None and time.monotonic() > answered_s + STALL_S:
+            self._context.cancel()
+
     def serve(self, answers: Generator[bytes | None, None, None]) -> None:
         """Runs the handler, whose answers these are, until it waits for a request for the first time, or ends."""
         self._answers = answers
-        self._has_ended = not self._context.add_callback(self._over)
         self._run_handler()
+        if not self._context.add_callback(self._over):
+            self._over()
 
     def requests(self) -> Iterator[bytes]:
         """Yields requests until the caller has ended the stream, with or without an error."""
@@ -327,8 +343,15 @@ class ServedCall:
                     break
             elif self._arrived is None and self._ask_for_request():
                 return
-        self._flush()
-        self._end(None)
+        self._end()
+
+    def _end(self) -> None:
+        """Sends the status that the context has, with the answer that is held back."""
+        if self._held is not None and len(self._held) > _ALONG_BYTES_MAX:
+            self._flush()
+        held, self._held = self._held, None
+        self._answered_s = time.monotonic()
+        _server._status(self._context._rpc_event, self._state, held)
 
     def _ask_for_request(self) -> bool:
         """Returns whether the handler goes on when the next request, or the end, is there; False: it is there."""
@@ -343,29 +366,33 @@ class ServedCall:
     def _next_operations(self) -> tuple[Any, ...]:
         held, self._held = self._held, None
         receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
-        return (receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive)
+        return (receive,) if held is None else (*self._sending(held), receive)
+
+    def _sending(self, message: bytes) -> tuple[Any, ...]:
+        """The first answer is sent with the metadata that begin the answers of a call."""
+        send = cygrpc.SendMessageOperation(message, _NO_FLAGS)
+        if not self._state.initial_metadata_allowed:
+            return (send,)
+        self._state.initial_metadata_allowed = False
+        return cygrpc.SendInitialMetadataOperation((), _NO_FLAGS), send
 
     def _flush(self) -> None:
         """Sends the answer that is held back."""
         held, self._held = self._held, None
         if held is not None:
-            self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),), self._done)
+            self._run(self._sending(held), self._done)
 
     def _run(self, operations: tuple[Any, ...], then: Callable[[Any], Any]) -> Any:
-        """The event of these operations; None if none will come. After the end of a call the server may have ended too,
-        and with it the thread that takes its events."""
+        """The event of these operations; None if the call has ended. After that the server may have ended too, and with
+        it the thread that takes its events."""
         if not self._context.is_active():
             return None
         self._call.start_server_batch(operations, then)
-        give_up = time.monotonic() + STALL_S
-        while True:
-            try:
-                return self._events.get(timeout=_CHECK_S)
-            except queue.Empty:
-                if time.monotonic() > give_up:
-                    self._context.cancel()
-                if not self._context.is_active():
-                    return None
+        try:
+            return self._events.get(timeout=STALL_S)
+        except queue.Empty:
+            self._context.cancel()
+            return None
 
     # ---- for the thread that takes the server's events
 
@@ -376,16 +403,17 @@ class ServedCall:
         if answer is None:
             self._go_on(message)
         else:
-            self._call.start_server_batch(
-                (cygrpc.SendMessageOperation(answer, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), self._came
-            )
+            self._held = answer
+            self._call.start_server_batch(self._next_operations(), self._came)
         return None, ()
 
     def _over(self) -> None:
         """Called after the end of the call. No event may follow, if the server has ended too."""
         with self._lock:
             self._has_ended = True
+        self._events.put(None)
         self._go_on(None)
+        self.until_over.close()
 
     def _go_on(self, message: bytes | None) -> None:
         with self._lock:
@@ -393,7 +421,12 @@ class ServedCall:
                 return
             self._is_waiting = False
         self._arrived = (message,)
-        self._threads.run(self._run_handler, self.caller)
+        has_begun, self._has_begun = self._has_begun, True
+        if has_begun or message is not None or self._may_be_empty:
+            self._threads.run(self._run_handler, self.caller)
+        else:
+            self._answers.close()
+            self._end()
 
     def _done(self, event: Any) -> tuple[None, tuple[()]]:
         self._events.put(event)

@@ -26,7 +26,7 @@ from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.door import Door
 from shardyard.security.passes import Speaker, holder_of
-from shardyard.transport import TRIED
+from shardyard.transport import TRIED, grpc_private
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.transport.grpc_private import CallThreads, InThisThread, ServedCall
@@ -99,6 +99,8 @@ class GrpcServer:
         self._at_first = InThisThread()
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._noting = threading.Lock()
+        self._stopping = threading.Event()
+        self._watch = threading.Thread(target=self._end_stalled_calls, name="stalled-calls", daemon=True)
         options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max()))
         self._server = grpc.server(self._pool, options=options)
         self._health = health.HealthServicer()
@@ -136,15 +138,22 @@ class GrpcServer:
         """From now on the certificates of these members (role/name) are refused, and their open calls end."""
         if self._door is not None:
             self._door.revoked = holders
-        with self._noting:
-            calls = list(self._calls)
-        for call in calls:
+        for call in self._open_calls():
             if call.caller in holders:
                 call.cancel()
 
     def _note(self, call: ServedCall) -> None:
         with self._noting:
             self._calls.add(call)
+
+    def _open_calls(self) -> list[ServedCall]:
+        with self._noting:
+            return list(self._calls)
+
+    def _end_stalled_calls(self) -> None:
+        while not self._stopping.wait(grpc_private.STALL_S / 4):
+            for call in self._open_calls():
+                call.cancel_if_stalled()
 
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
@@ -158,11 +167,14 @@ class GrpcServer:
                 self._pool.shutdown(wait=True)
                 self._threads.close()
                 self._vital_threads.close()
+                self._stopping.set()
+                self._watch.join()
         finally:
             wait_registry.close()
 
     def _begin(self) -> None:
         self._server.start()
+        self._watch.start()
         self._started = True
 
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
@@ -232,9 +244,12 @@ def _call_handler(
     """Handles a method of any kind. A call has a thread only while its handler runs, and none before its first message
     is whole. `note` gets each call that is served."""
 
-    def run(_: Any, call: grpc.ServicerContext, end: Callable[[None], None]) -> None:
-        served = ServedCall(call, end, threads, holds_back=method.streams_in and method.streams_out)
+    streams = method.streams_in and method.streams_out
 
+    def run(_: Any, call: grpc.ServicerContext, __: Callable[[None], None]) -> None:
+        served = ServedCall(
+            call, threads, holds_back=streams or not method.streams_out, may_be_empty=method.streams_in and not streams
+        )
         note(served)
 
         def offer(at_once: AtOnce) -> None:
@@ -245,12 +260,13 @@ def _call_handler(
             try:
                 context, id_ = _context_of(method, call, door, offer)
                 served.caller = "" if context.speaker is None else holder_of(context.speaker.identity)
-                with counted(context.speaker):
-                    yield None
-                    requests = served.requests()
-                    sent = requests if method.streams_in else next(requests, None)
-                    if sent is not None:
-                        yield from serve(method, handler, sent, context, id_)
+                served.until_over.enter_context(counted(context.speaker))
+                yield None
+                requests = served.requests()
+                if method.streams_in:
+                    yield from serve(method, handler, requests, context, id_)
+                elif (sent := next(requests, None)) is not None and call.is_active():
+                    yield from serve(method, handler, sent, context, id_)
             except errors.ShardyardError as error:
                 call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
                 call.set_code(status_of(error))

@@ -4,7 +4,6 @@ and its heartbeats are answered, and afterwards both processes have what they ha
 from __future__ import annotations
 
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +23,11 @@ from shardyard.transport.grpc_server import VITAL_THREADS
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server.service.process import THREADS
+from tests.support.attacks import attacks
 from tests.support.closed_yards import Job, Yard
 from tests.support.waiting import wait_until
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from harness.attacks.attacks import ATTACKS, Steps, Victim, carry_out  # noqa: E402
-
-sys.path.remove(str(BENCHMARKS))
-
+ATTACKS, Steps, Victim, carry_out = attacks.ATTACKS, attacks.Steps, attacks.Victim, attacks.carry_out
 SERVICES = {"server": "ParameterServer", "coordinator": "Coordinator"}
 ATTACK_S = 1.0
 ANSWER_S_MAX = 5.0

@@ -28,6 +28,7 @@ from shardyard.wire import frames, methods
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from tests.support.attacks import attacks, http2
 from tests.support.identities import Identities, OpenDoor, raw_channel
 from tests.support.waiting import wait_until
 
@@ -128,6 +129,78 @@ def test_caller_that_reads_nothing_loses_its_call(monkeypatch: pytest.MonkeyPatc
         for call in calls:
             with pytest.raises(grpc.RpcError):
                 list(call)
+
+
+def test_call_that_is_reset_before_its_message_is_whole_has_no_thread_and_no_handler() -> None:
+    """As 400 a second took a third of the steps of a job."""
+    begun: list[int] = []
+
+    def push_pull(stream: Iterator[Frame], _: Context) -> Iterator[Frame | None]:
+        begun.append(1)
+        yield None
+        next(stream, None)
+
+    paths = (methods.PUSH_PULL.path, methods.STATUS.path)
+    half = http2.message(b"part", claims_bytes=100)
+    numbers = range(1, 2 * IDLE, 2)
+    calls = [http2.call(each, paths[each % 4 == 1]) + http2.data(each, half) for each in numbers]
+    before, service = serving_threads(), Service("ParameterServer")
+    service.on(methods.PUSH_PULL, push_pull)
+    with serving(service, coordinator(lambda: begun.append(2))) as address, connected(address) as raw:
+        raw.sendall(http2.begin() + b"".join(calls))
+        assert ask(address) == 7
+        raw.sendall(b"".join(map(http2.reset, numbers)))
+        assert ask(address) == 7
+        assert begun == [2, 2]
+        assert serving_threads() - before <= 2
+
+
+def test_last_answers_that_nobody_reads_take_no_thread() -> None:
+    with serving(coordinator()) as address, connected(address) as raw:
+        raw.sendall(unread(IDLE))
+        wait_until(lambda: _received(raw, http2.HEADERS) > 0, "the first of them to be answered")
+        assert ask(address) == 7
+
+
+def test_last_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_private, "STALL_S", 0.2)
+    with serving(coordinator()) as address, connected(address) as raw:
+        raw.sendall(unread(IDLE))
+        ended = 0
+
+        def all_have_ended() -> bool:
+            nonlocal ended
+            ended += _received(raw, http2.RST_STREAM)
+            return ended == IDLE
+
+        wait_until(all_have_ended, "the calls to end")
+
+
+def connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=CALL_MS / 1_000)
+
+
+def unread(calls: int) -> bytes:
+    """Calls of a client that has no room for answers."""
+    whole = http2.message(b"")
+    numbers = range(1, 2 * calls, 2)
+    sent = [http2.call(each, methods.STATUS.path) + http2.data(each, whole, last=True) for each in numbers]
+    return http2.begin({http2.INITIAL_WINDOW_SIZE: 0}) + b"".join(sent)
+
+
+def _received(raw: socket.socket, kind: int) -> int:
+    """How many frames of a kind have come, of what is there. Frames are small, and come whole."""
+    raw.settimeout(0.05)
+    found, at = bytearray(), 0
+    with contextlib.suppress(TimeoutError):
+        while True:
+            found += raw.recv(1 << 16)
+    count = 0
+    while at < len(found):
+        count += found[at + 3] == kind
+        at += 9 + int.from_bytes(found[at : at + 3], "big")
+    return count
 
 
 def test_answer_of_a_handler_that_waits_for_the_next_is_sent_at_once() -> None:
@@ -314,3 +387,23 @@ def test_one_caller_has_so_many_open_calls_and_others_are_served(
                 call.cancel()
             wait_until(lambda: not refused(), "the calls to have ended")
             stop.set()
+
+
+def test_call_whose_answer_nobody_reads_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "CALLS_MAX", 5)
+    identities = Identities(tmp_path)
+    eve = identities.of(Role.OPERATOR, "eve")
+    with (
+        identities.serving(coordinator(), Role.COORDINATOR) as address,
+        attacks.Victim(address, "Coordinator", eve.folder).secure(unread(5)),
+        raw_channel(address, "coordinator", eve) as channel,
+    ):
+
+        def refused() -> bool:
+            try:
+                channel.unary_unary(methods.STATUS.path)(b"", timeout=5)
+            except grpc.RpcError as error:
+                return "operator eve has 5 open calls" in str(error)
+            return False
+
+        wait_until(refused, "all calls to be open")

@@ -121,6 +121,7 @@ ALLOWED: Final[dict[str, str]] = {
     "transport/grpc_client.py:Deadlines._run:wait": IDLE,
     "transport/grpc_client.py:ThreadedCall._requests:get": IDLE,
     "transport/grpc_private.py:ServedCall._run:get": IDLE,
+    "transport/grpc_server.py:GrpcServer._end_stalled_calls:wait": IDLE,
     "transport/grpc_private.py:CallThreads._serve:get": IDLE,
     "transport/local_socket.py:Connection.cancel:shutdown": "a socket is shut down at once",
     "transport/local_listener.py:LocalListener._accept:sleep": SHORT,
