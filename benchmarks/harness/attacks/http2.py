@@ -14,6 +14,7 @@ END_STREAM, END_HEADERS = 1, 4
 ACK: Final = 1
 INITIAL_WINDOW_SIZE: Final = 4
 CANCEL: Final = 8
+_FRAME_HEAD: Final = 9
 _LITERAL: Final = b"\0"
 _IN_ONE_BYTE: Final = 127
 
@@ -66,6 +67,17 @@ def reset(stream: int) -> bytes:
 def widen(stream: int, by_bytes: int) -> bytes:
     """Lets the server send more on a stream; 0: on the connection."""
     return frame(WINDOW_UPDATE, stream, struct.pack(">I", by_bytes))
+
+
+def replies(received: bytearray) -> bytes:
+    """What a client answers to frames that it has received: SETTINGS and PING. Whole frames are removed."""
+    found = []
+    while len(received) >= _FRAME_HEAD and len(received) >= (end := _FRAME_HEAD + int.from_bytes(received[:3], "big")):
+        kind, flags = received[3:5]
+        if kind in {SETTINGS, PING} and not flags & ACK:
+            found.append(frame(kind, payload=bytes(received[_FRAME_HEAD:end]) if kind == PING else b"", flags=ACK))
+        del received[:end]
+    return b"".join(found)
 
 
 def _field(name: bytes, value: bytes) -> bytes:
