@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,8 @@ def run(
         return measure_pairs(measured, pairs)
 
 
-def measure_attacks(repeats: int, seconds: float) -> dict[str, list[Figures]]:
-    """For each attack: steps a second without it and with it, and the attacker's use of the processor in cores."""
+def measure_attacks(names: Iterable[str], repeats: int, seconds: float) -> dict[str, list[Figures]]:
+    """For each of these: steps a second without it and with it, and the attacker's use of the processor in cores."""
     settings = {"job.consistency.mode": "async", "worker.same_host": "never"}
     found: dict[str, list[Figures]] = {}
     with (
@@ -114,7 +114,7 @@ def measure_attacks(repeats: int, seconds: float) -> dict[str, list[Figures]]:
             ]
 
         train()
-        for name in ATTACKS:
+        for name in names:
             found[name] = [figures for _ in range(repeats) for figures in attacked(name)]
             kept = [figures["steps_per_s"] / figures["alone_steps_per_s"] for figures in found[name]]
             cores = spread(column(found[name], "attacker_cores"))
@@ -166,12 +166,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of 64 MiB in a measurement (20)")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a measurement of small steps (2)")
     parser.add_argument("--repeats", type=int, default=1, help="how often each attack is measured, in two pairs (1)")
-    parser.add_argument("--attacks", action="store_true", help="measure the attacks, and no more")
+    parser.add_argument(
+        "--attacks", nargs="*", choices=ATTACKS, metavar="NAME", help="measure these attacks, and no more (all)"
+    )
     options = parser.parse_args()
-    attacks = measure_attacks(options.repeats, options.seconds)
+    attacks = measure_attacks(options.attacks or ATTACKS, options.repeats, options.seconds)
     kept = {name: [pair["steps_per_s"] / pair["alone_steps_per_s"] for pair in each] for name, each in attacks.items()}
     under_attack = min(kept.values(), key=lambda values: spread(values).median)
-    if options.attacks:
+    if options.attacks is not None:
         conclude("security", attacks, {"under_attack": under_attack})
         return
     large = run(LARGE, "never", partial(measure_rounds, rounds=options.rounds), options.pairs)
