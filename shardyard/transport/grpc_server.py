@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from shardyard.domain import errors
@@ -32,7 +32,7 @@ from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, 
 from shardyard.transport.grpc_private import CallThreads, InThisThread, ServedCall
 from shardyard.transport.interfaces import PASS_KEY, REQUEST_ID_KEY, AtOnce, Context, Handler, Service
 from shardyard.transport.tls import ServerSecurity
-from shardyard.wire.method import Method
+from shardyard.wire.method import Method, message
 from shardyard.wire.methods import PACKAGE
 
 VITAL_THREADS: Final = 64
@@ -50,6 +50,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 CONNECTIONS_MAX: Final = 1 << 20
+_CHECK_HEALTH: Final = Method(
+    health.SERVICE_NAME, "Check", message(health_pb2.HealthCheckRequest), message(health_pb2.HealthCheckResponse)
+)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -104,11 +107,12 @@ class GrpcServer:
         options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max()))
         self._server = grpc.server(self._pool, options=options)
         self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {}
         names = [f"{PACKAGE}.{service.name}" for service in services]
         for service, name in zip(services, names, strict=True):
             handlers = {method.name: self._handler_of(method, handler) for method, handler in service.handlers.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        self._server.add_generic_rpc_handlers((self._health_handler(),))
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._names = names
         self._started = False
@@ -131,7 +135,8 @@ class GrpcServer:
 
     def set_ready(self, *, ready: bool) -> None:
         kind = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._names):
+        self._statuses = dict.fromkeys(("", *self._names), kind)
+        for name in self._statuses:
             self._health.set(name, kind)
 
     def revoke(self, holders: frozenset[str]) -> None:
@@ -157,6 +162,7 @@ class GrpcServer:
 
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
+        self.set_ready(ready=False)
         self._health.enter_graceful_shutdown()
         if not self._started:
             self._begin()  # gRPC frees the port only of a server that was started
@@ -178,12 +184,29 @@ class GrpcServer:
         self._started = True
 
     def _handler_of(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
-        is_vital = method.path in self._vital
+        is_vital = method.path in self._vital or method == _CHECK_HEALTH
+        door = None if method == _CHECK_HEALTH else self._door  # everybody of the yard may ask
         threads = self._vital_threads if is_vital else self._threads
-        counted = contextlib.nullcontext if is_vital or self._door is None else self._door.call_of
+        counted = contextlib.nullcontext if is_vital or door is None else door.call_of
         if TRIED:
-            return _call_handler(method, handler, threads, self._door, counted, self._at_first, self._note)
-        return _grpc_handler(method, handler, self._door, counted)
+            return _call_handler(method, handler, threads, door, counted, self._at_first, self._note)
+        return _grpc_handler(method, handler, door, counted)
+
+    def _health_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """Check is served as the vital methods are: callers that take all other threads do not make this process look
+        dead. Watch is gRPC's own."""
+        watch = grpc.unary_stream_rpc_method_handler(
+            self._health.Watch,
+            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        handlers = {_CHECK_HEALTH.name: self._handler_of(_CHECK_HEALTH, self._check_health), "Watch": watch}
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
+
+    def _check_health(self, request: health_pb2.HealthCheckRequest, _: Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            raise errors.NotFound(f"{self.address} has no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shardyard.security import door
 from shardyard.security.identity import Role
@@ -307,6 +308,26 @@ def test_heartbeats_are_served_while_all_other_threads_are_taken() -> None:
             hold.set()
             for call in calls:
                 call.result(20)
+
+
+def test_health_is_served_while_all_other_threads_are_taken() -> None:
+    """By calls of its own services too, which send nothing: reflection and Watch."""
+    stop = threading.Event()
+    paths = ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/grpc.health.v1.Health/Watch")
+    with serving(coordinator()) as address, raw_channel(address, "coordinator", None) as channel:
+        calls = [channel.stream_stream(path)(silent(stop)) for path in paths for _ in range(8)]
+        calls += [channel.stream_stream("/grpc.health.v1.Health/Check")(silent(stop)) for _ in range(IDLE)]
+        try:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            for _ in range(20):
+                assert check(health_pb2.HealthCheckRequest(), timeout=5).status
+            with pytest.raises(grpc.RpcError) as found:
+                check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+            assert found.value.code() is grpc.StatusCode.NOT_FOUND
+        finally:
+            stop.set()
+            for call in calls:
+                call.cancel()
 
 
 def test_one_caller_takes_half_of_the_threads_at_most(tmp_path: Any) -> None:
