@@ -9,23 +9,27 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
+import zstandard
 
+from shardyard.codecs.format.form import CodeId, varint, whole
 from shardyard.config import configuration
 from shardyard.domain import errors, limits
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.security.identity import Role
 from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
 from shardyard.transport.interfaces import LocalAddress
-from shardyard.wire import methods
+from shardyard.wire import layout_messages, methods
 from shardyard.wire.frames import Frame
 from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from tests.support.closed_yards import Job, Yard
-from tests.support.shop import VALUES
+from tests.support.shop import GROUPS, VALUES
 
 CALL_MS = 10_000
 
@@ -120,17 +124,19 @@ def test_server_cannot_take_the_place_of_another(yard: Yard, eve: GrpcNetwork) -
         impostor.close()
 
 
-def push_of(job: Job, member: int) -> Frame:
+def push_of(job: Job, member: int, code: bytes = b"", server: int = 1) -> Frame:
+    """`code`: compressed gradients."""
     header = server_wire.PushHeader(
         caller=common.Caller(job=job.id, incarnation=member),
-        server=1,
+        server=server,
         generation=1,
         name={"source": {"worker": member}, "first": 0, "last": 0},
         kind=server_wire.PUSH_KIND_GRADIENT,
-        parts=[{"partition": 0, "payload_bytes": 80}],
+        groups=layout_messages.groups_to_wire(GROUPS),
+        parts=[{"partition": 0, "payload_bytes": len(code) or 80, "code_bytes": [len(code)] if code else []}],
         weight=1.0,
     )
-    return Frame(header.SerializeToString(), 0, VALUES[:80])
+    return Frame(header.SerializeToString(), 0, code or VALUES[:80])
 
 
 @pytest.mark.parametrize("member", [0, 424_242, "ada"])
@@ -214,6 +220,29 @@ class _Stream:
 
     def close(self) -> None:
         self.inner.cancel()
+
+
+@pytest.mark.parametrize("becomes_bytes", [1 << 12, 1 << 30])
+def test_compressed_gradients_that_become_more_than_their_variable_are_refused(
+    yard: Yard, job: Job, becomes_bytes: int
+) -> None:
+    """ada's own certificate and pass were stolen. Her variable has 20 values."""
+    process = next(psutil.Process(each.pid) for each in yard.cluster.state.processes if each.role == "server")
+    with contextlib.closing(job.network.connect(yard.server, name="server 1")) as peer:
+        server = peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=CALL_MS).server
+        for says_bytes in (80, becomes_bytes):
+            code = whole(CodeId.ZSTD, 20, varint(says_bytes), np.frombuffer(zeros(becomes_bytes), np.uint8)).tobytes()
+            before = process.memory_info().rss
+            with pytest.raises(errors.MalformedPayload):
+                peer.send(methods.PUSH, [push_of(job, job.member, code, server)], timeout_ms=CALL_MS)
+            assert process.memory_info().rss < before + 64 * limits.MIB
+
+
+def zeros(count: int) -> bytes:
+    """So many zeros in a zstd frame."""
+    frame = zstandard.ZstdCompressor().compressobj(size=count)
+    pieces = [frame.compress(bytes(min(count, limits.MIB))) for _ in range(0, count, limits.MIB)]
+    return b"".join((*pieces, frame.flush()))
 
 
 def test_job_of_ada_goes_on(job: Job) -> None:
