@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from shardyard.domain.consistency import SspReport, UpdateMode
 from shardyard.domain.errors import InvalidRequest, StaleGeneration
@@ -20,8 +21,9 @@ from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.pins import await_pin
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.reads import hold_version
+from shardyard_ps_server.partition.reads import await_version, hold_version
 from shardyard_ps_server.partition.sync_step import gathered_part
+from shardyard_ps_server.rows.pushed_rows import RowQuery
 from shardyard_ps_server.values.versions import Bytes
 
 
@@ -92,6 +94,19 @@ def hold(
         return reply, HeldValues()
     reply.parts = tuple(parts)
     return reply, values
+
+
+def await_rows(hosted: HostedJob, pull: PullHeader, queries: Sequence[RowQuery]) -> tuple[NotReadyPart, ...]:
+    """Waits until rows have the version of an admitted pull without values, at most `pull.wait_ms`. Returns what is
+    missing."""
+    until = time.monotonic() + pull.wait_ms / 1000
+    missing: list[NotReadyPart] = []
+    for number in sorted({each.partition for each in queries}):
+        partition = hosted.find(number)
+        with partition.lock:
+            lacks = await_version(partition, pull.number, until)
+        missing += [] if lacks is None else [lacks]
+    return tuple(missing)
 
 
 # ---- buffers that workers on this machine read

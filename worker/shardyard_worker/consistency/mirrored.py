@@ -36,7 +36,6 @@ from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.replica import Replica
-from shardyard_worker.replicas.rows_ahead import RowsAhead
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
@@ -57,7 +56,6 @@ class MirroredStrategy(GroupStrategy):
             self._settings, replica.targets, _FACTS + len(replica.targets), ranks, has_rows=self._has_rows
         )
         self._buckets.early_weight = self._early_weight
-        self._rows_ahead = RowsAhead(trainer)
         self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
@@ -97,7 +95,6 @@ class MirroredStrategy(GroupStrategy):
             self._buckets.renew()
             self._buffer_means.renew()
         self._drop_sums()
-        self._rows_ahead.drop()
 
     def _drop_sums(self) -> None:
         self._buckets.clear()
@@ -107,7 +104,6 @@ class MirroredStrategy(GroupStrategy):
     def close(self) -> None:
         super().close()
         self._buckets.close()
-        self._rows_ahead.close()
 
     # ---- a step
 
@@ -158,23 +154,26 @@ class MirroredStrategy(GroupStrategy):
         for at, gradient in enumerate(gradients, _FACTS):
             said[at] += gradient is not None
         self._buckets.add(gradients, weight)
-        if pull is None:
-            return self._push_rows(name, sending) if self._has_rows else ExchangeResult()
-        self._buckets.send_first()
-        ahead = self._trainer.pushes.prefetch_rows(pull.number, upcoming)
-        answer = self._push_rows(name, sending) if self._has_rows else ExchangeResult()
-        if ahead is not None:
-            self._rows_ahead.begin(ahead, pull.number)
-        self._take_step(collectives, gradients, weight, name, sending)
-        answer.ahead = self._rows_ahead.take()
+        if pull is not None:
+            self._buckets.send_first()
+        answer = self._push_rows(name, sending, upcoming, pull) if self._has_rows else ExchangeResult()
+        if pull is not None:
+            self._take_step(collectives, gradients, weight, name, sending)
         return answer
 
-    def _push_rows(self, name: PushName, sending: StepInput | None) -> ExchangeResult:
+    def _push_rows(
+        self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, pull: PullSpec | None
+    ) -> ExchangeResult:
         """Returns when all servers have recorded the rank's rows. After that, and not before, this member says in the
-        sums that it has taken part: so a step that any member has taken has all its rows (rule D6)."""
+        sums that it has taken part: so a step that any member has taken has all its rows (rule D6). With the push of
+        this member's last rank, the rows of the next step are looked up. If a member is late, the forward does that."""
+        pushes = self._trainer.pushes
+        ahead = None if pull is None else pushes.prefetch_rows(pull.number, upcoming)
         rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
+        request = pushes.build(name, rows)
+        request.ahead = ahead
         with while_newest():
-            return self._trainer.router.push(self._trainer.pushes.build(name, rows))
+            return self._trainer.router.push(request, None if pull is None else replace(pull, values=False))
 
     def _take_step(
         self,

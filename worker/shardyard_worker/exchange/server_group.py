@@ -175,14 +175,17 @@ class ServerGroup:
 
     # ---- pushes and pulls
 
-    def push(self, push: PushRequest) -> ExchangeResult:
-        """Applies a push on all servers. Raises the first refusal."""
+    def push(self, push: PushRequest, rows: PullSpec | None = None) -> ExchangeResult:
+        """Applies a push on all servers. `rows`: the version of `push.ahead`, which is looked up after the push; if it
+        does not come in time, the result has no rows. Raises the first refusal."""
         self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
-        make = partial(self._requests.push, push, None, None)
+        ahead = None if rows is None else push.ahead
+        make = partial(self._requests.push, push, None if ahead is None else rows, ahead)
         results: tuple[PartResult, ...] = ()
         for reply in self._fan_out.exchange(make, partial(_applied, push)):
             results += reply.push
-        return ExchangeResult(results, foreign=self._foreign(results))
+            ahead = None if reply.missing else ahead
+        return ExchangeResult(results, foreign=self._foreign(results), ahead=ahead)
 
     def push_pull(self, push: PushRequest, pull: PullSpec) -> ExchangeResult:
         """A push, and then a pull, in one round trip for each server."""
