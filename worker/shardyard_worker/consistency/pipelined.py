@@ -162,13 +162,14 @@ class PipelineStrategy(GroupStrategy):
     def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Computes the gradients of a batch with the other stages. Raises InvalidRequest, UnsupportedModel. If a member
         is lost, `contribute` says so."""
-        runner, step = self._runner, self.versions.current
-        if runner is None:
+        runner, group, step = self._runner, self._group, self.versions.current
+        if runner is None or group is None:
             raise InvalidRequest("job.train_step without a place in the pipeline", todo="call it for each batch")
         self._drop_gradients()
         self._pipeline.is_whole = False
         try:
             with self._session.wait_registry.over(lambda: f"step {step} of the other stages"):
+                group.receive_facts(_FACTS + group.size())
                 self._loss = runner.run(inputs, target)
         except GroupLost as error:
             self._lost, self._loss = error, 0.0
@@ -198,8 +199,9 @@ class PipelineStrategy(GroupStrategy):
         pull: PullSpec | None,  # noqa: ARG002 - a worker has one rank
     ) -> ExchangeResult:
         """Takes the step, if the gradients of all stages are there. Raises GroupLost."""
-        collectives, step, session = self._collectives, self.versions.current, self._session
-        if collectives is None or self._lost is not None:
+        collectives, group = self._collectives, self._group
+        step, session = self.versions.current, self._session
+        if collectives is None or group is None or self._lost is not None:
             raise self._lost or GroupLost("this worker has left its replica group")
         assert step is not None
         said = torch.zeros(_FACTS + collectives.size, dtype=torch.float64)
@@ -216,13 +218,13 @@ class PipelineStrategy(GroupStrategy):
         buffers = [each.clone() for each in self._found_buffers()]
         self._gradients = gradients = _Gradients(step, own, buffers)
         with session.wait_registry.over(lambda: f"step {step} of the other stages"):
-            collectives.wait(collectives.sum(said))
-        self._apply(gradients, said)
-        self._report_nonfinite(name, sending, said)
-        self.loss = float(said[_LOSS])
-        if said[_PUBLISH]:
+            facts = group.sum_facts(said)
+        self._apply(gradients, facts)
+        self._report_nonfinite(name, sending, facts)
+        self.loss = float(facts[_LOSS])
+        if facts[_PUBLISH]:
             self._publisher.publish(step + 1, collectives, self._share)
-        self._is_to_leave = bool(said[_LEAVE])
+        self._is_to_leave = bool(facts[_LEAVE])
         return ExchangeResult()
 
     def _found_buffers(self) -> list[torch.Tensor]:

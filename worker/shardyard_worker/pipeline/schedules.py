@@ -9,6 +9,7 @@ Owns: torch's stages and schedules of this worker in one group. Must not know: w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,8 +54,11 @@ class Autocast(NamedTuple):
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
-    def __call__(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self.device, dtype=self.dtype) if self.enabled else contextlib.nullcontext()
+
+    def off(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self.device, enabled=False) if self.enabled else contextlib.nullcontext()
 
 
 class _Part(torch.nn.Module):
@@ -98,7 +102,7 @@ class StageRunner:
         if key not in self._schedules:
             self._schedules[key] = self._made(given, autocast)
         losses: list[torch.Tensor] = []
-        with torch.autocast(self._device.type, enabled=False):
+        with autocast.off():
             self._schedules[key].step(
                 *(inputs if 0 in self.numbers else ()),
                 target=target if self.has_last else None,
@@ -133,7 +137,7 @@ class StageRunner:
         metas = self._shapes([each[: each.shape[0] // count] for each in given[:-1]], autocast)
         stages = [
             PipelineStage(
-                _Part(self._stages[number].module, autocast),
+                _Part(self._stages[number].module, autocast) if autocast.enabled else self._stages[number].module,
                 number,
                 len(self._stages),
                 self._device,
