@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from shardyard.domain.consistency import SspReport, UpdateMode
 from shardyard.domain.errors import InvalidRequest, StaleGeneration
@@ -23,7 +22,6 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.reads import await_version, hold_version
 from shardyard_ps_server.partition.sync_step import gathered_part
-from shardyard_ps_server.rows.pushed_rows import RowQuery
 from shardyard_ps_server.values.versions import Bytes
 
 
@@ -96,13 +94,12 @@ def hold(
     return reply, values
 
 
-def await_rows(hosted: HostedJob, pull: PullHeader, queries: Sequence[RowQuery]) -> tuple[NotReadyPart, ...]:
-    """Waits until rows have the version of an admitted pull without values, at most `pull.wait_ms`. Returns what is
+def await_version_of_all(hosted: HostedJob, pull: PullHeader) -> tuple[NotReadyPart, ...]:
+    """Waits until all partitions have the version of an admitted pull, at most `pull.wait_ms`. Returns what is
     missing."""
     until = time.monotonic() + pull.wait_ms / 1000
     missing: list[NotReadyPart] = []
-    for number in sorted({each.partition for each in queries}):
-        partition = hosted.find(number)
+    for partition in hosted.in_order:
         with partition.lock:
             lacks = await_version(partition, pull.number, until)
         missing += [] if lacks is None else [lacks]

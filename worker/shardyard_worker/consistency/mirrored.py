@@ -37,7 +37,7 @@ from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.trainer import Trainer, explain
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
@@ -52,9 +52,7 @@ class MirroredStrategy(GroupStrategy):
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         super().__init__(trainer, replica)
         ranks = trainer.session.logical_ranks
-        self._buckets = buckets_of(
-            self._settings, replica.targets, _FACTS + len(replica.targets), ranks, has_rows=self._has_rows
-        )
+        self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
         self._buckets.early_weight = self._early_weight
         self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
@@ -155,25 +153,42 @@ class MirroredStrategy(GroupStrategy):
             said[at] += gradient is not None
         self._buckets.add(gradients, weight)
         if pull is not None:
-            self._buckets.send_first()
-        answer = self._push_rows(name, sending, upcoming, pull) if self._has_rows else ExchangeResult()
+            said[_LEAVE] = float(self._session.replica_generation > collectives.group.generation)
+            said[_PUBLISH] = float(self._session.is_to_publish)
+            with self._session.wait_registry.over(lambda: f"step {self.versions.current} of the other replicas"):
+                self._send()
+        answer = ExchangeResult()
+        if self._has_rows:
+            with while_newest():
+                answer = self._push_rows(collectives, name, sending, upcoming, pull)
         if pull is not None:
             self._take_step(collectives, gradients, weight, name, sending)
         return answer
 
     def _push_rows(
-        self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, pull: PullSpec | None
+        self,
+        collectives: Collectives,
+        name: PushName,
+        sending: StepInput | None,
+        upcoming: Upcoming | None,
+        pull: PullSpec | None,
     ) -> ExchangeResult:
-        """Returns when all servers have recorded the rank's rows. After that, and not before, this member says in the
-        sums that it has taken part: so a step that any member has taken has all its rows (rule D6). With the push of
-        this member's last rank, the rows of the next step are looked up. If a member is late, the forward does that."""
-        pushes = self._trainer.pushes
+        """Pushes the rank's rows. With those of this member's last rank, waits until the servers have the rows of all
+        ranks, and looks up those of the next step. So a step that any member takes has all its rows (rule D6)."""
+        pushes, router = self._trainer.pushes, self._trainer.router
         ahead = None if pull is None else pushes.prefetch_rows(pull.number, upcoming)
         rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
         request = pushes.build(name, rows)
         request.ahead = ahead
-        with while_newest():
-            return self._trainer.router.push(request, None if pull is None else replace(pull, values=False))
+        if pull is None:
+            return router.push(request)
+        pull = replace(pull, values=False)
+        answer = last = router.push(request, pull)
+        with self._session.wait_registry.over(lambda: f"rows of the other replicas: {explain(last)}"):
+            while last.missing:
+                collectives.check_begun()
+                last = router.pull_rows(pull, ahead)
+        return replace(answer, missing=(), ahead=last.ahead)
 
     def _take_step(
         self,
@@ -183,20 +198,18 @@ class MirroredStrategy(GroupStrategy):
         name: PushName,
         sending: StepInput | None,
     ) -> None:
-        buckets, session, said = self._buckets, self._session, self._said
-        step = self.versions.current
+        buckets, step = self._buckets, self.versions.current
         assert step is not None
-        said[_LEAVE] = float(session.replica_generation > collectives.group.generation)
-        said[_PUBLISH] = float(session.is_to_publish)
-        with session.wait_registry.over(lambda: f"step {step} of the other replicas"):
+        with self._session.wait_registry.over(lambda: f"step {step} of the other replicas"):
             if self.replica.buffers:
                 self._buffer_means.add_up(collectives)
-            facts = self._sum(said)
+            facts = self._await_sums()
             if facts[_CHANGED]:
                 buckets.overlaps = False
                 buckets.clear()
                 buckets.add(local, weight)
-                facts = self._sum(said)
+                self._send()
+                facts = self._await_sums()
         self._apply(step, name, sending, facts)
         self._drop_sums()
         self._replica_step = step + 1
@@ -204,13 +217,15 @@ class MirroredStrategy(GroupStrategy):
             self._publisher.publish(step + 1, collectives, self._share)
         self._is_to_leave = bool(facts[_LEAVE])
 
-    def _sum(self, said: list[float]) -> list[float]:
-        """Sums the gradients over all members, and returns the facts of all."""
-        buckets = self._buckets
-        buckets.facts.copy_(torch.tensor(said))
-        buckets.send()
-        buckets.await_sums()
-        found: list[float] = buckets.facts.tolist()
+    def _send(self) -> None:
+        """Begins to sum the gradients, and what this worker says, over all members."""
+        self._buckets.facts.copy_(torch.tensor(self._said))
+        self._buckets.send()
+
+    def _await_sums(self) -> list[float]:
+        """Returns what all members say, when the sums are there."""
+        self._buckets.await_sums()
+        found: list[float] = self._buckets.facts.tolist()
         return found
 
     def _apply(self, step: int, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> None:

@@ -180,15 +180,10 @@ class GradientBuckets:
         self._sent.clear()
         self._has_sum = True
 
-    def send_first(self) -> None:
-        """Begins to sum all buckets that are not under way, but the one with the facts."""
-        while self._next < len(self._buckets) - 1:
-            self._send_next()
-
     def send(self) -> None:
         """Begins to sum all buckets that are not under way."""
-        self.send_first()
-        self._send_next()
+        while self._next < len(self._buckets):
+            self._send_next()
 
     def await_sums(self) -> None:
         assert self.collectives is not None
