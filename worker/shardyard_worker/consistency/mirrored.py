@@ -42,8 +42,8 @@ from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
-_WEIGHT, _OVERFLOWS, _CHANGED, _LEAVE, _PUBLISH = range(5)
-_FACTS: Final = 5
+_WEIGHT, _OVERFLOWS, _CHANGED, _SUSPECT, _LEAVE, _PUBLISH = range(6)
+_FACTS: Final = 6
 
 
 class MirroredStrategy(GroupStrategy):
@@ -219,6 +219,7 @@ class MirroredStrategy(GroupStrategy):
 
     def _send(self) -> None:
         """Begins to sum the gradients, and what this worker says, over all members."""
+        self._said[_SUSPECT] = float(self._buckets.is_suspect)
         self._buckets.facts.copy_(torch.tensor(self._said))
         self._buckets.send()
 
@@ -234,7 +235,7 @@ class MirroredStrategy(GroupStrategy):
         if weight:
             means = self._buckets.mean(weight)
             replica.keep_buffers(self._buffer_means.means())
-        if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending):
+        if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending, facts):
             return
         gradients = [mean if present else None for mean, present in zip(means, facts[_FACTS:], strict=True)]
         clipper = self._trainer.pushes.clipper
@@ -242,10 +243,13 @@ class MirroredStrategy(GroupStrategy):
             clipper.clip([*gradients, *(None for _ in replica.buffers)])
         replica.step(gradients)
 
-    def _is_finite(self, step: int, name: PushName, sending: StepInput | None) -> bool:
+    def _is_finite(self, step: int, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> bool:
         """Whether the mean gradient is finite, or counts anyway. If not, the members whose gradients are not report
-        them, and nobody takes the step. With tables, each rank's gradients were looked at before."""
-        if self._has_rows or self._settings.nonfinite is NonFinite.ALLOW or self._buckets.are_finite():
+        them, and nobody takes the step. The mean is looked at if a member has seen a number that may be the cause. With
+        tables, each rank's gradients were looked at before."""
+        if self._has_rows or self._settings.nonfinite is NonFinite.ALLOW or not facts[_SUSPECT]:
+            return True
+        if self._buckets.are_finite():
             return True
         log.warning("step %d changes nothing: the mean gradient is not finite", step)
         if sending is not None:
