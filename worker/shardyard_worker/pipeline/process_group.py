@@ -101,15 +101,17 @@ class StageGroup(dist.ProcessGroup):
         self._facts = torch.zeros(self.size(), count, dtype=torch.float64)
         self._receiving = [self.recv([self._facts[at]], at, _TAG_OF_FACTS) for at in self._others]
 
-    def sum_facts(self, said: torch.Tensor) -> torch.Tensor:
+    def sum_facts(self, said: list[float]) -> list[float]:
         """The sum over all members, of the same bits in each. Returns when all have called this."""
-        self.receive_facts(said.numel())
-        self._sending = [self.send([said], at, _TAG_OF_FACTS) for at in self._others]
-        self._facts[self.rank()] = said
+        self.receive_facts(len(said))
+        own = torch.tensor(said, dtype=torch.float64)
+        self._sending = [self.send([own], at, _TAG_OF_FACTS) for at in self._others]
+        self._facts[self.rank()] = own
         for each in self._receiving:
             each.wait()
         self._receiving = []
-        return self._facts.sum(0)
+        found: list[float] = self._facts.sum(0).tolist()
+        return found
 
     @property
     def _others(self) -> list[int]:
