@@ -109,7 +109,7 @@ class StageRunner:
                 losses=losses if self.has_last else None,
                 return_outputs=False,
             )
-        return float(torch.stack(losses).detach().double().sum()) if losses else 0.0
+        return float(torch.stack(losses).detach().double().mean()) if losses else 0.0
 
     def _check(self, given: Sequence[Any]) -> None:
         count = self._settings.microbatches
@@ -151,12 +151,10 @@ class StageRunner:
             with autocast():
                 found = self._loss(output, target)
             check_loss(found)
-            return found / count
+            return found
 
         made = get_schedule_class(settings.schedule.value)
-        return made(
-            stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss, scale_grads=False
-        )
+        return made(stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss)
 
     def _shapes(self, inputs: Sequence[torch.Tensor], autocast: Autocast) -> list[Metas]:
         """What goes into each stage for one micro-batch, and what comes out of the last one, without data."""
