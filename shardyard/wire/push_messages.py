@@ -232,7 +232,7 @@ def _check_requested(order: PushHeader) -> None:
             todo="ask for them in an exchange of their own, or with LookUp",
         )
     pulled = set(order.pull.partitions)
-    for each in order.requested:
+    for each in order.requested if pulled else ():  # a pull of no partition brings rows alone
         strange = [partition for partition in each.partitions if partition not in pulled]
         if strange:
             raise MalformedPayload(

@@ -3,7 +3,8 @@ shipped, with workers, collectives and servers reduced to what the rules speak o
 
 A replica is the list of steps that it has taken, each with its group. A collective has all contributions or
 none; each member takes its result by itself, later, or fails if another member is gone by then. With tables each member
-pushes the rows of its ranks to each partition, and servers are lost, so that all partitions go back to a checkpoint. In
+contributes, then pushes the rows of its ranks to each partition, and takes the result when all partitions have all
+rows; and servers are lost, so that all partitions go back to a checkpoint. In
 a pipeline each member has a stage of one replica, so nobody can give it to another.
 """
 
@@ -258,21 +259,28 @@ class Yard:
         """Takes part in the next one of its group. Returns it if its result is there; False: the group has lost a
         member; True: it waits."""
         assert worker.group is not None
-        generation, members = worker.group.generation, worker.group.members
+        found = self._contribution(worker, what)
+        complete = found.joined >= set(worker.group.members)
+        if self._has_lost_a_member(worker.group) and (not complete or self.rng.random() < 0.5):
+            return False
+        if complete:
+            worker.taken += 1
+        return found if complete else True
+
+    def _contribution(self, worker: Worker, what: tuple[Any, ...]) -> Collective:
+        """Contributes to the next one of its group, which is returned."""
+        assert worker.group is not None
+        generation = worker.group.generation
         all_ = self.collectives.setdefault(generation, [])
         if worker.taken == len(all_):
             all_.append(Collective(what))
         found = all_[worker.taken]
         if found.what != what:
             raise Violation(f"members of group {generation} take part in {found.what} and in {what}")
-        found.joined.add(worker.number)
-        found.leaves = found.leaves or self.book.has_room(self.living)
-        complete = found.joined >= set(members)
-        if self._has_lost_a_member(worker.group) and (not complete or self.rng.random() < 0.5):
-            return False
-        if complete:
-            worker.taken += 1
-        return found if complete else True
+        if worker.number not in found.joined:
+            found.joined.add(worker.number)
+            found.leaves = found.leaves or self.book.has_room(self.living)
+        return found
 
     def _has_lost_a_member(self, group: ReplicaGroup) -> bool:
         """Whether one has ended, or has left the group."""
@@ -407,7 +415,7 @@ class YardWithRows(Yard):
 
     done_counts = False  # its rows may be of another step
 
-    def __init__(self, seed: int, *, pushes_first: bool = True, is_void: bool = True) -> None:
+    def __init__(self, seed: int, *, awaits_rows: bool = True, is_void: bool = True) -> None:
         super().__init__(seed)
         self.rows = [Rows(0) for _ in range(PARTITIONS)]
         self.map = 0
@@ -415,8 +423,10 @@ class YardWithRows(Yard):
         """The map that each worker follows."""
         self.pushed: dict[Incarnation, set[tuple[int, int]]] = {}
         """What each worker has pushed of its step: partitions, ranks."""
+        self.complete: set[Incarnation] = set()
+        """The workers that know that all partitions have all rows of their step."""
         self.is_void = is_void
-        self._pushes_first = pushes_first
+        self._awaits_rows = awaits_rows
 
     def events(self) -> dict[Callable[[], None], float]:
         return {**super().events(), self.lose_server: 0.2, self.act: 120}
@@ -434,6 +444,7 @@ class YardWithRows(Yard):
         if worker.group is None:
             return
         self.maps[worker.number], self.pushed[worker.number] = self.map, set()
+        self.complete.discard(worker.number)
         assert worker.history is not None
         for rows in self.rows:
             if rows.version - len(worker.history) not in (0, 1):
@@ -465,17 +476,25 @@ class YardWithRows(Yard):
         at, pushed, is_refused = len(worker.history), self.pushed[worker.number], self._is_refused(worker)
         if worker.group is None:
             return
+        self._contribution(worker, ("step", at))
         ranks = worker.group.ranks_at(worker.place, MEMBERS_MAX)
         left = [(place, rank) for place in range(PARTITIONS) for rank in ranks if (place, rank) not in pushed]
-        if left and (self._pushes_first or self.rng.random() < 0.9):
+        if left:
             place, rank = self.rng.choice(left)
             if is_refused or not self.rows[place].push(rank, at, worker.group.generation):
                 self._leave_group(worker)
             pushed.add((place, rank))
             return
+        if worker.number not in self.complete and self._awaits_rows:
+            if is_refused or self._has_lost_a_member(worker.group):
+                self._leave_group(worker)
+            elif all(rows.version > at for rows in self.rows):
+                self.complete.add(worker.number)
+            return
         super().step(worker)
         if len(worker.history) > at:
             pushed.clear()
+            self.complete.discard(worker.number)
             if not is_refused and any(rows.version <= at for rows in self.rows):
                 raise Violation(f"step {at} is taken, and rows are of {[rows.version for rows in self.rows]}")
 
@@ -528,9 +547,9 @@ def nobody_waits_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> dict[st
     return {"meets_before": False, "later_group_counts": False}
 
 
-def votes_before_its_rows_are_recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """a member takes part in the sums before servers have its rows (rule D6)"""
-    return {"pushes_first": False}
+def takes_a_step_without_the_rows_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a member takes a step when it has the sums, and servers have its own rows (rule D6)"""
+    return {"awaits_rows": False}
 
 
 def goes_on_without_its_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
@@ -571,7 +590,7 @@ def goes_back_while_a_stage_is_in_its_group(monkeypatch: pytest.MonkeyPatch) -> 
         (YardOfStages, stages_keep_no_gradients),
         (YardOfStages, others_go_on_without_a_stage),
         (YardOfStages, goes_back_while_a_stage_is_in_its_group),
-        (YardWithRows, votes_before_its_rows_are_recorded),
+        (YardWithRows, takes_a_step_without_the_rows_of_others),
         (YardWithRows, goes_on_without_its_rows),
     ],
     ids=lambda each: each.__name__,

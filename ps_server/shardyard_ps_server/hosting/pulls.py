@@ -20,7 +20,7 @@ from shardyard_ps_server.hosting.hosted_job import HeldValues, HostedJob
 from shardyard_ps_server.hosting.pins import await_pin
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.reads import hold_version
+from shardyard_ps_server.partition.reads import await_version, hold_version
 from shardyard_ps_server.partition.sync_step import gathered_part
 from shardyard_ps_server.values.versions import Bytes
 
@@ -92,6 +92,18 @@ def hold(
         return reply, HeldValues()
     reply.parts = tuple(parts)
     return reply, values
+
+
+def await_version_of_all(hosted: HostedJob, pull: PullHeader) -> tuple[NotReadyPart, ...]:
+    """Waits until all partitions have the version of an admitted pull, at most `pull.wait_ms`. Returns what is
+    missing."""
+    until = time.monotonic() + pull.wait_ms / 1000
+    missing: list[NotReadyPart] = []
+    for partition in hosted.in_order:
+        with partition.lock:
+            lacks = await_version(partition, pull.number, until)
+        missing += [] if lacks is None else [lacks]
+    return tuple(missing)
 
 
 # ---- buffers that workers on this machine read

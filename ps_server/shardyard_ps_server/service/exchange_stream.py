@@ -145,6 +145,12 @@ class ExchangeStream:
             rows_found = self._find_rows(header, hosted, queries, room)
             yield from frames.cut(reply_to_header(reply, plan), [rows_found.data])
             return
+        if not pull.partitions:
+            self._memory.name_regions(hosted.regions, reply)
+            reply.missing = pulls.await_version_of_all(hosted, pull)
+            more = NO_BYTES if reply.missing else self._find_rows(header, hosted, queries, room)
+            yield from frames.cut(reply_to_header(reply, plan), [more.data])
+            return
         if pull.shared:
             yield from self._lend(reply, hosted, header, plan, pull, queries, room)
             return

@@ -1,4 +1,4 @@
-"""Checks whether numbers are finite, as fast as memory can be read.
+"""Checks whether numbers are finite, as fast as memory can be read, or while they are copied.
 
 Invariant: each NaN and each infinity is found, and nothing else. Must not know: what the numbers mean.
 """
@@ -60,7 +60,29 @@ def first_not_finite(addresses: Sequence[int], lengths: Sequence[int], dtype: st
     return None if found < 0 else found
 
 
+@compiled
+def _scale(source: int, target: int, size: int, numbers: Array) -> bool:
+    factor, limit = numbers[0], numbers[1]
+    given = _array_at(_pointer(source), (size,), numbers.dtype)
+    scaled = _array_at(_pointer(target), (size,), numbers.dtype)
+    beyond = np.int32(0)
+    for i in range(size):
+        scaled[i] = given[i] * factor
+        beyond |= np.int32(not abs(scaled[i]) <= limit)
+    return bool(beyond != 0)
+
+
+def scale(source: int, target: int, size: int, factor: float, dtype: str) -> bool:
+    """Writes `size` contiguous numbers of that dtype, float32 or float64, at address `source`, times `factor`, to
+    address `target`. Returns whether one is not finite afterwards, or so large that a sum of a million may not be."""
+    return bool(_scale(source, target, size, np.array((factor, _LIMITS[dtype]), dtype)))
+
+
+_LIMITS: Final = {dtype: float(np.finfo(dtype).max) / (1 << 20) for dtype in _ZEROS}
+
+
 def warm() -> None:
-    """Compiles the loop, so that the first push does not wait for the compiler."""
+    """Compiles the loops, so that the first push does not wait for the compiler."""
     for dtype in _ZEROS:
         first_not_finite([], [], dtype)
+        scale(0, 0, 0, 1.0, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.domain import errors
+from shardyard_worker.consistency import step_versions
+from shardyard_worker.exchange.requests import PullSpec
+from shardyard_worker.exchange.server_group import ServerGroup
 from tests.integration.training.test_mirrored import MIRRORED, SERVERS, ranks, side_by_side
 from tests.support.alone import local_yard
 
@@ -95,6 +99,26 @@ def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: in
     assert found[-1] < found[0]
     for each in (*rows, *wanted_rows):
         torch.testing.assert_close(each, wanted_rows[0], rtol=1e-5, atol=1e-7)
+
+
+def test_step_waits_for_rows_that_come_late(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers answer at once, so that the first replica of a step asks again for the rows of the other."""
+    asked: list[int] = []
+    pull_rows = ServerGroup.pull_rows
+
+    def counted(self: ServerGroup, rows: PullSpec, ahead: Any) -> Any:
+        asked.append(rows.number)
+        return pull_rows(self, rows, ahead)
+
+    monkeypatch.setattr(ServerGroup, "pull_rows", counted)
+    monkeypatch.setattr(step_versions, "SLICE_MS", 0)
+    script = ScriptThatLooksAhead()
+    wanted, wanted_rows = runs_of({**SERVERS, **ranks(2)}, 2, script)
+    assert not asked
+    found, rows = runs_of({**MIRRORED, **ranks(2)}, 2, script)
+    assert len(set(asked)) > 5
+    assert found == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(rows[0], wanted_rows[0], rtol=1e-5, atol=1e-7)
 
 
 def test_model_of_a_table_alone_is_trained(alone: None) -> None:

@@ -36,15 +36,14 @@ from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.replica import Replica
-from shardyard_worker.replicas.rows_ahead import RowsAhead
 from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.trainer import Trainer, explain
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
-_WEIGHT, _OVERFLOWS, _CHANGED, _LEAVE, _PUBLISH = range(5)
-_FACTS: Final = 5
+_WEIGHT, _OVERFLOWS, _CHANGED, _SUSPECT, _LEAVE, _PUBLISH = range(6)
+_FACTS: Final = 6
 
 
 class MirroredStrategy(GroupStrategy):
@@ -53,11 +52,8 @@ class MirroredStrategy(GroupStrategy):
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
         super().__init__(trainer, replica)
         ranks = trainer.session.logical_ranks
-        self._buckets = buckets_of(
-            self._settings, replica.targets, _FACTS + len(replica.targets), ranks, has_rows=self._has_rows
-        )
+        self._buckets = buckets_of(self._settings, replica.targets, _FACTS + len(replica.targets), ranks)
         self._buckets.early_weight = self._early_weight
-        self._rows_ahead = RowsAhead(trainer)
         self._buffer_means = BufferMeans(replica.buffers, ranks if self._settings.deterministic else None)
         self._said = [0.0] * (_FACTS + len(replica.targets))
         """What this worker says of the step at hand: facts, and for each parameter how many ranks have a gradient."""
@@ -97,7 +93,6 @@ class MirroredStrategy(GroupStrategy):
             self._buckets.renew()
             self._buffer_means.renew()
         self._drop_sums()
-        self._rows_ahead.drop()
 
     def _drop_sums(self) -> None:
         self._buckets.clear()
@@ -107,7 +102,6 @@ class MirroredStrategy(GroupStrategy):
     def close(self) -> None:
         super().close()
         self._buckets.close()
-        self._rows_ahead.close()
 
     # ---- a step
 
@@ -158,23 +152,43 @@ class MirroredStrategy(GroupStrategy):
         for at, gradient in enumerate(gradients, _FACTS):
             said[at] += gradient is not None
         self._buckets.add(gradients, weight)
-        if pull is None:
-            return self._push_rows(name, sending) if self._has_rows else ExchangeResult()
-        self._buckets.send_first()
-        ahead = self._trainer.pushes.prefetch_rows(pull.number, upcoming)
-        answer = self._push_rows(name, sending) if self._has_rows else ExchangeResult()
-        if ahead is not None:
-            self._rows_ahead.begin(ahead, pull.number)
-        self._take_step(collectives, gradients, weight, name, sending)
-        answer.ahead = self._rows_ahead.take()
+        if pull is not None:
+            said[_LEAVE] = float(self._session.replica_generation > collectives.group.generation)
+            said[_PUBLISH] = float(self._session.is_to_publish)
+            with self._session.wait_registry.over(lambda: f"step {self.versions.current} of the other replicas"):
+                self._send()
+        answer = ExchangeResult()
+        if self._has_rows:
+            with while_newest():
+                answer = self._push_rows(collectives, name, sending, upcoming, pull)
+        if pull is not None:
+            self._take_step(collectives, gradients, weight, name, sending)
         return answer
 
-    def _push_rows(self, name: PushName, sending: StepInput | None) -> ExchangeResult:
-        """Returns when all servers have recorded the rank's rows. After that, and not before, this member says in the
-        sums that it has taken part: so a step that any member has taken has all its rows (rule D6)."""
+    def _push_rows(
+        self,
+        collectives: Collectives,
+        name: PushName,
+        sending: StepInput | None,
+        upcoming: Upcoming | None,
+        pull: PullSpec | None,
+    ) -> ExchangeResult:
+        """Pushes the rank's rows. With those of this member's last rank, waits until the servers have the rows of all
+        ranks, and looks up those of the next step. So a step that any member takes has all its rows (rule D6)."""
+        pushes, router = self._trainer.pushes, self._trainer.router
+        ahead = None if pull is None else pushes.prefetch_rows(pull.number, upcoming)
         rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
-        with while_newest():
-            return self._trainer.router.push(self._trainer.pushes.build(name, rows))
+        request = pushes.build(name, rows)
+        request.ahead = ahead
+        if pull is None:
+            return router.push(request)
+        pull = replace(pull, values=False)
+        answer = last = router.push(request, pull)
+        with self._session.wait_registry.over(lambda: f"rows of the other replicas: {explain(last)}"):
+            while last.missing:
+                collectives.check_begun()
+                last = router.pull_rows(pull, ahead)
+        return replace(answer, missing=(), ahead=last.ahead)
 
     def _take_step(
         self,
@@ -184,20 +198,18 @@ class MirroredStrategy(GroupStrategy):
         name: PushName,
         sending: StepInput | None,
     ) -> None:
-        buckets, session, said = self._buckets, self._session, self._said
-        step = self.versions.current
+        buckets, step = self._buckets, self.versions.current
         assert step is not None
-        said[_LEAVE] = float(session.replica_generation > collectives.group.generation)
-        said[_PUBLISH] = float(session.is_to_publish)
-        with session.wait_registry.over(lambda: f"step {step} of the other replicas"):
+        with self._session.wait_registry.over(lambda: f"step {step} of the other replicas"):
             if self.replica.buffers:
                 self._buffer_means.add_up(collectives)
-            facts = self._sum(said)
+            facts = self._await_sums()
             if facts[_CHANGED]:
                 buckets.overlaps = False
                 buckets.clear()
                 buckets.add(local, weight)
-                facts = self._sum(said)
+                self._send()
+                facts = self._await_sums()
         self._apply(step, name, sending, facts)
         self._drop_sums()
         self._replica_step = step + 1
@@ -205,13 +217,16 @@ class MirroredStrategy(GroupStrategy):
             self._publisher.publish(step + 1, collectives, self._share)
         self._is_to_leave = bool(facts[_LEAVE])
 
-    def _sum(self, said: list[float]) -> list[float]:
-        """Sums the gradients over all members, and returns the facts of all."""
-        buckets = self._buckets
-        buckets.facts.copy_(torch.tensor(said))
-        buckets.send()
-        buckets.await_sums()
-        found: list[float] = buckets.facts.tolist()
+    def _send(self) -> None:
+        """Begins to sum the gradients, and what this worker says, over all members."""
+        self._said[_SUSPECT] = float(self._buckets.is_suspect)
+        self._buckets.facts.copy_(torch.tensor(self._said))
+        self._buckets.send()
+
+    def _await_sums(self) -> list[float]:
+        """Returns what all members say, when the sums are there."""
+        self._buckets.await_sums()
+        found: list[float] = self._buckets.facts.tolist()
         return found
 
     def _apply(self, step: int, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> None:
@@ -220,7 +235,7 @@ class MirroredStrategy(GroupStrategy):
         if weight:
             means = self._buckets.mean(weight)
             replica.keep_buffers(self._buffer_means.means())
-        if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending):
+        if not weight or facts[_OVERFLOWS] or not self._is_finite(step, name, sending, facts):
             return
         gradients = [mean if present else None for mean, present in zip(means, facts[_FACTS:], strict=True)]
         clipper = self._trainer.pushes.clipper
@@ -228,10 +243,13 @@ class MirroredStrategy(GroupStrategy):
             clipper.clip([*gradients, *(None for _ in replica.buffers)])
         replica.step(gradients)
 
-    def _is_finite(self, step: int, name: PushName, sending: StepInput | None) -> bool:
+    def _is_finite(self, step: int, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> bool:
         """Whether the mean gradient is finite, or counts anyway. If not, the members whose gradients are not report
-        them, and nobody takes the step. With tables, each rank's gradients were looked at before."""
-        if self._has_rows or self._settings.nonfinite is NonFinite.ALLOW or self._buckets.are_finite():
+        them, and nobody takes the step. The mean is looked at if a member has seen a number that may be the cause. With
+        tables, each rank's gradients were looked at before."""
+        if self._has_rows or self._settings.nonfinite is NonFinite.ALLOW or not facts[_SUSPECT]:
+            return True
+        if self._buckets.are_finite():
             return True
         log.warning("step %d changes nothing: the mean gradient is not finite", step)
         if sending is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -66,7 +67,7 @@ class PipelineStrategy(GroupStrategy):
         self._loss: float | None = None
         """Of the batch that the schedule has run; None: it has not."""
         self._gradients: _Gradients | None = None
-        self._facts = torch.zeros(0)
+        self._facts: list[float] = []
         """Of the last step that this worker has taken."""
         self.loss = float("nan")
         """Of the last batch, over all of its samples; NaN if it did not count."""
@@ -100,14 +101,14 @@ class PipelineStrategy(GroupStrategy):
             stale = torch.tensor([float(self._replica_step != group.step)])
             collectives.wait(collectives.sum(stale))
             if float(stale):
-                has_facts = self._facts.numel() == _FACTS + collectives.size
-                facts = self._facts.clone() if has_facts else torch.zeros(_FACTS + collectives.size).double()
+                has_facts = len(self._facts) == _FACTS + collectives.size
+                facts = torch.tensor(self._facts if has_facts else [0.0] * (_FACTS + collectives.size)).double()
                 others = [place for place in range(collectives.size) if place != group.donor]
                 collectives.wait(collectives.give(facts, group.donor, others))
                 if self._replica_step != group.step:
                     if self._gradients is None or self._gradients.step != group.step - 1:
                         raise Internal(f"a stage at step {self._replica_step} in a group of step {group.step}")
-                    self._apply(self._gradients, facts)
+                    self._apply(self._gradients, facts.tolist())
                     log.info("takes step %d with the gradients that it has kept", group.step - 1)
         self._gradients = None
 
@@ -162,13 +163,14 @@ class PipelineStrategy(GroupStrategy):
     def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Computes the gradients of a batch with the other stages. Raises InvalidRequest, UnsupportedModel. If a member
         is lost, `contribute` says so."""
-        runner, step = self._runner, self.versions.current
-        if runner is None:
+        runner, group, step = self._runner, self._group, self.versions.current
+        if runner is None or group is None:
             raise InvalidRequest("job.train_step without a place in the pipeline", todo="call it for each batch")
         self._drop_gradients()
         self._pipeline.is_whole = False
         try:
             with self._session.wait_registry.over(lambda: f"step {step} of the other stages"):
+                group.receive_facts(_FACTS + group.size())
                 self._loss = runner.run(inputs, target)
         except GroupLost as error:
             self._lost, self._loss = error, 0.0
@@ -198,41 +200,43 @@ class PipelineStrategy(GroupStrategy):
         pull: PullSpec | None,  # noqa: ARG002 - a worker has one rank
     ) -> ExchangeResult:
         """Takes the step, if the gradients of all stages are there. Raises GroupLost."""
-        collectives, step, session = self._collectives, self.versions.current, self._session
-        if collectives is None or self._lost is not None:
+        collectives, group = self._collectives, self._group
+        step, session = self.versions.current, self._session
+        if collectives is None or group is None or self._lost is not None:
             raise self._lost or GroupLost("this worker has left its replica group")
         assert step is not None
-        said = torch.zeros(_FACTS + collectives.size, dtype=torch.float64)
+        said = [0.0] * (_FACTS + group.size())
         own = [target.grad for target in self.replica.targets]
         found = [gradient for gradient in own if gradient is not None]
         if sending is not None and self._runner is not None:
             is_last = self._runner.has_last
             said[_WEIGHT] = sending.weight if is_last else 0.0
             said[_LOSS] = (self._loss or 0.0) if is_last else 0.0
-            said[_SQUARE_NORM] = sum(float(torch.linalg.vector_norm(each)) ** 2 for each in found) if found else 0.0
-            said[_FACTS + collectives.place] = float(not bool(torch.isfinite(said[_SQUARE_NORM])))
+            norms = [float(torch.linalg.vector_norm(each)) for each in found]
+            said[_SQUARE_NORM] = sum([norm * norm for norm in norms])
+            said[_FACTS + collectives.place] = float(not math.isfinite(said[_SQUARE_NORM]))
         said[_LEAVE] = float(session.replica_generation > collectives.group.generation)
         said[_PUBLISH] = float(session.is_to_publish)
         buffers = [each.clone() for each in self._found_buffers()]
         self._gradients = gradients = _Gradients(step, own, buffers)
         with session.wait_registry.over(lambda: f"step {step} of the other stages"):
-            collectives.wait(collectives.sum(said))
-        self._apply(gradients, said)
-        self._report_nonfinite(name, sending, said)
-        self.loss = float(said[_LOSS])
-        if said[_PUBLISH]:
+            facts = group.sum_facts(said)
+        self._apply(gradients, facts)
+        self._report_nonfinite(name, sending, facts)
+        self.loss = facts[_LOSS]
+        if facts[_PUBLISH]:
             self._publisher.publish(step + 1, collectives, self._share)
-        self._is_to_leave = bool(said[_LEAVE])
+        self._is_to_leave = bool(facts[_LEAVE])
         return ExchangeResult()
 
     def _found_buffers(self) -> list[torch.Tensor]:
         return [found for found in (each.found for each in self.replica.buffers) if found is not None]
 
-    def _apply(self, gradients: _Gradients, facts: torch.Tensor) -> None:
+    def _apply(self, gradients: _Gradients, facts: list[float]) -> None:
         """Takes the step. `facts`: of all members."""
         if facts[_WEIGHT]:
             self.replica.keep_buffers(gradients.buffers)
-        is_finite = self._settings.nonfinite is NonFinite.ALLOW or not facts[_FACTS:].any()
+        is_finite = self._settings.nonfinite is NonFinite.ALLOW or not any(facts[_FACTS:])
         if facts[_WEIGHT] and is_finite:
             self._clip(gradients.tensors, facts)
             self.replica.step(gradients.tensors)
@@ -241,17 +245,17 @@ class PipelineStrategy(GroupStrategy):
         self._replica_step = gradients.step + 1
 
     @torch.no_grad()
-    def _clip(self, gradients: Sequence[torch.Tensor | None], facts: torch.Tensor) -> None:
+    def _clip(self, gradients: Sequence[torch.Tensor | None], facts: Sequence[float]) -> None:
         limit = self._settings.clip.norm
         if limit:
-            scale = min(1.0, limit / (float(facts[_SQUARE_NORM]) ** 0.5 + NORM_EPS))
+            scale = min(1.0, limit / (facts[_SQUARE_NORM] ** 0.5 + NORM_EPS))
             for each in gradients:
                 if each is not None and scale < 1.0:
                     each.mul_(scale)
 
-    def _report_nonfinite(self, name: PushName, sending: StepInput | None, facts: torch.Tensor) -> None:
+    def _report_nonfinite(self, name: PushName, sending: StepInput | None, facts: Sequence[float]) -> None:
         """The first member whose gradients are not finite reports the step."""
-        places = torch.nonzero(facts[_FACTS:]).flatten().tolist()
+        places = [place for place, is_bad in enumerate(facts[_FACTS:]) if is_bad]
         if not places or self._settings.nonfinite is NonFinite.ALLOW:
             return
         step = self._replica_step

@@ -168,12 +168,12 @@ class RequestBuilder:
             self._caller,
             server,
             self._generation,
-            self._owned[server],
+            self._owned[server] if pull.values else (),
             pull.number,
             pull.exactly,
             pull.wait_ms,
-            coding=self._coding,
-            shared=stream.shared and not self._coding,
+            coding=self._coding if pull.values else "",
+            shared=stream.shared and not self._coding and pull.values,
             order=() if stream.shared else order,
         )
         self._pulls[server] = pull, stream.shared, order, made

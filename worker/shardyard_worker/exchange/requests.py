@@ -51,6 +51,8 @@ class PullSpec:
     """The pull may return while values are still arriving; the model then waits for each value at its first use."""
     ssp_report: SspReport | None = None
     """How far this worker is, if staleness is bounded."""
+    values: bool = True
+    """False: only the rows that are requested with it."""
 
 
 @dataclass(slots=True)
@@ -65,4 +67,4 @@ class ExchangeResult:
     foreign: frozenset[PartitionId] = frozenset()
     """Partitions that already had this work from another worker."""
     ahead: RowPrefetch | None = None
-    """Rows that came with the values."""
+    """The rows that came with the answer."""

@@ -175,14 +175,22 @@ class ServerGroup:
 
     # ---- pushes and pulls
 
-    def push(self, push: PushRequest) -> ExchangeResult:
-        """Applies a push on all servers. Raises the first refusal."""
+    def push(self, push: PushRequest, rows: PullSpec | None = None) -> ExchangeResult:
+        """Applies a push on all servers. `rows`: the version that is waited for then; the rows of `push.ahead` come
+        with it, and no values. Raises the first refusal."""
         self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
-        make = partial(self._requests.push, push, None, None)
-        results: tuple[PartResult, ...] = ()
-        for reply in self._fan_out.exchange(make, partial(_applied, push)):
-            results += reply.push
-        return ExchangeResult(results, foreign=self._foreign(results))
+        make = partial(self._requests.push, push, rows, push.ahead)
+        return self._rows_of(self._fan_out.exchange(make, partial(_applied, push)), push.ahead)
+
+    def pull_rows(self, rows: PullSpec, ahead: RowPrefetch | None) -> ExchangeResult:
+        """The same without a push, to wait for longer."""
+        make = partial(self._requests.pull, rows, None, ahead)
+        return self._rows_of(self._exchange(make, f"version {rows.number} of the rows"), ahead)
+
+    def _rows_of(self, replies: Sequence[ExchangeReply], ahead: RowPrefetch | None) -> ExchangeResult:
+        results = tuple([result for reply in replies for result in reply.push])
+        missing = tuple([part for reply in replies for part in reply.missing])
+        return ExchangeResult(results, missing, foreign=self._foreign(results), ahead=None if missing else ahead)
 
     def push_pull(self, push: PushRequest, pull: PullSpec) -> ExchangeResult:
         """A push, and then a pull, in one round trip for each server."""

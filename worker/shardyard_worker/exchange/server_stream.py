@@ -270,7 +270,7 @@ class ServerStream:
             assert self._shm_rows is not None
             self._shm_rows.take(self._rows)
             self._rows = ()
-        if pull is None:
+        if pull is None or not pulled:
             if self._rows or len(first.data):
                 self._assemble(stream, first, deadline_ms)
             return result

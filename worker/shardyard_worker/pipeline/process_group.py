@@ -5,6 +5,9 @@ such a group over the collectives of this worker's replica group. A member that 
 others fail at once. One that is frozen does not: then the coordinator declares it dead, and a thread here closes this
 worker's connections. So no wait outlives its group.
 
+After the schedule the members tell each other a few facts. A member receives them in memory that it has offered before
+the schedule, so that the last member to finish need not wait for the others.
+
 Owns: torch.distributed's default group in this process while the replica group lasts. Must not know: stages, schedules.
 """
 
@@ -56,6 +59,10 @@ class StageGroup(dist.ProcessGroup):
         self._collectives = collectives
         self._gloo = collectives.process_group
         self._has_ended = threading.Event()
+        self._facts = torch.zeros(0)
+        """What each member says of the step at hand."""
+        self._receiving: list[_Transfer] = []
+        self._sending: list[_Transfer] = []
         if dist.is_initialized():
             raise InvalidRequest(
                 "torch.distributed.init_process_group in a job whose job.strategy is pipeline",
@@ -85,6 +92,31 @@ class StageGroup(dist.ProcessGroup):
         except RuntimeError as error:
             raise self.lost(error) from error
 
+    def receive_facts(self, count: int) -> None:
+        """Begins to receive so many facts of the step at hand from each other member."""
+        if self._receiving:
+            return
+        for each in self._sending:
+            each.wait()
+        self._facts = torch.zeros(self.size(), count, dtype=torch.float64)
+        self._receiving = [self.recv([self._facts[at]], at, _TAG_OF_FACTS) for at in self._others]
+
+    def sum_facts(self, said: list[float]) -> list[float]:
+        """The sum over all members, of the same bits in each. Returns when all have called this."""
+        self.receive_facts(len(said))
+        own = torch.tensor(said, dtype=torch.float64)
+        self._sending = [self.send([own], at, _TAG_OF_FACTS) for at in self._others]
+        self._facts[self.rank()] = own
+        for each in self._receiving:
+            each.wait()
+        self._receiving = []
+        found: list[float] = self._facts.sum(0).tolist()
+        return found
+
+    @property
+    def _others(self) -> list[int]:
+        return [at for at in range(self.size()) if at != self.rank()]
+
     def lost(self, error: RuntimeError) -> GroupLost:
         return GroupLost(f"a stage of the pipeline is gone: {str(error).splitlines()[0][:200]}")
 
@@ -110,4 +142,5 @@ class StageGroup(dist.ProcessGroup):
             self._gloo.recv([torch.empty(1)], nobody, _TAG_OF_NOTHING).wait(datetime.timedelta(milliseconds=1))
 
 
+_TAG_OF_FACTS: Final = 1 << 29
 _TAG_OF_NOTHING: Final = 1 << 30

@@ -9,6 +9,7 @@ Owns: torch's stages and schedules of this worker in one group. Must not know: w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,8 +54,11 @@ class Autocast(NamedTuple):
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
-    def __call__(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self.device, dtype=self.dtype) if self.enabled else contextlib.nullcontext()
+
+    def off(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self.device, enabled=False) if self.enabled else contextlib.nullcontext()
 
 
 class _Part(torch.nn.Module):
@@ -98,14 +102,14 @@ class StageRunner:
         if key not in self._schedules:
             self._schedules[key] = self._made(given, autocast)
         losses: list[torch.Tensor] = []
-        with torch.autocast(self._device.type, enabled=False):
+        with autocast.off():
             self._schedules[key].step(
                 *(inputs if 0 in self.numbers else ()),
                 target=target if self.has_last else None,
                 losses=losses if self.has_last else None,
                 return_outputs=False,
             )
-        return float(torch.stack(losses).detach().double().sum()) if losses else 0.0
+        return float(torch.stack(losses).detach().double().mean()) if losses else 0.0
 
     def _check(self, given: Sequence[Any]) -> None:
         count = self._settings.microbatches
@@ -133,7 +137,7 @@ class StageRunner:
         metas = self._shapes([each[: each.shape[0] // count] for each in given[:-1]], autocast)
         stages = [
             PipelineStage(
-                _Part(self._stages[number].module, autocast),
+                _Part(self._stages[number].module, autocast) if autocast.enabled else self._stages[number].module,
                 number,
                 len(self._stages),
                 self._device,
@@ -147,12 +151,10 @@ class StageRunner:
             with autocast():
                 found = self._loss(output, target)
             check_loss(found)
-            return found / count
+            return found
 
         made = get_schedule_class(settings.schedule.value)
-        return made(
-            stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss, scale_grads=False
-        )
+        return made(stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss)
 
     def _shapes(self, inputs: Sequence[torch.Tensor], autocast: Autocast) -> list[Metas]:
         """What goes into each stage for one micro-batch, and what comes out of the last one, without data."""

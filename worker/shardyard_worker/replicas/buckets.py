@@ -13,13 +13,10 @@ from shardyard_worker.replicas.hooked_buckets import HookedBuckets
 from shardyard_worker.replicas.ordered_buckets import OrderedBuckets
 
 
-def buckets_of(
-    settings: JobSettings, targets: Sequence[torch.Tensor], facts: int, ranks: int, *, has_rows: bool
-) -> GradientBuckets:
-    """`targets`: the parameters. `facts`: how many numbers are summed with them. `ranks`: the job's logical ranks.
-    `has_rows`: facts wait for pushes of rows, and gradients do not."""
+def buckets_of(settings: JobSettings, targets: Sequence[torch.Tensor], facts: int, ranks: int) -> GradientBuckets:
+    """`targets`: the parameters. `facts`: how many numbers are summed with them. `ranks`: the job's logical ranks."""
     if settings.deterministic:
         return OrderedBuckets(targets, facts, ranks)
     if settings.all_reduce is not AllReduce.WHOLE:
         return HookedBuckets(targets, facts, settings.all_reduce, settings.powersgd_rank)
-    return GradientBuckets(targets, facts, facts_apart=has_rows)
+    return GradientBuckets(targets, facts)

@@ -76,7 +76,7 @@ class BufferMeans:
 
     def means(self) -> list[torch.Tensor] | None:
         """The buffers of the step; None if no rank had any."""
-        weight = float(self._sums[self._elements - 1])
+        weight = float(self._sums[self._elements - 1]) if self._buffers else 0.0
         if not weight:
             return None
         found: dict[int, torch.Tensor] = {}

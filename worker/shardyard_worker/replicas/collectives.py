@@ -150,6 +150,16 @@ class Collectives:
             raise self._lost(error) from error
         self._pending.remove(work)
 
+    def check_begun(self) -> None:
+        """As `check`; and raises GroupLost if an operation under way has failed."""
+        self.check()
+        for work in self._pending:
+            if work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._lost(error) from error
+
     def meet(self) -> None:
         """Returns when all members have called this."""
         with self._session.wait_registry.over(lambda: "the other replicas"):

@@ -13,18 +13,21 @@ Owns: the buckets' memory, and which gradients are in it. Must not know: groups,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 
+from shardyard.codecs.format.finiteness import scale, warm
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.ordered_rows import padded
 
 FIRST_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
 """As in DistributedDataParallel."""
+_DTYPES: Final = {torch.float32: "float32", torch.float64: "float64"}
 
 
 class Bucket:
@@ -56,12 +59,16 @@ class GradientBuckets:
 
     def __init__(self, targets: Sequence[torch.Tensor], facts: int, *, facts_apart: bool = False) -> None:
         """`facts_apart`: no gradients are in the bucket with the facts."""
+        warm()
         self._targets = targets
         self._facts_apart = facts_apart
         self._fact_count = facts
         self._make()
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         """The gradients that are in buckets since the backward, and their versions then."""
+        self._is_suspect = False
+        self._weight: float | None = None
+        """What `early_weight` has said when the first gradient of the backward came."""
         self._next = 0
         self._has_sum = False
         """Whether the buckets have gradients of another of this worker's ranks."""
@@ -108,6 +115,11 @@ class GradientBuckets:
         return self._buckets[-1].facts
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether the sums may not be finite because of this worker's gradients."""
+        return self._is_suspect
+
+    @property
     def has_begun(self) -> bool:
         """Whether buckets of a step were sent, and the step was not ended."""
         return self._next > 0
@@ -123,7 +135,7 @@ class GradientBuckets:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self._next, self._has_sum = 0, False
+        self._next, self._has_sum, self._is_suspect = 0, False, False
         self._sent.clear()
         for bucket in self._buckets:
             bucket.missing, bucket.work = len(bucket.indices), None
@@ -134,7 +146,9 @@ class GradientBuckets:
     def _take_early(self, index: int, target: torch.Tensor) -> None:
         if not self.overlaps or self.collectives is None or target.grad is None:
             return
-        weight = self.early_weight()
+        if not self._sent:
+            self._weight = self.early_weight()
+        weight = self._weight
         if weight is None or index in self._sent:  # a second backward: found when the step is taken
             return
         self._put(index, target.grad, weight)
@@ -150,9 +164,14 @@ class GradientBuckets:
         bucket.work = self.collectives.sum(bucket.flat)
         self._next += 1
 
-    @torch.no_grad()
     def _put(self, index: int, gradient: torch.Tensor, weight: float) -> None:
         view, share = self._bucket_of[index].views[index], weight / self._divisor
+        gradient = gradient.detach()  # one of create_graph has a gradient of its own
+        dtype = _DTYPES.get(gradient.dtype) if gradient.device.type == "cpu" and gradient.is_contiguous() else None
+        if dtype is not None and gradient.dtype is view.dtype and not self._has_sum:
+            self._is_suspect |= scale(gradient.data_ptr(), view.data_ptr(), view.numel(), share, dtype)
+            return
+        self._is_suspect = True
         if self._has_sum:
             view.add_(gradient, alpha=share)
         else:
@@ -167,7 +186,6 @@ class GradientBuckets:
             for index, (gradient, version) in self._sent.items()
         )
 
-    @torch.no_grad()
     def add(self, tensors: Sequence[torch.Tensor | None], weight: float) -> None:
         """Adds gradients of one rank's work: those that are not in buckets since the backward."""
         for index, tensor in enumerate(tensors):
@@ -180,15 +198,10 @@ class GradientBuckets:
         self._sent.clear()
         self._has_sum = True
 
-    def send_first(self) -> None:
-        """Begins to sum all buckets that are not under way, but the one with the facts."""
-        while self._next < len(self._buckets) - 1:
-            self._send_next()
-
     def send(self) -> None:
         """Begins to sum all buckets that are not under way."""
-        self.send_first()
-        self._send_next()
+        while self._next < len(self._buckets):
+            self._send_next()
 
     def await_sums(self) -> None:
         assert self.collectives is not None
@@ -196,7 +209,6 @@ class GradientBuckets:
             self.collectives.wait(bucket.work)
             bucket.work = None
 
-    @torch.no_grad()
     def mean(self, weight: float) -> list[torch.Tensor]:
         """The sums, divided by the weight of all ranks, in the order of the parameters. They are views of the buckets,
         valid until the next step."""
@@ -206,12 +218,11 @@ class GradientBuckets:
             self._divisor = weight
         return [self._bucket_of[index].views[index] for index in range(len(self._targets))]
 
-    @torch.no_grad()
     def are_finite(self) -> bool:
         """Whether all sums are finite."""
         for bucket in self._buckets:
             found = bucket.gradients
-            if not bool(torch.isfinite(found.sum())) and not bool(torch.isfinite(found).all()):
+            if not math.isfinite(float(found.sum())) and not bool(torch.isfinite(found).all()):
                 return False
         return True
 

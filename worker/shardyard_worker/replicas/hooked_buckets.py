@@ -77,6 +77,10 @@ class HookedBuckets(GradientBuckets):
         super().__init__(targets, facts, facts_apart=True)
 
     @property
+    def is_suspect(self) -> bool:
+        return True
+
+    @property
     def fingerprint(self) -> str:
         return f"{super().fingerprint}, all-reduced in {self._how.value} of rank {self._matrix_rank}"
 

@@ -26,6 +26,10 @@ class OrderedBuckets(GradientBuckets):
         super().__init__(targets, facts)
 
     @property
+    def is_suspect(self) -> bool:
+        return True
+
+    @property
     def fingerprint(self) -> str:
         return f"{super().fingerprint}, in the order of {self._ranks} ranks"
 
@@ -42,11 +46,9 @@ class OrderedBuckets(GradientBuckets):
         super().clear()
         self._rank = 0
 
-    @torch.no_grad()
     def _put(self, index: int, gradient: torch.Tensor, weight: float) -> None:
-        torch.mul(gradient, weight, out=self._views[index][self._rank][index])
+        torch.mul(gradient.detach(), weight, out=self._views[index][self._rank][index])
 
-    @torch.no_grad()
     def add(self, tensors: Sequence[torch.Tensor | None], weight: float) -> None:
         for index, tensor in enumerate(tensors):
             if tensor is None:
@@ -74,7 +76,6 @@ class OrderedBuckets(GradientBuckets):
             bucket.work = ordered.add_up(collectives)
         super().await_sums()
 
-    @torch.no_grad()
     def mean(self, weight: float) -> list[torch.Tensor]:
         self._divisor = 1.0  # what other weights there were before must not change the bits
         return super().mean(weight)

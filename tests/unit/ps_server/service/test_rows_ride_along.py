@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,8 @@ class Wire:
             return 0
         if order.pull is None:
             return 0 if order.requested_at is not None else 4 * DIM * sum(sum(each.rows) for each in order.requested)
-        values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
+        is_alone = order.pull.shared or not order.pull.partitions
+        values = sum(result.code_bytes) if order.pull.coding else 0 if is_alone else PAYLOAD_BYTES
         return (
             values
             if order.requested_at is not None
@@ -527,6 +529,25 @@ def test_rows_of_a_synchronous_job_come_with_a_version_that_is_named_or_not(
             order(0, rows, name=named[0], requested=GOOD, pull=wish(number=1)), DENSE + data + GOOD_IDS
         )
     assert state(store) == before
+
+
+def test_rows_of_a_version_come_without_values_once_it_is_there(stepping: tuple[Store, list[PushName]]) -> None:
+    store, named = stepping
+    (rows, data), (requested, ids) = pushed(), asked()
+    ours, theirs = Wire(store), Wire(store)
+    alone = wish(partitions=(), number=1, exactly=True)
+    late, nothing = ours.exchange(order(0, rows, name=named[0], requested=requested, pull=alone), DENSE + data + ids)
+    assert [each.partition for each in late.missing] == [0, 1]
+    assert [each.next for each in late.push] == [1, 1]
+    assert sum(len(frame.data) for frame in nothing) == 0
+    patient = order(None, requested=requested, pull=dataclasses.replace(alone, wait_ms=1_000))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ours.exchange, patient, ids)
+        last = order(0, rows, name=named[1], requested=requested, pull=alone)
+        found = [theirs.exchange(last, DENSE + data + ids), waits.result()]
+    for answer, frames_of_it in found:
+        assert (answer.parts, answer.missing) == ((), ())
+        assert (taken(frames_of_it, 0)[1] == INITIAL - 1).all()
 
 
 def test_headers_that_are_alike_keep_the_requested_rows() -> None:

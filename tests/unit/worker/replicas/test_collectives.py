@@ -52,6 +52,16 @@ def test_operation_that_ends_just_after_a_slice_has_not_failed() -> None:
     waiting_for(work).wait(work)
 
 
+def test_failure_is_seen_before_the_operation_is_waited_for() -> None:
+    work = LateWork("Connection closed by peer")
+    collectives = waiting_for(work)
+    collectives.check_begun()
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait()
+    with pytest.raises(GroupLost, match="Connection closed by peer"):
+        collectives.check_begun()
+
+
 def test_operation_that_fails_ends_the_group() -> None:
     work = LateWork("Connection closed by peer")
     with pytest.raises(GroupLost, match="Connection closed by peer"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.codecs.format import finiteness
-from shardyard.codecs.format.finiteness import PIECE, first_not_finite
+from shardyard.codecs.format.finiteness import PIECE, first_not_finite, scale
 from shardyard_worker.training import nonfinite
 
 BAD = [math.nan, -math.nan, math.inf, -math.inf]
@@ -44,6 +44,32 @@ def test_numbers_at_the_ends_of_their_format_are_finite(dtype: str) -> None:
 def test_loops_can_be_compiled_ahead() -> None:
     finiteness.warm()
     assert len(finiteness._first.signatures) == len(DTYPES)  # type: ignore[attr-defined]
+    assert len(finiteness._scale.signatures) == len(DTYPES)  # type: ignore[attr-defined]
+
+
+def scaled(array: np.ndarray, factor: float) -> tuple[bool, np.ndarray]:
+    found = np.empty_like(array)
+    return scale(array.ctypes.data, found.ctypes.data, array.size, factor, str(array.dtype)), found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(width=32), max_size=40), st.floats(0.01, 100.0), st.sampled_from(DTYPES))
+def test_scaled_numbers_are_those_of_torch(numbers: list[float], factor: float, dtype: str) -> None:
+    array = np.array(numbers, dtype)
+    _, found = scaled(array, factor)
+    assert np.array_equal(found, (torch.from_numpy(array) * factor).numpy(), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [0, 7, 8, 36])
+def test_number_whose_sum_may_not_be_finite_is_found_while_it_is_scaled(dtype: str, at: int) -> None:
+    array = np.full(37, -2.5, dtype)
+    assert not scaled(array, 0.5)[0]
+    for bad in (*BAD, np.finfo(dtype).max / 2, -np.finfo(dtype).max / 2):
+        array[at] = bad
+        assert scaled(array, 0.5)[0]
+    array[at] = np.finfo(dtype).max
+    assert not scaled(array, 1e-9)[0]
 
 
 @settings(max_examples=100, deadline=None)
