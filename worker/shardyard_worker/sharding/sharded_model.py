@@ -1,0 +1,254 @@
+"""A model whose variables are cut over the members of a group, with its optimizer.
+
+What computes is a copy of the script's model, made anew for each group, whose parameters are shards. The script's model
+stays as it is, so that a script can evaluate when the data ends; meanwhile its parameters that are cut take no memory.
+
+Owns: which part of the variables this worker updates. Must not know: groups, steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardyard.config.settings import ShardedSettings, TensorSettings
+from shardyard.domain.epochs import EpochPlan
+from shardyard.domain.errors import InvalidRequest, UnsupportedModel, UnsupportedOptimizer
+from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec
+from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.pipeline.schedules import check_loss
+from shardyard_worker.replicas.default_group import DefaultGroup
+from shardyard_worker.replicas.spread_model import Loss, SpreadModel
+from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
+from shardyard_worker.sharding.output_check import check_outputs
+from shardyard_worker.sharding.shards import Shard, ShardedReplica
+from shardyard_worker.training.variables import BufferPlace, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+
+class ShardedModel(SpreadModel):
+    """The base of both. `parameters` come before `buffers` among the job's variables. Raises UnsupportedModel,
+    UnsupportedOptimizer."""
+
+    replica: ShardedReplica
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+        strategy: Strategy,
+        loss: Loss,
+    ) -> None:
+        if spec.kind in WHOLE_VARIABLES:
+            raise UnsupportedOptimizer(
+                f"{spec.kind} in a job with job.strategy {strategy.value}",
+                why="its update of an element depends on the whole parameter, of which a worker has a shard",
+                todo="use an optimizer that treats elements alike, as AdamW, or job.strategy multi_worker_mirrored",
+            )
+        self._parameters = parameters
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._spec = spec
+        self._names = self._names_in(model)
+        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._buffer_names = [names[id(each.target)] for each in buffers]
+        self._model = model
+        self._original = self._copy_of(model)
+        self.computes = self._original
+        """What computes, with this worker's shards for parameters."""
+        self.replica = ShardedReplica([], [], [], optimizer, spec)
+        self._at: tuple[int, int] | None = None
+        """The place and the size of the group for which the model is cut."""
+        self._group: DefaultGroup | None = None
+        super().__init__(model, strategy, loss)
+
+    def _names_in(self, model: torch.nn.Module) -> list[str]:
+        """The names of the parameters in the model. Raises UnsupportedModel."""
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for each in self._parameters:
+            if each.target not in names:
+                raise UnsupportedModel(
+                    f"variable {each.spec.name!r}, which is in no module of the model",
+                    why="the parameters of modules are cut",
+                    todo="leave it out of the optimizer, or make it a parameter of a module",
+                )
+        return [names[each.target] for each in self._parameters]
+
+    def _copy_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        """A copy of the modules, with the same tensors."""
+        shared: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        try:
+            return copy.deepcopy(model, shared)
+        except Exception as error:  # whatever the model's classes raise
+            raise UnsupportedModel(
+                f"a {type(model).__name__} that cannot be copied: {error}",
+                why="the job trains a copy of the model whose parameters are shards",
+                todo="leave what cannot be copied (locks, files) out of the model, or give it a __deepcopy__",
+            ) from error
+
+    def begin(self, place: int, size: int, group: DefaultGroup | None) -> None:
+        """Cuts the model for this place. The shards' values are those of before if that was the place then."""
+        self.about_to_load()
+        self._group = group
+        self.computes = self._copy_of(self._original)
+        if group is not None:
+            self._cut(self.computes, group)
+        cut = dict(self.computes.named_parameters())
+        shards = [Shard(cut[name]) for name in self._names]
+        buffers = [self._in_copy(*each) for each in zip(self._buffer_names, self._buffers, strict=True)]
+        if self._at == (place, size):
+            self.replica.take_over(shards, buffers)
+        else:
+            self._optimizer.state.clear()
+            self.replica = ShardedReplica(self._parameters, shards, buffers, self._optimizer, self._spec)
+        self._at = place, size
+
+    def _in_copy(self, name: str, buffer: Variable) -> Variable:
+        owner, _, key = name.rpartition(".")
+        return replace(buffer, place=BufferPlace(self.computes.get_submodule(owner), key))
+
+    @abstractmethod
+    def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
+        """Makes the parameters of this copy shards. All members do it alike."""
+
+    def end(self) -> None:
+        """This group computes nothing more."""
+        self._group = None
+        self.drop_gradients()
+
+    # ---- the script's model
+
+    def about_to_load(self) -> None:
+        for whole, nbytes in ((each.target.untyped_storage(), each.target.nbytes) for each in self._parameters):
+            if not whole.nbytes():
+                whole.resize_(nbytes)
+
+    def _free(self) -> None:
+        """Gives back the memory of the script's parameters of which this worker has shards."""
+        for each, shard in zip(self._parameters, self.replica.shards, strict=True):
+            whole = each.target.untyped_storage()
+            if shard.is_cut and whole.nbytes() == each.target.nbytes:  # else it may have other tensors too
+                whole.resize_(0)
+
+    # ---- a batch
+
+    def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        """Adds the gradients of a batch, times `weight`, to those of the shards. All members call it together. Returns
+        the loss. Raises InvalidRequest, UnsupportedModel, GroupLost."""
+        self._free()
+        for module, own in zip(self._model.modules(), self.computes.modules(), strict=True):
+            own.training = module.training
+        with self._of_connections():
+            loss = self.loss(self.computes(*inputs), target)
+            check_loss(loss)
+            torch.clear_autocast_cache()  # it has parameters from before the step
+            with torch.autocast(loss.device.type, enabled=False):  # a script's autocast is for the forward
+                torch.autograd.backward(loss * weight)
+        return float(loss.detach())
+
+    @contextlib.contextmanager
+    def _of_connections(self) -> Iterator[None]:
+        """Raises GroupLost in place of what gloo raises: it has no class of its own for that, and its messages begin
+        with its source file."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._group is None or "/gloo/" not in str(error):
+                raise
+            raise self._group.lost(error) from error
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of the shards, in the order of the parameters."""
+        return [shard.gradient for shard in self.replica.shards]
+
+    def drop_gradients(self) -> None:
+        for shard in self.replica.shards:
+            shard.cut.grad = None
+
+
+class FullyShardedModel(ShardedModel):
+    """For job.strategy sharded: FSDP2. A group of any size, of which each member computes its own batches."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+        settings: ShardedSettings,
+        loss: Loss,
+    ) -> None:
+        self._units = fully_sharded.units_of(model, settings.patterns)
+        self._settings = settings
+        super().__init__(model, parameters, buffers, optimizer, spec, Strategy.SHARDED, loss)
+        log.info("the model is sharded:\n%s", fully_sharded.plan_of(model, self._units))
+
+    @property
+    def fingerprint(self) -> str:
+        elements = sum(each.spec.elements for each in self._parameters)
+        units = ", ".join(self._units)
+        how = f"reshard_after_forward {self._settings.reshard_after_forward}"
+        return f"shards of {elements} elements, with units {units or 'none'}, {how}"
+
+    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
+        plan = EpochPlan(samples, batch_size, ranks, drop_last)
+        rest = plan.samples_per_epoch % plan.samples_per_step
+        if 0 < rest <= batch_size * (ranks - 1):
+            raise InvalidRequest(
+                f"{rest} samples in the last step of an epoch, for {ranks} logical ranks with batches of {batch_size}",
+                why="all members gather the parameters for each other's batches, so each needs one in each step",
+                todo="give drop_last=True, or another batch_size",
+            )
+
+    def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
+        reshard = self._settings.reshard_after_forward
+        fully_sharded.cut(model, self._units, group.world, reshard_after_forward=reshard)
+
+
+class TensorParallelModel(ShardedModel):
+    """For job.strategy tensor: DTensor. A group of job.tensor.size members, which compute the same batches."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[Variable],
+        buffers: Sequence[Variable],
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+        settings: TensorSettings,
+        loss: Loss,
+    ) -> None:
+        self._plan = tensor_plan.plan_for(model, settings.size, settings.colwise_patterns, settings.rowwise_patterns)
+        self._is_checked = False
+        super().__init__(model, parameters, buffers, optimizer, spec, Strategy.TENSOR, loss)
+        log.info("the model is cut over %d workers:\n%s", settings.size, self._plan.table(model, settings.size))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"layers {', '.join(self._plan.colwise)} cut by outputs, {', '.join(self._plan.rowwise)} by inputs"
+
+    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
+        """Any batch."""
+
+    def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
+        tensor_parallel.cut(model, self._plan, group.world)
+
+    def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        if self._group is not None and not self._is_checked:
+            with self._of_connections():
+                check_outputs(self._original, self.computes, inputs)
+            self._is_checked = True
+        return super().compute(inputs, target, weight)
