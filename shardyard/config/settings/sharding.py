@@ -15,8 +15,9 @@ class ShardedSettings(Section):
 
     modules: ModuleNames = Field(
         default="",
-        description="The modules whose parameters are gathered one by one, as by fully_shard(module); `*` stands for"
-        " any characters. Empty: the members of each torch.nn.ModuleList and torch.nn.Sequential.",
+        description="The modules whose parameters are gathered one by one, as by fully_shard(module); in each part"
+        " of a name `*` stands for any characters. Empty: the members of each torch.nn.ModuleList and"
+        " torch.nn.Sequential.",
     )
     reshard_after_forward: bool = Field(
         default=True,
@@ -40,8 +41,9 @@ class TensorSettings(Section):
     )
     colwise: ModuleNames = Field(
         default="",
-        description="The torch.nn.Linear layers of which each worker computes some outputs (ColwiseParallel); `*`"
-        " stands for any characters. If this and rowwise are empty, layers are found in the model's forward.",
+        description="The torch.nn.Linear layers of which each worker computes some outputs (ColwiseParallel); in"
+        " each part of a name `*` stands for any characters. If this and rowwise are empty, layers are found"
+        " in the model's forward.",
     )
     rowwise: ModuleNames = Field(
         default="",

@@ -118,7 +118,9 @@ class SpreadStrategy(GroupStrategy):
     def _load_from_servers(self) -> int:
         self._gradients = None
         self._model.about_to_load()
-        return super()._load_from_servers()
+        step = super()._load_from_servers()
+        self._model.loaded()
+        return step
 
     def _leave_sums(self, collectives: Collectives | None) -> None:
         self._lost, self._has_run = None, False
@@ -208,6 +210,7 @@ class SpreadStrategy(GroupStrategy):
         with session.wait_registry.over(lambda: f"step {step} of the other members"):
             tensors, buffers = self._collected(sending, said, is_last=pull is not None)
             if pull is None:
+                self.loss = self._loss_of(said)
                 return ExchangeResult()
             said[FACTS + collectives.place] = float(not bool(torch.isfinite(said[SQUARE_NORM])))
             said[LEAVE] = float(self._is_to_change(collectives))

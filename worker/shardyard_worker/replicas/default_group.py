@@ -23,6 +23,13 @@ from shardyard_worker.replicas.collectives import SLICE, Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 
 BACKEND: Final = "shardyard"
+_OF_CONNECTIONS: Final = ("/gloo/", "Application timeout caused pair closure")
+"""gloo has no class of its own for errors of connections. Their messages begin with its source file, but for one."""
+
+
+def is_of_connections(error: RuntimeError) -> bool:
+    """Whether gloo has raised it, since the group has lost a member."""
+    return any(words in str(error) for words in _OF_CONNECTIONS)
 
 
 class DefaultGroup:

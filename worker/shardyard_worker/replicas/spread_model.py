@@ -48,6 +48,9 @@ class SpreadModel(ABC):
     def about_to_load(self) -> None:  # noqa: B027 - most have memory for all values at any time
         """All values of the script's model are loaded next."""
 
+    def loaded(self) -> None:  # noqa: B027 - most have nothing to do
+        """All members have loaded all values, with which the group begins."""
+
     @property
     def optimizer_state(self) -> Mapping[torch.Tensor, Any]:
         """Raises InvalidRequest."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardyard.domain.errors import UnsupportedModel
+from shardyard_worker.sharding.module_names import matching
 
 _NAMES_SHOWN = 8
 _WITHOUT_FORWARD = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -51,36 +51,30 @@ def _layers(model: torch.nn.Module) -> list[str]:
         f"{name}.{key}".removeprefix(".")
         for name, container in containers
         for key, module in container.named_children()
-        if _has_forward(module) and any(True for _ in module.parameters())
+        if _is_unit(module)
     ]
 
 
 def _named_units(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
-    names = {name: module for name, module in model.named_modules() if name}
+    modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, None] = {}
     for pattern in patterns:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            listed = ", ".join([*names][:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        matched = matching(modules, pattern)
+        units = [name for name in matched if _is_unit(modules[name])]
+        if not units:
+            listed = ", ".join([*modules][:_NAMES_SHOWN]) + (", ..." if len(modules) > _NAMES_SHOWN else "")
+            kinds = sorted({type(modules[name]).__name__ for name in matched})
             raise UnsupportedModel(
-                f"{pattern!r} in job.sharded.modules, and no module of the model has such a name",
-                todo=f"name some of {listed}",
+                f"{pattern!r} in job.sharded.modules, the name of {' and '.join(kinds) or 'no module'}",
+                why="a unit is a module with a forward and with parameters",
+                todo=f"name some of {listed}; members of a list are list.*",
             )
-        for name in matched:
-            if not _has_forward(names[name]):
-                raise UnsupportedModel(
-                    f"module {name!r} in job.sharded.modules, a {type(names[name]).__name__}",
-                    why="it has no forward, before which its parameters could be gathered",
-                    todo=f"name its members: {name}.*",
-                )
-            found[name] = None
+        found.update(dict.fromkeys(units))
     return [*found]
 
 
-def _has_forward(module: torch.nn.Module) -> bool:
-    return not isinstance(
-        module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList | torch.nn.ParameterDict
-    )
+def _is_unit(module: torch.nn.Module) -> bool:
+    return not isinstance(module, _WITHOUT_FORWARD) and any(True for _ in module.parameters())
 
 
 def _check_dtypes(model: torch.nn.Module) -> None:
@@ -111,10 +105,10 @@ def cut(model: torch.nn.Module, units: Sequence[str], group: Any, *, reshard_aft
 def plan_of(model: torch.nn.Module, units: Sequence[str]) -> str:
     """The plan as a table."""
     rows = [("gathered together", "parameters", "bytes")]
-    seen: set[torch.Tensor] = set()
     for name in (*units, ""):
-        own = set(model.get_submodule(name).parameters()) - seen
-        seen |= own
+        inner = [each for each in units if each != name and (not name or each.startswith(f"{name}."))]
+        own = set(model.get_submodule(name).parameters())
+        own -= {parameter for each in inner for parameter in model.get_submodule(each).parameters()}
         elements, nbytes = sum(each.numel() for each in own), sum(each.nbytes for each in own)
         rows.append((name or "all others", f"{elements:,}", f"{nbytes:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

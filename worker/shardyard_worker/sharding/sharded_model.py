@@ -24,7 +24,7 @@ from shardyard.domain.errors import InvalidRequest, UnsupportedModel, Unsupporte
 from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.pipeline.schedules import check_loss
-from shardyard_worker.replicas.default_group import DefaultGroup
+from shardyard_worker.replicas.default_group import DefaultGroup, is_of_connections
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel
 from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
 from shardyard_worker.sharding.output_check import check_outputs
@@ -86,8 +86,9 @@ class ShardedModel(SpreadModel):
         return [names[each.target] for each in self._parameters]
 
     def _copy_of(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A copy of the modules, with the same tensors."""
-        shared: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        """A copy of the modules, with the same buffers, and parameters in the same memory that have own gradients."""
+        shared: dict[int, Any] = {id(each): each for each in model.buffers()}
+        shared |= {id(each): torch.nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
         try:
             return copy.deepcopy(model, shared)
         except Exception as error:  # whatever the model's classes raise
@@ -159,12 +160,11 @@ class ShardedModel(SpreadModel):
 
     @contextlib.contextmanager
     def _of_connections(self) -> Iterator[None]:
-        """Raises GroupLost in place of what gloo raises: it has no class of its own for that, and its messages begin
-        with its source file."""
+        """Raises GroupLost in place of what gloo raises."""
         try:
             yield
         except RuntimeError as error:
-            if self._group is None or "/gloo/" not in str(error):
+            if self._group is None or not is_of_connections(error):
                 raise
             raise self._group.lost(error) from error
 
@@ -232,7 +232,8 @@ class TensorParallelModel(ShardedModel):
         loss: Loss,
     ) -> None:
         self._plan = tensor_plan.plan_for(model, settings.size, settings.colwise_patterns, settings.rowwise_patterns)
-        self._is_checked = False
+        self._is_to_check = False
+        """Whether outputs are compared before the next step: at the first of a group that has loaded all values."""
         super().__init__(model, parameters, buffers, optimizer, spec, Strategy.TENSOR, loss)
         log.info("the model is cut over %d workers:\n%s", settings.size, self._plan.table(model, settings.size))
 
@@ -243,12 +244,19 @@ class TensorParallelModel(ShardedModel):
     def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
         """Any batch."""
 
+    def begin(self, place: int, size: int, group: DefaultGroup | None) -> None:
+        super().begin(place, size, group)
+        self._is_to_check = False
+
+    def loaded(self) -> None:
+        self._is_to_check = True
+
     def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
         tensor_parallel.cut(model, self._plan, group.world)
 
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        if self._group is not None and not self._is_checked:
+        if self._group is not None and self._is_to_check:
             with self._of_connections():
                 check_outputs(self._original, self.computes, inputs)
-            self._is_checked = True
+        self._is_to_check = False
         return super().compute(inputs, target, weight)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard_worker.exchange.buffers.tensor_types import widened
@@ -25,40 +25,45 @@ from shardyard_worker.training.variables import Variable
 class Shard:
     """Of one parameter. `cut`: as it is in the model that computes; a DTensor, or a plain tensor that is not cut."""
 
-    def __init__(self, cut: torch.Tensor) -> None:
+    def __init__(self, cut: Any) -> None:
+        from torch.distributed.tensor import DTensor  # takes a second, and most jobs cut nothing
+
         self.cut = cut
-        self._spec = (cut.device_mesh, cut.placements) if isinstance(cut, DTensor) else None
-        local = cut.to_local() if isinstance(cut, DTensor) else cut
+        self._is_dtensor = isinstance(cut, DTensor)
+        local = cut.to_local() if self._is_dtensor else cut
         self.local = torch.nn.Parameter(local.detach(), requires_grad=False)
 
     @property
     def is_cut(self) -> bool:
         """Whether members have different elements."""
-        return self._spec is not None and any(not placement.is_replicate() for placement in self._spec[1])
+        return self._is_dtensor and any(not placement.is_replicate() for placement in self.cut.placements)
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """Of this shard's elements."""
-        gradient = self.cut.grad
-        if isinstance(gradient, DTensor):
-            assert self._spec is not None
-            return gradient.redistribute(placements=self._spec[1]).to_local()
-        return gradient
+        found: torch.Tensor | None = self.cut.grad
+        if found is not None and self._is_dtensor:
+            found = self.cut.grad.redistribute(placements=self.cut.placements).to_local()
+        return found
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of which this is the shard's part. All members call it together."""
-        if self._spec is None:
+        if not self._is_dtensor:
             return part
-        mesh, placements = self._spec
-        shape, stride = self.cut.shape, self.cut.stride()
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = self.cut.device_mesh, self.cut.placements, self.cut.shape, self.cut.stride()
         found = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
         return found.full_tensor()
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """The shard's part of a whole that all members have."""
-        if self._spec is None:
+        if not self._is_dtensor:
             return whole
-        return distribute_tensor(whole, *self._spec, src_data_rank=None).to_local()
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = self.cut.device_mesh, self.cut.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
 class ShardedReplica(Replica):
@@ -124,7 +129,7 @@ class ShardedReplica(Replica):
         found = {}
         for name, array in state.slots.items():
             whole = torch.from_numpy(array).view(self._whole[at].spec.shape)
-            found[name] = self.shards[at].part(whole).contiguous().reshape(-1).numpy()
+            found[name] = self.shards[at].part(whole).reshape(-1).clone().numpy()
         return VariableState(state.count, found)
 
     def state(self) -> dict[int, VariableState]:

@@ -5,18 +5,21 @@ Must not know: how the plan was made, batches, steps.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardyard_worker.sharding.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def cut(model: torch.nn.Module, plan: TensorPlan, group: Any) -> None:
     """Cuts the layers over the members of torch's default group. All do it alike, and have the same values."""
-    # imported with the first group: most jobs are not cut so
+    # imported with the first group: it takes a second, and most jobs are not cut
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -32,6 +35,8 @@ def cut(model: torch.nn.Module, plan: TensorPlan, group: Any) -> None:
 
 def _with_own_memory(parameter: DTensor) -> torch.nn.Parameter:
     """The same part, which does not keep the whole in memory."""
+    from torch.distributed.tensor import DTensor
+
     local = parameter.to_local().detach().clone()
     found = DTensor.from_local(
         local,

@@ -4,8 +4,8 @@ Of a `colwise` layer each member computes some outputs, of a `rowwise` layer it 
 up what comes out (Shoeybi et al., Megatron-LM, arXiv:1909.08053). A colwise layer is followed by a rowwise one, with
 functions of single elements between them, or attention, whose heads are parted.
 
-The plan is what job.tensor names. If it names nothing, torch.fx traces the model's forward, and the plan has all chains
-of linear layers with functions of single elements between them.
+The plan is what job.tensor names. If it names nothing, torch.fx traces each module's forward, and the plan has all
+chains of linear layers with functions of single elements between them.
 
 In: a model of one process. Out: names of layers. Must not know: groups.
 """
@@ -13,9 +13,9 @@ In: a model of one process. Out: names of layers. Must not know: groups.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from shardyard.domain.errors import UnsupportedModel
 from shardyard_worker.pipeline.cut import traced
+from shardyard_worker.sharding.module_names import matching
 
 _NAMES_SHOWN = 8
 _ELEMENTWISE_MODULES: Final = (
@@ -113,7 +114,7 @@ def plan_for(model: torch.nn.Module, size: int, colwise: Sequence[str], rowwise:
 def _named(model: torch.nn.Module, patterns: Sequence[str], how: str) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for pattern in patterns:
-        matched = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        matched = matching((name for name, _ in model.named_modules()), pattern)
         if not matched:
             names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
             listed = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
@@ -153,38 +154,39 @@ def _check_sizes(model: torch.nn.Module, plan: TensorPlan, size: int) -> None:
 
 def _check_shared(model: torch.nn.Module, plan: TensorPlan) -> None:
     """Raises UnsupportedModel for a layer whose parameters another module has too."""
+    shared = _shared(model, (*plan.colwise, *plan.rowwise))
+    if shared:
+        raise UnsupportedModel(
+            f"parameter {shared[0]!r} of a layer that is cut, which is {shared[1]!r} too",
+            why="the other module would keep the whole of it",
+            todo="leave the layer out of job.tensor, or give each module a parameter of its own",
+        )
+
+
+def _shared(model: torch.nn.Module, layers: Sequence[str]) -> list[str]:
+    """The names of a parameter of these layers that is in several modules; empty if there is none."""
     owners: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name)
-    for layer in (*plan.colwise, *plan.rowwise):
-        for parameter in model.get_submodule(layer).parameters():
-            if len(owners[parameter]) > 1:
-                raise UnsupportedModel(
-                    f"parameter {owners[parameter][0]!r} of a layer that is cut, which is {owners[parameter][1]!r} too",
-                    why="the other module would keep the whole of it",
-                    todo="leave the layer out of job.tensor, or give each module a parameter of its own",
-                )
+    found = [owners[each] for layer in layers for each in model.get_submodule(layer).parameters()]
+    return next((names for names in found if len(names) > 1), [])
 
 
 # ---- found by the forward
 
 
 def _found(model: torch.nn.Module, size: int) -> TensorPlan:
-    opened = {name for name, module in model.named_modules() if not type(module).__module__.startswith("torch.nn")}
-    graph = traced(model, opened)
-    linears = [node for node in graph.nodes if _is_linear(model, node)]
-    calls = [str(node.target) for node in linears]
+    """Each module's own forward is followed; one that cannot be is passed over."""
     colwise: dict[str, None] = {}
     rowwise: dict[str, None] = {}
-    for node in linears:
-        name = str(node.target)
-        before = _linears_before(model, node)
-        names = [str(each.target) for each in before]
-        if not names or any(calls.count(each) > 1 or each in rowwise for each in (name, *names)) or name in colwise:
-            continue
-        if all(_linear(model, each).out_features % size == 0 for each in names):
-            colwise.update(dict.fromkeys(names))
-            rowwise[name] = None
+    for path, module in model.named_modules():
+        for before, last in _chains(module):
+            names = [f"{path}.{name}".removeprefix(".") for name in (*before, last)]
+            layers = [_linear(model, name) for name in names]
+            is_free = not any(name in colwise or name in rowwise for name in names)
+            if is_free and not any(layer.out_features % size for layer in layers[:-1]) and not _shared(model, names):
+                colwise.update(dict.fromkeys(names[:-1]))
+                rowwise[names[-1]] = None
     if not rowwise:
         raise UnsupportedModel(
             f"a model without two linear layers that can be cut for {size} workers",
@@ -193,6 +195,22 @@ def _found(model: torch.nn.Module, size: int) -> TensorPlan:
             todo="name layers in job.tensor.colwise and job.tensor.rowwise, or use another job.strategy",
         )
     return TensorPlan(tuple(colwise), tuple(rowwise))
+
+
+def _chains(module: torch.nn.Module) -> Iterator[tuple[list[str], str]]:
+    """The linear layers that a module's forward calls, with those before each."""
+    if type(module).__module__.startswith("torch.nn") and not isinstance(module, torch.nn.Sequential):
+        return
+    try:
+        graph = traced(module, set())
+    except UnsupportedModel:
+        return
+    linears = [node for node in graph.nodes if _is_linear(module, node)]
+    calls = Counter(str(node.target) for node in linears)
+    for node in linears:
+        before = [str(each.target) for each in _linears_before(module, node)]
+        if before and all(calls[name] == 1 for name in (*before, str(node.target))):
+            yield before, str(node.target)
 
 
 def _is_linear(model: torch.nn.Module, node: fx.Node) -> bool:

@@ -31,6 +31,7 @@ def test_layers_are_units() -> None:
 
 def test_units_are_those_that_are_named() -> None:
     assert units_of(Model(), ("blocks.*.0", "head")) == ("blocks.0.0", "head")
+    assert units_of(Model(), ("*",)) == ("embed", "head"), "a star stands for one part of a name"
 
 
 def test_parameters_that_modules_share_are_gathered_with_the_whole_model() -> None:
@@ -48,8 +49,8 @@ def coarse() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "patterns", "message"),
     [
-        (Model(), ("nothing.*",), r"'nothing\.\*' in job\.sharded\.modules"),
-        (Model(), ("blocks",), "module 'blocks' in job.sharded.modules, a ModuleList"),
+        (Model(), ("nothing.*",), r"'nothing\.\*' in job\.sharded\.modules, the name of no module"),
+        (Model(), ("blocks",), "'blocks' in job.sharded.modules, the name of ModuleList"),
         (coarse(), (), r"parameters of torch\.bfloat16 and torch\.float32"),
     ],
     ids=["unknown", "no forward", "dtypes"],
