@@ -198,9 +198,27 @@ def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes, strat
         "accumulated": f"accumulated batches in a job whose job.strategy is {strategy}",
     }
     if strategy == "sharded":
+        expected["own data"] = ""  # a step, after which a worker has its shards only
+        expected["values"] = "model.state_dict() while the group trains with job.strategy sharded"
         expected["last"] = "14 samples in the last step of an epoch, for 2 logical ranks with batches of 14"
     else:
         expected["own data"] = "job.train_step outside of job.batches in a job whose job.strategy is tensor"
         expected["plan"] = "a forward that computes something else with a part of its layers in each worker"
     for script, out in start(probes, 2, "cut-mistakes", "--mistakes", ",".join(expected), **common):
-        assert finish(script, out)["errors"] == expected
+        assert finish(script, out)["errors"] == {name: what for name, what in expected.items() if what}
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    """As with replicas: one member says which work it was."""
+    ranks = ranks_of(strategy, 2)
+    given = ("stages", "--samples", str(80 * ranks), "--epochs", "1", "--nan-samples", "3")
+    found = []
+    for name, workers in (("multi_worker_mirrored", ranks), (strategy, 2)):
+        started = start(probes, workers, *given, **settings(yard, f"nan-{strategy}-{name}", name, workers))
+        losses = [finish(script, out)["losses"] for script, out in started]
+        found.append(sorted(str([round(loss, 7) for loss in each]) for each in losses[:ranks]))
+        lines = [line for script, _ in started for line in script.lines]
+        assert sum("is not finite; it does not count" in line for line in lines) == 1, lines
+    assert found[0] == found[1]
+    assert "nan" in "".join(found[0])

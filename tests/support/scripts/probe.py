@@ -120,6 +120,7 @@ def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     model, _, _ = job.prepare(model, optimizer, scheduler, loss=torch.nn.functional.cross_entropy)
     x, y = data(options.samples).tensors
+    x[options.nan_samples] = float("nan")
     losses = []
     for batch in job.batches(TensorDataset(x.double(), y), batch_size=8, epochs=options.epochs, drop_last=True):
         losses.append(job.train_step(*batch).item())
@@ -181,6 +182,7 @@ def make_mistakes_with_shards(job: sy.Job, options: argparse.Namespace) -> dict[
         "accumulated": accumulate,
         "last": lambda: job.batches(batches, batch_size=14),
         "own data": lambda: job.train_step(x[:8].double(), y[:8]),
+        "values": model.state_dict,
         "plan": train,
     }
     found = {}
@@ -371,6 +373,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--mistakes", default="", help="those of cut-mistakes that are made")
+    parser.add_argument("--nan-samples", type=int, nargs="*", default=[], help="samples of `stages` that are NaN")
     parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--sampler", type=int, help="counts with job.sampler and a loader with so many processes")

@@ -11,7 +11,9 @@ Must not know: how a model is cut, how a step is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Rank
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.spread import LOSS, SQUARE_NORM, WEIGHT, SpreadStrategy, square_norm
+from shardyard_worker.consistency.spread import LOSS, SQUARE_NORM, WEIGHT, Gradients, SpreadStrategy, square_norm
 from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import DefaultGroup
@@ -52,10 +54,9 @@ class _CutStrategy(SpreadStrategy):
     def _found_buffers(self) -> list[torch.Tensor]:
         return [found for found in (each.found for each in self._model.replica.buffers) if found is not None]
 
-    def _reported(self, sending: StepInput) -> StepInput:
-        gradients = self._model.gradients
-        sending.tensors = [*gradients, *sending.tensors[len(gradients) :]]
-        return sending
+    def _reported(self, sending: StepInput, gradients: Gradients) -> StepInput:
+        own = gradients.tensors
+        return replace(sending, tensors=[*own, *sending.tensors[len(own) :]])
 
 
 class ShardedStrategy(_CutStrategy):
@@ -71,6 +72,8 @@ class ShardedStrategy(_CutStrategy):
         """How often this member has computed in the step at hand."""
         self._weight = 0.0
         """Of the batches of this step, added up."""
+        self._has_odd_loss = False
+        """Whether the loss of one of them was not finite."""
         self._newest: tuple[Sequence[Any], Any] | None = None
         """The last batch."""
 
@@ -105,6 +108,11 @@ class ShardedStrategy(_CutStrategy):
         self._passes += 1
         self._weight += weight
         self._own_loss = self._model.compute(inputs, target, weight)
+        self._has_odd_loss = not math.isfinite(self._own_loss) or (self._has_odd_loss and self._passes > 1)
+
+    def _not_finite(self, said: torch.Tensor) -> float:
+        """The gradients are sums over all members; that of a batch is most often not finite because its loss is not."""
+        return super()._not_finite(said) * (1 + self._has_odd_loss)
 
     def _collected(
         self, sending: StepInput | None, said: torch.Tensor, *, is_last: bool

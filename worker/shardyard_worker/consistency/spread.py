@@ -212,13 +212,13 @@ class SpreadStrategy(GroupStrategy):
             if pull is None:
                 self.loss = self._loss_of(said)
                 return ExchangeResult()
-            said[FACTS + collectives.place] = float(not bool(torch.isfinite(said[SQUARE_NORM])))
+            said[FACTS + collectives.place] = self._not_finite(said)
             said[LEAVE] = float(self._is_to_change(collectives))
             said[PUBLISH] = float(session.is_to_publish)
             self._gradients = gradients = Gradients(step, tensors, buffers)
             collectives.wait(collectives.sum(said))
         self._apply(gradients, said)
-        self._report_nonfinite(name, sending, said)
+        self._report_nonfinite(name, sending, said, gradients)
         self.loss = self._loss_of(said)
         if said[PUBLISH] or (said[LEAVE] and self.publishes_to_change):
             self._publisher.publish(step + 1, collectives, self._share)
@@ -262,19 +262,24 @@ class SpreadStrategy(GroupStrategy):
             if each is not None and scale != 1.0:
                 each.mul_(scale)
 
-    def _report_nonfinite(self, name: PushName, sending: StepInput | None, facts: torch.Tensor) -> None:
-        """The first member whose gradients are not finite reports the step."""
-        places = torch.nonzero(facts[FACTS:]).flatten().tolist()
-        if not places or self._settings.nonfinite is NonFinite.ALLOW:
+    def _not_finite(self, said: torch.Tensor) -> float:
+        """Above 0 if this worker's gradients are not finite; the member with the most reports the step."""
+        return float(not bool(torch.isfinite(said[SQUARE_NORM])))
+
+    def _report_nonfinite(
+        self, name: PushName, sending: StepInput | None, facts: torch.Tensor, gradients: Gradients
+    ) -> None:
+        if not facts[FACTS:].any() or self._settings.nonfinite is NonFinite.ALLOW:
             return
         step = self._replica_step
         log.warning("step %s changes nothing: the gradient is not finite", None if step is None else step - 1)
         collectives = self._collectives
-        if sending is not None and step is not None and collectives is not None and collectives.place == places[0]:
-            self._trainer.pushes.may_count(name, self._reported(sending), step - 1)
+        reports = collectives is not None and collectives.place == int(facts[FACTS:].argmax())
+        if reports and sending is not None and step is not None:
+            self._trainer.pushes.may_count(name, self._reported(sending, gradients), step - 1)
 
-    def _reported(self, sending: StepInput) -> StepInput:
-        """The gradients of this worker, for a report."""
+    def _reported(self, sending: StepInput, gradients: Gradients) -> StepInput:  # noqa: ARG002
+        """What this worker has computed, for a report."""
         return sending
 
 

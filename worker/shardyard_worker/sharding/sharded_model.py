@@ -64,14 +64,31 @@ class ShardedModel(SpreadModel):
         names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffer_names = [names[id(each.target)] for each in buffers]
         self._model = model
-        self._original = self._copy_of(model)
-        self.computes = self._original
+        self._layouts = [(each.target.shape, each.target.stride()) for each in parameters]
+        targets = [each.target for each in parameters]
+        self._template = self._copy_of(model, [_nothing_like(each) for each in targets])
+        self.computes = self._template
         """What computes, with this worker's shards for parameters."""
+        self._is_free = False
+        """Whether the script's parameters have no values."""
         self.replica = ShardedReplica([], [], [], optimizer, spec)
         self._at: tuple[int, int] | None = None
         """The place and the size of the group for which the model is cut."""
         self._group: DefaultGroup | None = None
         super().__init__(model, strategy, loss)
+        self._state_guard = model.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        super().close()
+        self._state_guard.remove()
+
+    def _check_state(self, *_: object) -> None:
+        if self._is_free:
+            raise InvalidRequest(
+                f"model.state_dict() while the {self.kind} trains with job.strategy {self.strategy.value}",
+                why="the values are in the workers, a part in each",
+                todo="take a checkpoint (job.checkpoint.every_s), or call it after job.batches has ended",
+            )
 
     def _names_in(self, model: torch.nn.Module) -> list[str]:
         """The names of the parameters in the model. Raises UnsupportedModel."""
@@ -85,10 +102,13 @@ class ShardedModel(SpreadModel):
                 )
         return [names[each.target] for each in self._parameters]
 
-    def _copy_of(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A copy of the modules, with the same buffers, and parameters in the same memory that have own gradients."""
+    def _copy_of(self, model: torch.nn.Module, values: Sequence[torch.Tensor]) -> torch.nn.Module:
+        """A copy of the modules, with the same buffers. `values`: the memory of the parameters that the job trains;
+        they have gradients of their own."""
+        memory = dict(zip(self._names, values, strict=True))
         shared: dict[int, Any] = {id(each): each for each in model.buffers()}
-        shared |= {id(each): torch.nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+        for name, each in model.named_parameters():
+            shared[id(each)] = torch.nn.Parameter(memory.get(name, each).detach(), each.requires_grad)
         try:
             return copy.deepcopy(model, shared)
         except Exception as error:  # whatever the model's classes raise
@@ -102,7 +122,7 @@ class ShardedModel(SpreadModel):
         """Cuts the model for this place. The shards' values are those of before if that was the place then."""
         self.about_to_load()
         self._group = group
-        self.computes = self._copy_of(self._original)
+        self.computes = self._whole()
         if group is not None:
             self._cut(self.computes, group)
         cut = dict(self.computes.named_parameters())
@@ -114,6 +134,10 @@ class ShardedModel(SpreadModel):
             self._optimizer.state.clear()
             self.replica = ShardedReplica(self._parameters, shards, buffers, self._optimizer, self._spec)
         self._at = place, size
+
+    def _whole(self) -> torch.nn.Module:
+        """A copy of the model in the memory of the script's."""
+        return self._copy_of(self._template, [each.target for each in self._parameters])
 
     def _in_copy(self, name: str, buffer: Variable) -> Variable:
         owner, _, key = name.rpartition(".")
@@ -131,16 +155,21 @@ class ShardedModel(SpreadModel):
     # ---- the script's model
 
     def about_to_load(self) -> None:
-        for whole, nbytes in ((each.target.untyped_storage(), each.target.nbytes) for each in self._parameters):
-            if not whole.nbytes():
-                whole.resize_(nbytes)
+        if not self._is_free:
+            return
+        self._is_free = False
+        for each, shard, layout in zip(self._parameters, self.replica.shards, self._layouts, strict=True):
+            if shard.is_cut:
+                each.target.data = torch.empty_strided(*layout, dtype=each.target.dtype)
 
     def _free(self) -> None:
-        """Gives back the memory of the script's parameters of which this worker has shards."""
+        """Gives back the memory of the script's parameters of which this worker has shards. They read as NaN then."""
+        if self._is_free:
+            return
+        self._is_free = any(shard.is_cut for shard in self.replica.shards)
         for each, shard in zip(self._parameters, self.replica.shards, strict=True):
-            whole = each.target.untyped_storage()
-            if shard.is_cut and whole.nbytes() == each.target.nbytes:  # else it may have other tensors too
-                whole.resize_(0)
+            if shard.is_cut:
+                each.target.data = _nothing_like(each.target)
 
     # ---- a batch
 
@@ -176,6 +205,11 @@ class ShardedModel(SpreadModel):
     def drop_gradients(self) -> None:
         for shard in self.replica.shards:
             shard.cut.grad = None
+
+
+def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
+    """One element in the place of all."""
+    return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
 
 
 class FullyShardedModel(ShardedModel):
@@ -257,6 +291,6 @@ class TensorParallelModel(ShardedModel):
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
         if self._group is not None and self._is_to_check:
             with self._of_connections():
-                check_outputs(self._original, self.computes, inputs)
+                check_outputs(self._whole(), self.computes, inputs)
         self._is_to_check = False
         return super().compute(inputs, target, weight)
