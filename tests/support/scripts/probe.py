@@ -107,15 +107,15 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
-def deep_network() -> torch.nn.Module:
+def deep_network(norm: type[torch.nn.Module] = torch.nn.LayerNorm) -> torch.nn.Module:
     layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.GELU()]
-    layers += [torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)]
+    layers += [torch.nn.Linear(16, 16), norm(16), torch.nn.Linear(16, 3)]
     return torch.nn.Sequential(*layers).double()
 
 
 def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(3)
-    model = deep_network()
+    model = deep_network(torch.nn.BatchNorm1d if options.batch_norm else torch.nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     model, _, _ = job.prepare(model, optimizer, scheduler, loss=torch.nn.functional.cross_entropy)
@@ -129,7 +129,8 @@ def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         if len(losses) == options.stop_at:
             job.stop(f"computed {len(losses)}")
     model.eval()
-    return {"losses": losses, "computed": len(losses), "digest": digest(model)}
+    found = {"losses": losses, "computed": len(losses), "digest": digest(model)}
+    return found | {"evaluated": torch.nn.functional.cross_entropy(model(x.double()), y).item()}
 
 
 def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
@@ -373,6 +374,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--mistakes", default="", help="those of cut-mistakes that are made")
+    parser.add_argument("--batch-norm", action="store_true", help="in the network of `stages`")
     parser.add_argument("--nan-samples", type=int, nargs="*", default=[], help="samples of `stages` that are NaN")
     parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
