@@ -68,7 +68,7 @@ class PipelineStrategy(SpreadStrategy):
     def _collected(
         self,
         sending: StepInput | None,
-        said: torch.Tensor,
+        said: list[float],
         *,
         is_last: bool,  # noqa: ARG002 - a worker has one rank
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor] | None]:

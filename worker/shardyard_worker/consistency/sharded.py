@@ -110,12 +110,12 @@ class ShardedStrategy(_CutStrategy):
         self._own_loss = self._model.compute(inputs, target, weight)
         self._has_odd_loss = not math.isfinite(self._own_loss) or (self._has_odd_loss and self._passes > 1)
 
-    def _not_finite(self, said: torch.Tensor) -> float:
+    def _not_finite(self, said: Sequence[float]) -> float:
         """The gradients are sums over all members; that of a batch is most often not finite because its loss is not."""
         return super()._not_finite(said) * (1 + self._has_odd_loss)
 
     def _collected(
-        self, sending: StepInput | None, said: torch.Tensor, *, is_last: bool
+        self, sending: StepInput | None, said: list[float], *, is_last: bool
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor] | None]:
         collectives = self._collectives
         assert collectives is not None
@@ -148,10 +148,10 @@ class ShardedStrategy(_CutStrategy):
             self._passes += 1
             self._model.compute(*self._newest, 0.0)
 
-    def _divisor(self, facts: torch.Tensor) -> float:
-        return float(facts[WEIGHT])
+    def _divisor(self, facts: Sequence[float]) -> float:
+        return facts[WEIGHT]
 
-    def _loss_of(self, facts: torch.Tensor) -> float:  # noqa: ARG002 - of its own batch, as with replicas
+    def _loss_of(self, facts: Sequence[float]) -> float:  # noqa: ARG002 - of its own batch, as with replicas
         return self._own_loss
 
 
@@ -170,7 +170,7 @@ class TensorStrategy(_CutStrategy):
     def _collected(
         self,
         sending: StepInput | None,
-        said: torch.Tensor,
+        said: list[float],
         *,
         is_last: bool,  # noqa: ARG002 - a worker has one rank
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor] | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class SpreadStrategy(GroupStrategy):
         self._has_run = False
         """Whether gradients of the work at hand were computed."""
         self._gradients: Gradients | None = None
-        self._facts = torch.zeros(0)
+        self._facts: list[float] = []
         """Of the last step that this worker has taken."""
         self.loss = float("nan")
         """Of the last batch; NaN if it did not count."""
@@ -104,14 +105,14 @@ class SpreadStrategy(GroupStrategy):
             stale = torch.tensor([float(self._replica_step != group.step)])
             collectives.wait(collectives.sum(stale))
             if float(stale):
-                has_facts = self._facts.numel() == FACTS + collectives.size
-                facts = self._facts.clone() if has_facts else torch.zeros(FACTS + collectives.size).double()
+                has_facts = len(self._facts) == FACTS + collectives.size
+                facts = torch.tensor(self._facts if has_facts else [0.0] * (FACTS + collectives.size)).double()
                 others = [place for place in range(collectives.size) if place != group.donor]
                 collectives.wait(collectives.give(facts, group.donor, others))
                 if self._replica_step != group.step:
                     if self._gradients is None or self._gradients.step != group.step - 1:
                         raise Internal(f"a member at step {self._replica_step} in a group of step {group.step}")
-                    self._apply(self._gradients, facts)
+                    self._apply(self._gradients, facts.tolist())
                     log.info("takes step %d with the gradients that it has kept", group.step - 1)
         self._gradients = None
 
@@ -206,7 +207,7 @@ class SpreadStrategy(GroupStrategy):
         if collectives is None or self._lost is not None:
             raise self._lost or GroupLost("this worker has left its replica group")
         assert step is not None
-        said = torch.zeros(FACTS + collectives.size, dtype=torch.float64)
+        said = [0.0] * (FACTS + collectives.size)
         with session.wait_registry.over(lambda: f"step {step} of the other members"):
             tensors, buffers = self._collected(sending, said, is_last=pull is not None)
             if pull is None:
@@ -216,34 +217,41 @@ class SpreadStrategy(GroupStrategy):
             said[LEAVE] = float(self._is_to_change(collectives))
             said[PUBLISH] = float(session.is_to_publish)
             self._gradients = gradients = Gradients(step, tensors, buffers)
-            collectives.wait(collectives.sum(said))
-        self._apply(gradients, said)
-        self._report_nonfinite(name, sending, said, gradients)
-        self.loss = self._loss_of(said)
-        if said[PUBLISH] or (said[LEAVE] and self.publishes_to_change):
+            facts = self._sum(collectives, said)
+        self._apply(gradients, facts)
+        self._report_nonfinite(name, sending, facts, gradients)
+        self.loss = self._loss_of(facts)
+        if facts[PUBLISH] or (facts[LEAVE] and self.publishes_to_change):
             self._publisher.publish(step + 1, collectives, self._share)
-        self._is_to_leave = bool(said[LEAVE])
+        self._is_to_leave = bool(facts[LEAVE])
         return ExchangeResult()
+
+    def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:
+        """The facts of all members. Returns when all have called this."""
+        found = torch.tensor(said, dtype=torch.float64)
+        collectives.wait(collectives.sum(found))
+        facts: list[float] = found.tolist()
+        return facts
 
     @abstractmethod
     def _collected(
-        self, sending: StepInput | None, said: torch.Tensor, *, is_last: bool
+        self, sending: StepInput | None, said: list[float], *, is_last: bool
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor] | None]:
         """The gradients of this worker's parameters, and its buffers after the step. Writes the weight, the loss and
         the square norm of the gradients into `said`. `is_last`: of this worker's ranks. Raises GroupLost."""
 
-    def _loss_of(self, facts: torch.Tensor) -> float:
-        return float(facts[LOSS])
+    def _loss_of(self, facts: Sequence[float]) -> float:
+        return facts[LOSS]
 
-    def _divisor(self, facts: torch.Tensor) -> float:  # noqa: ARG002
+    def _divisor(self, facts: Sequence[float]) -> float:  # noqa: ARG002
         """What gradients are divided by, so that they are of the mean over the samples of the step."""
         return 1.0
 
-    def _apply(self, gradients: Gradients, facts: torch.Tensor) -> None:
+    def _apply(self, gradients: Gradients, facts: list[float]) -> None:
         """Takes the step. `facts`: of all members."""
         if facts[WEIGHT]:
             self.replica.keep_buffers(gradients.buffers)
-        is_finite = self._settings.nonfinite is NonFinite.ALLOW or not facts[FACTS:].any()
+        is_finite = self._settings.nonfinite is NonFinite.ALLOW or not any(facts[FACTS:])
         if facts[WEIGHT] and is_finite:
             self._scale(gradients.tensors, facts)
             self.replica.step(gradients.tensors)
@@ -252,29 +260,30 @@ class SpreadStrategy(GroupStrategy):
         self._replica_step = gradients.step + 1
 
     @torch.no_grad()
-    def _scale(self, gradients: Sequence[torch.Tensor | None], facts: torch.Tensor) -> None:
+    def _scale(self, gradients: Sequence[torch.Tensor | None], facts: Sequence[float]) -> None:
         """Divides the gradients, and clips them."""
         limit, divisor = self._settings.clip.norm, self._divisor(facts)
         scale = 1.0 / divisor
         if limit:
-            scale *= min(1.0, limit / (float(facts[SQUARE_NORM]) ** 0.5 / divisor + NORM_EPS))
+            scale *= min(1.0, limit / (facts[SQUARE_NORM] ** 0.5 / divisor + NORM_EPS))
         for each in gradients:
             if each is not None and scale != 1.0:
                 each.mul_(scale)
 
-    def _not_finite(self, said: torch.Tensor) -> float:
+    def _not_finite(self, said: Sequence[float]) -> float:
         """Above 0 if this worker's gradients are not finite; the member with the most reports the step."""
-        return float(not bool(torch.isfinite(said[SQUARE_NORM])))
+        return float(not math.isfinite(said[SQUARE_NORM]))
 
     def _report_nonfinite(
-        self, name: PushName, sending: StepInput | None, facts: torch.Tensor, gradients: Gradients
+        self, name: PushName, sending: StepInput | None, facts: Sequence[float], gradients: Gradients
     ) -> None:
-        if not facts[FACTS:].any() or self._settings.nonfinite is NonFinite.ALLOW:
+        odd = facts[FACTS:]
+        if not any(odd) or self._settings.nonfinite is NonFinite.ALLOW:
             return
         step = self._replica_step
         log.warning("step %s changes nothing: the gradient is not finite", None if step is None else step - 1)
         collectives = self._collectives
-        reports = collectives is not None and collectives.place == int(facts[FACTS:].argmax())
+        reports = collectives is not None and collectives.place == odd.index(max(odd))
         if reports and sending is not None and step is not None:
             self._trainer.pushes.may_count(name, self._reported(sending, gradients), step - 1)
 
@@ -284,5 +293,5 @@ class SpreadStrategy(GroupStrategy):
 
 
 def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    found = [gradient for gradient in gradients if gradient is not None]
-    return sum(float(torch.linalg.vector_norm(each)) ** 2 for each in found)
+    norms = [float(torch.linalg.vector_norm(each)) for each in gradients if each is not None]
+    return sum([norm * norm for norm in norms])
