@@ -27,11 +27,20 @@ class Strategy(enum.Enum):
     """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
     PIPELINE = "pipeline"
     """In the workers, each of which has a stage of the model; the servers hold what checkpoints and readers need."""
+    SHARDED = "sharded"
+    """In the workers, each of which has a shard of every parameter, and computes batches of its own."""
+    TENSOR = "tensor"
+    """In the workers, each of which has a part of the layers that are cut; all compute the same batches."""
 
     @property
     def is_mirrored(self) -> bool:
         """Whether variables are in the workers, and the servers have copies only."""
-        return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED, Strategy.PIPELINE)
+        return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED) or self.is_spread
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each worker of a group has a part of the variables."""
+        return self in (Strategy.PIPELINE, Strategy.SHARDED, Strategy.TENSOR)
 
     @property
     def is_of_one_machine(self) -> bool:

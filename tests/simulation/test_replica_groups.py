@@ -279,8 +279,12 @@ class Yard:
             raise Violation(f"members of group {generation} take part in {found.what} and in {what}")
         if worker.number not in found.joined:
             found.joined.add(worker.number)
-            found.leaves = found.leaves or self.book.has_room(self.living)
+            found.leaves = found.leaves or self._is_to_change(worker)
         return found
+
+    def _is_to_change(self, worker: Worker) -> bool:
+        """Whether the worker says that the next group is to be formed."""
+        return self.book.has_room(self.living)
 
     def _has_lost_a_member(self, group: ReplicaGroup) -> bool:
         """Whether one has ended, or has left the group."""
@@ -389,6 +393,57 @@ class YardOfStages(Yard):
         super()._leave_group(worker)
         if not self._keeps_gradients:
             worker.kept = None
+
+
+class YardOfShards(YardOfStages):
+    """A sharded job: all members have one replica together, cut by their places. Other members begin with what was
+    published. One that is to leave says so in a step."""
+
+    def __init__(self, seed: int, *, keeps_gradients: bool = True, publishes_to_change: bool = True) -> None:
+        super().__init__(seed, keeps_gradients=keeps_gradients)
+        self._publishes_to_change = publishes_to_change
+        self.cuts: dict[Incarnation, tuple[int, int]] = {}
+        """The place and the size of the group of which each worker has a shard."""
+        self.leaving: set[Incarnation] = set()
+        self.ending: set[Incarnation] = set()
+        """Workers whose group ends when it has published."""
+
+    def _new_book(self) -> ReplicaBook:
+        return ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5, stages=None)
+
+    def leave(self) -> None:
+        members = [each.number for each in self.workers.values() if each.group == self.book.group]
+        if members:
+            self.leaving.add(self.rng.choice(members))
+
+    def _is_to_change(self, worker: Worker) -> bool:
+        return super()._is_to_change(worker) or worker.number in self.leaving
+
+    def step(self, worker: Worker) -> None:
+        group, at = worker.group, worker.taken
+        super().step(worker)
+        assert group is not None
+        if worker.taken > at and self.collectives[group.generation][at].leaves and self._publishes_to_change:
+            self.ending.add(worker.number)
+            worker.group, worker.meets = group, 1
+
+    def publish(self, worker: Worker) -> None:
+        super().publish(worker)
+        if not worker.meets and worker.number in self.ending:
+            self._leave_group(worker)
+
+    def _leave_group(self, worker: Worker) -> None:
+        super()._leave_group(worker)
+        self.ending.discard(worker.number)
+        if worker.number in self.leaving & {*self.workers}:
+            self._bury(worker.number)
+
+    def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        cut = group.members.index(worker.number), len(group.members)
+        if group.step is not None and self.cuts.get(worker.number) != cut:
+            raise Violation(f"worker {worker.number} has no shard {cut} of step {group.step}")
+        super()._join(worker, group)
+        self.cuts[worker.number] = cut
 
 
 class Rows:
@@ -504,7 +559,10 @@ class YardWithRows(Yard):
             raise Violation(f"a checkpoint of step {len(self.checkpoint)} with {[each.version for each in self.rows]}")
 
 
-@pytest.mark.parametrize("kind", [Yard, YardWithRows, YardOfStages], ids=["variables", "rows", "stages"])
+KINDS = {"variables": Yard, "rows": YardWithRows, "stages": YardOfStages, "shards": YardOfShards}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_groups_keep_the_rules_under_every_seed(kind: type[Yard]) -> None:
     steps = [kind(seed).run().steps_taken for seed in SEEDS]
     assert sum(steps) > 5 * len(SEEDS)
@@ -580,6 +638,26 @@ def goes_back_while_a_stage_is_in_its_group(monkeypatch: pytest.MonkeyPatch) -> 
     return {}
 
 
+def begins_with_any_published_state(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """other members begin with what the servers have, whichever step that is (rule D8)"""
+    monkeypatch.setattr(ReplicaBook, "_have_servers_newest", lambda _: True)
+    return {}
+
+
+def newcomers_come_at_any_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """others are taken in without a new cut (rule D8)"""
+    real = ReplicaBook.form
+
+    def form(self: ReplicaBook, living: Any, now_ms: int) -> Any:
+        self._stages = 1
+        formed = real(self, living, now_ms)
+        self._stages = None
+        return formed
+
+    monkeypatch.setattr(ReplicaBook, "form", form)
+    return {}
+
+
 @pytest.mark.parametrize(
     ("kind", "mutation"),
     [
@@ -590,6 +668,8 @@ def goes_back_while_a_stage_is_in_its_group(monkeypatch: pytest.MonkeyPatch) -> 
         (YardOfStages, stages_keep_no_gradients),
         (YardOfStages, others_go_on_without_a_stage),
         (YardOfStages, goes_back_while_a_stage_is_in_its_group),
+        (YardOfShards, begins_with_any_published_state),
+        (YardOfShards, newcomers_come_at_any_step),
         (YardWithRows, takes_a_step_without_the_rows_of_others),
         (YardWithRows, goes_on_without_its_rows),
     ],

@@ -7,7 +7,9 @@ step (D2). If no replica is left, the servers go back to a checkpoint, from whic
 servers go back in a job with tables, no replica counts any more, since their rows are not of its step (D6).
 
 In a pipeline each member has a stage of the model, by its place. A group has a member for each stage, and a job that
-has lost a stage has lost its replica: the other stages go back with it.
+has lost a stage has lost its replica: the other stages go back with it. In a sharded job all members have one replica
+together, however many they are (D8). Other members cut it in another way, so they begin with what the servers have:
+after the members have published their newest step, or after the servers have gone back.
 
 Owns: the newest group, and who asks for the next one. Invariants: generations only grow; members are living workers; a
 group has at most as many members as the job has logical ranks, since each computes at least one. Pure. Must not know:
@@ -31,9 +33,10 @@ CHECKPOINT_BEGINS_MS: Final = 2_000
 
 
 class ReplicaBook:
-    """`members_max`: how many workers compute the logical ranks. `stages`: how many members have a replica together."""
+    """`members_max`: how many workers compute the logical ranks. `stages`: how many members have a replica together;
+    None: all of a group, of any size."""
 
-    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, stages: int = 1) -> None:
+    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, stages: int | None = 1) -> None:
         self._members_max = members_max
         self._workers_expected = min(workers_expected, members_max)
         self._grace_ms = grace_ms
@@ -95,7 +98,7 @@ class ReplicaBook:
         pipeline have left their group: until then they may still publish."""
         if any(each in living and each not in self._asking for each in self.group.members):
             return False
-        return self._has_trained and not self._has_replica(living)
+        return self._has_trained and not self._has_replica(living) and not self._have_servers_newest()
 
     def begin_after(self, generation: int, step: int) -> None:
         """The servers begin with the state of that step. No partition knows a token above that generation."""
@@ -113,12 +116,19 @@ class ReplicaBook:
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
         """Whether living members of the newest group have a replica, of all stages. One that has asked says so itself:
         it may have lost the group before it got one."""
+        stages = len(self.group.members) if self._stages is None else self._stages
         found = {
-            place % self._stages
+            place % stages
             for place, each in enumerate(self.group.members)
             if each in living and (each not in self._asking or self._asking[each] is not None)
         }
-        return not self.group.is_void and len(found) == self._stages
+        return not self.group.is_void and len(found) == stages > 0
+
+    def _have_servers_newest(self) -> bool:
+        """Of a sharded job: whether the servers have the newest step that living members say that they have. A member
+        that is gone may have taken one more, which nobody has published, since it needs all of them (D8)."""
+        steps = [step for worker, step in self._asking.items() if step is not None and worker in self.group.members]
+        return self._stages is None and bool(steps) and max(steps) == self.published
 
     def form(self, living: Collection[Incarnation], now_ms: int) -> ReplicaGroup | None:
         """Forms the next group, if it is due. None: workers go on waiting."""
@@ -128,14 +138,19 @@ class ReplicaBook:
         if not self._asking or any(each not in self._asking for each in former):
             return None  # D1
         came = sorted(each for each in self._asking if each not in self.group.members)
+        has_replica = self._stages == 1 or self._has_replica(living)
+        if self._stages is None and came and has_replica:
+            if self._have_servers_newest():
+                has_replica = self._has_trained = False
+            else:
+                came = []  # they come after a step that is published
         chosen = [*former, *came][: self._members_max]
         if not former and len(chosen) < self._workers_expected:
             assert self._asked_since_ms is not None
             if now_ms - self._asked_since_ms < self._grace_ms:
                 return None
-        if len(chosen) < self._stages:
+        if len(chosen) < (self._stages or 1):
             return None
-        has_replica = self._stages == 1 or self._has_replica(living)
         steps = {each: self._asking[each] if has_replica else None for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
@@ -147,7 +162,7 @@ class ReplicaBook:
         late = [each for each in self.group.members if each in living and each not in self._asking]
         if late:
             return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
-        return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._stages)} are here"
+        return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._stages or 1)} are here"
 
     def publish(self, step: int, now_ms: int) -> None:
         """All servers have the state of that step."""

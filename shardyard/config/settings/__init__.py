@@ -21,6 +21,7 @@ from shardyard.config.settings.process import AgentSettings, LogSettings, Metric
 from shardyard.config.settings.quotas import QuotaSettings
 from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
 from shardyard.config.settings.security import SecuritySettings
+from shardyard.config.settings.sharding import ShardedSettings, TensorSettings
 from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
 from shardyard.config.settings.worker import WorkerSettings
 from shardyard.config.settings.yard import (
@@ -58,6 +59,8 @@ __all__ = [
     "QuotaSettings",
     "SecuritySettings",
     "ServingSettings",
+    "ShardedSettings",
+    "TensorSettings",
     "Setting",
     "Settings",
     "StorageSettings",

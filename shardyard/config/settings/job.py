@@ -10,6 +10,7 @@ from shardyard.config.settings.checkpoint import CheckpointSettings
 from shardyard.config.settings.compression import CompressionSettings
 from shardyard.config.settings.consistency import ConsistencySettings
 from shardyard.config.settings.pipeline import STAGES, PipelineSettings
+from shardyard.config.settings.sharding import TENSOR_SIZE, ShardedSettings, TensorSettings
 from shardyard.config.settings.values import (
     DURATION_MS_MAX,
     NEVER,
@@ -98,7 +99,9 @@ class JobSettings(Section):
         " job.consistency.mode is sync."
         " multi_worker_mirrored: in every worker, whose gradients are combined by an all-reduce; then"
         " job.consistency.mode is sync. mirrored: the same on one machine, with a worker for each device."
-        " pipeline: a stage of the model in each worker (job.pipeline). See docs/guides/strategies.md.",
+        " pipeline: a stage of the model in each worker (job.pipeline). sharded: a shard of each parameter in each"
+        " worker (job.sharded). tensor: a part of each layer in each worker (job.tensor). See"
+        " docs/guides/strategies.md.",
     )
     deterministic: bool = Field(
         default=False,
@@ -123,6 +126,12 @@ class JobSettings(Section):
     )
     pipeline: PipelineSettings = Field(
         default_factory=PipelineSettings, description="The stages of a job whose strategy is pipeline."
+    )
+    sharded: ShardedSettings = Field(
+        default_factory=ShardedSettings, description="The shards of a job whose strategy is sharded."
+    )
+    tensor: TensorSettings = Field(
+        default_factory=TensorSettings, description="The layers that are cut in a job whose strategy is tensor."
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
@@ -205,7 +214,9 @@ class JobSettings(Section):
     @property
     def workers_per_rank(self) -> int:
         """How many workers compute a logical rank together."""
-        return self.pipeline.stages if self.strategy is Strategy.PIPELINE else 1
+        if self.strategy is Strategy.PIPELINE:
+            return self.pipeline.stages
+        return self.tensor.size if self.strategy is Strategy.TENSOR else 1
 
     @model_validator(mode="before")
     @classmethod
@@ -214,10 +225,11 @@ class JobSettings(Section):
         if not isinstance(given, dict):
             return given
         strategy, consistency = given.get("strategy"), given.get("consistency") or {}
-        if strategy in (Strategy.PIPELINE, Strategy.PIPELINE.value) and "workers_expected" not in given:
-            pipeline = given.get("pipeline") or {}
-            stages = pipeline.get("stages") if isinstance(pipeline, dict) else getattr(pipeline, "stages", None)
-            given = {**given, "workers_expected": STAGES if stages is None else stages}
+        for each, name, default in ((Strategy.PIPELINE, "stages", STAGES), (Strategy.TENSOR, "size", TENSOR_SIZE)):
+            if strategy in (each, each.value) and "workers_expected" not in given:
+                section = given.get(each.value) or {}
+                size = section.get(name) if isinstance(section, dict) else getattr(section, name, None)
+                given = {**given, "workers_expected": default if size is None else size}
         mode = next((each.mode for each in Strategy if strategy in (each, each.value)), None)
         if mode is None or not isinstance(consistency, dict) or "mode" in consistency:
             return given
@@ -240,7 +252,7 @@ class JobSettings(Section):
             )
         if not self.strategy.is_mirrored:
             return self
-        self._pipeline_fits()
+        self._group_fits()
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
             ("durability", self.durability.value, Durability.CHECKPOINT.value),
@@ -255,26 +267,33 @@ class JobSettings(Section):
                 )
         return self
 
-    def _pipeline_fits(self) -> None:
-        if self.strategy is not Strategy.PIPELINE:
+    def _group_fits(self) -> None:
+        """Of a strategy whose workers have parts of the variables."""
+        strategy, size = self.strategy, self.workers_per_rank
+        if not strategy.is_spread:
             return
-        stages = self.pipeline.stages
-        if self.workers_expected != stages:
+        name, each = ("pipeline.stages", "stages") if strategy is Strategy.PIPELINE else ("tensor.size", "parts")
+        if size > 1 and self.workers_expected != size:
             raise impossible(
-                ("workers_expected", "pipeline.stages"),
-                f"workers_expected {stages}, one worker for each of {stages} stages; more workers wait in reserve",
+                ("workers_expected", name),
+                f"workers_expected {size}, one worker for each of {size} {each}; more workers wait in reserve",
                 f"workers_expected {self.workers_expected}",
             )
-        if self.collectives != GLOO:
-            raise impossible(
-                ("collectives", "strategy"),
-                f"collectives {GLOO} with strategy pipeline, whose stages send to each other",
-                f"collectives {self.collectives}",
-            )
-        if self.logical_rank_count != 1:
+        for other, found, wanted in (
+            ("collectives", self.collectives, GLOO),
+            ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value),
+            ("deterministic", str(self.deterministic).lower(), "false"),
+        ):
+            if found != wanted and (strategy is Strategy.SHARDED or other == "collectives"):
+                raise impossible(
+                    (other, "strategy"),
+                    f"{other} {wanted} with strategy {strategy.value}, whose workers have parts of the variables",
+                    f"{other} {found}",
+                )
+        if size > 1 and self.logical_rank_count != 1:
             raise impossible(
                 ("consistency.logical_ranks", "strategy"),
-                "consistency.logical_ranks 1 with strategy pipeline, whose workers compute a batch together",
+                f"consistency.logical_ranks 1 with strategy {strategy.value}, whose workers compute a batch together",
                 f"consistency.logical_ranks {self.logical_rank_count}",
             )
 

@@ -57,6 +57,13 @@ def test_what_stays_in_the_worker_is_counted_apart(alone: None, tmp_path: Path) 
     assert found.fixed == 2 * 40
 
 
+def test_layers_that_can_be_cut_are_counted(alone: None, tmp_path: Path) -> None:
+    layers = "torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2), torch.nn.Linear(2, 1))"
+    found = plan(tmp_path, layers)
+    assert (found.cut, found.uncut) == (4 * (32 + 18), "")
+    assert plan(tmp_path, "torch.nn.Linear(3, 1)").uncut.startswith("a model without two linear layers")
+
+
 def test_tied_weights_count_once(alone: None, tmp_path: Path) -> None:
     before = """
 class Tied(torch.nn.Module):

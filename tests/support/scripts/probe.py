@@ -11,7 +11,9 @@
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 `stages`: a deeper network in float64, by job.train_step; the loss of each step is written.
 `stage-mistakes`: what a script must not do with it; the errors are written.
-`stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`.
+`stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`. With `--ranks`.
+`tensor-counts`: the same beside layers that can be cut.
+`cut-mistakes`: what a script must not do with shards, or with layers that are cut; the errors are written.
 """
 
 import argparse
@@ -105,19 +107,20 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
-def deep_network() -> torch.nn.Module:
+def deep_network(norm: type[torch.nn.Module] = torch.nn.LayerNorm) -> torch.nn.Module:
     layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.GELU()]
-    layers += [torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)]
+    layers += [torch.nn.Linear(16, 16), norm(16), torch.nn.Linear(16, 3)]
     return torch.nn.Sequential(*layers).double()
 
 
 def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(3)
-    model = deep_network()
+    model = deep_network(torch.nn.BatchNorm1d if options.batch_norm else torch.nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     model, _, _ = job.prepare(model, optimizer, scheduler, loss=torch.nn.functional.cross_entropy)
     x, y = data(options.samples).tensors
+    x[options.nan_samples] = float("nan")
     losses = []
     for batch in job.batches(TensorDataset(x.double(), y), batch_size=8, epochs=options.epochs, drop_last=True):
         losses.append(job.train_step(*batch).item())
@@ -126,7 +129,8 @@ def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         if len(losses) == options.stop_at:
             job.stop(f"computed {len(losses)}")
     model.eval()
-    return {"losses": losses, "computed": len(losses), "digest": digest(model)}
+    found = {"losses": losses, "computed": len(losses), "digest": digest(model)}
+    return found | {"evaluated": torch.nn.functional.cross_entropy(model(x.double()), y).item()}
 
 
 def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
@@ -157,6 +161,52 @@ def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]
     return {"errors": found, "loss": job.train_step(x[:8].double(), y[:8]).item()}
 
 
+def make_mistakes_with_shards(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    model = Heads().double()
+    x, y = data(14).tensors
+    batches = TensorDataset(x.double(), y)
+    loss = torch.nn.functional.cross_entropy
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+    def accumulate() -> None:
+        with job.no_sync():
+            job.train_step(x[:8].double(), y[:8])
+
+    def train() -> None:
+        for batch in job.batches(batches, batch_size=4, drop_last=True):
+            job.train_step(*batch)
+
+    mistakes = {
+        "step": optimizer.step,
+        "forward": lambda: model(x.double()),
+        "state": optimizer.state_dict,
+        "accumulated": accumulate,
+        "last": lambda: job.batches(batches, batch_size=14),
+        "own data": lambda: job.train_step(x[:8].double(), y[:8]),
+        "values": model.state_dict,
+        "plan": train,
+    }
+    found = {}
+    for name in options.mistakes.split(","):
+        try:
+            mistakes[name]()
+        except (sy.errors.InvalidRequest, sy.errors.UnsupportedModel) as error:
+            found[name] = error.what
+    return {"errors": found}
+
+
+class Heads(torch.nn.Module):
+    """Two heads, of a width that follows from the size of the layer before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(1, (2, -1))
+        return self.out((heads * heads.softmax(2)).flatten(1))
+
+
 class Counts(torch.nn.Module):
     """Adds to what comes in a number of its own for each sample."""
 
@@ -177,9 +227,21 @@ class TwoCounts(torch.nn.Module):
         return self.second(index, self.first(index, index.double()))
 
 
+class CountsBesideLayers(TwoCounts):
+    """The layers add nothing."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).double()
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        found = super().forward(index)
+        return found + 0.0 * self.layers(found.unsqueeze(1)).squeeze(1)
+
+
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    model = TwoCounts(options.samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)  # a sample's gradient is a quarter
+    model = (CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts)(options.samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks)  # of ranks with four samples each
     job.prepare(model, optimizer, loss=lambda output, target: (target - output).mean())
     computed = 0
     index = torch.arange(options.samples)
@@ -295,7 +357,9 @@ MODES = {
     "count": train_count,
     "stages": train_stages,
     "stage-counts": train_stage_counts,
+    "tensor-counts": train_stage_counts,
     "stage-mistakes": make_mistakes,
+    "cut-mistakes": make_mistakes_with_shards,
     "rows": train_rows,
     "words": train_words,
     "sums": train_sums,
@@ -309,6 +373,9 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--mistakes", default="", help="those of cut-mistakes that are made")
+    parser.add_argument("--batch-norm", action="store_true", help="in the network of `stages`")
+    parser.add_argument("--nan-samples", type=int, nargs="*", default=[], help="samples of `stages` that are NaN")
     parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--sampler", type=int, help="counts with job.sampler and a loader with so many processes")

@@ -8,21 +8,29 @@ from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.consistency.mirrored import MirroredStrategy
 from shardyard_worker.consistency.pipelined import PipelineStrategy
+from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.replicas.spread_model import SpreadModel
+from shardyard_worker.sharding.sharded_model import FullyShardedModel, TensorParallelModel
 from shardyard_worker.training.trainer import Trainer
 
 
-def strategy_for(trainer: Trainer, replica: Replica | Pipeline | None) -> Strategy:
+def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Strategy:
     """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
     `replica`: of a job whose variables are in the workers."""
     session = trainer.session
-    if isinstance(replica, Pipeline):
-        return PipelineStrategy(trainer, replica)
-    if replica is not None:
-        return MirroredStrategy(trainer, replica)
+    match replica:
+        case Pipeline():
+            return PipelineStrategy(trainer, replica)
+        case FullyShardedModel():
+            return ShardedStrategy(trainer, replica)
+        case TensorParallelModel():
+            return TensorStrategy(trainer, replica)
+        case Replica():
+            return MirroredStrategy(trainer, replica)
     if session.mode is UpdateMode.ASYNC:  # async, bounded
         return AsyncStrategy(trainer)
     consistency = session.job_settings.consistency

@@ -94,7 +94,7 @@ class ReplicaVersions(StepVersions):
 
 
 class GroupStrategy(SyncStrategy):
-    """The base of `mirrored` and `pipeline`. `replica`: the variables that this worker updates."""
+    """The base of `mirrored` and of `spread`. `replica`: the variables that this worker updates."""
 
     ranks: GroupRanks
     versions: ReplicaVersions

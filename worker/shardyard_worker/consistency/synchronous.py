@@ -58,6 +58,11 @@ class SyncStrategy(Strategy):
     def step(self) -> int:
         return self.versions.step
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether this worker may leave before its next step if it is told to."""
+        return True
+
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
         """Pushes nothing: a step has room only for its logical ranks."""
         self._trainer.pushes.lose_residual()

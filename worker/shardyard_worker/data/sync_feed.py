@@ -77,6 +77,10 @@ class SyncFeed(Feed):
         stop = self._session.step_barrier.end
         return self._makeup.end if stop is None else min(self._makeup.end, stop)
 
+    @property
+    def _is_leaving(self) -> bool:
+        return self._session.drain.asked and self._strategy.may_leave
+
     def _has(self, step: int) -> bool:
         """Whether the data set has that step, and the job does not stop before it."""
         stop = self._session.step_barrier.end
@@ -85,7 +89,7 @@ class SyncFeed(Feed):
     def batches(self) -> Generator[Any, None, None]:
         self._warn_of_short_steps()
         while not self._opened.done:
-            if self._session.drain.asked:
+            if self._is_leaving:
                 return
             self._strategy.check_mode()
             if self._strategy.on_standby:
@@ -155,13 +159,13 @@ class SyncFeed(Feed):
                 return
         batches = list(self._units.batches(len(chosen)))
         for number, batch in enumerate(batches):
-            if self._session.drain.asked:
+            if self._is_leaving:
                 return  # whoever gets the rank computes the whole step
             work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
             self._at = _Place(rank, step, missed, number)
             self._trainer.accumulates = not batch.due
             yield self._fetch(self._seed(missed, number), chosen[batch.begin : batch.end])
-        if not work.taken and not self._session.drain.asked:
+        if not work.taken and not self._is_leaving:
             self._end_without_step()
 
     def _end_without_step(self) -> None:

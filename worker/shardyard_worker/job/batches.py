@@ -20,7 +20,7 @@ from shardyard_worker.data.feed import Feed, FeedSettings
 from shardyard_worker.data.look_ahead import LookAhead, ReadAhead
 from shardyard_worker.data.open_feed import open_feed
 from shardyard_worker.job.training_loop import TrainingLoop
-from shardyard_worker.pipeline.pipeline import Pipeline
+from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.training.table_binding import Announced
 
@@ -39,8 +39,9 @@ def open_batches(
         raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
     _refuse_nesting(loop)
     settings.check(in_order=reader.in_order)
-    if isinstance(loop.replica, Pipeline):
-        loop.replica.check_batches(reader.samples, settings.batch_size, drop_last=settings.drop_last)
+    if isinstance(loop.replica, SpreadModel):
+        ranks = loop.session.logical_ranks
+        loop.replica.check_batches(reader.samples, settings.batch_size, ranks, drop_last=settings.drop_last)
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(

@@ -21,7 +21,7 @@ from shardyard_worker.job.prepare import JobOptimizer, adopt_scaler, prepare
 from shardyard_worker.job.train_step import TrainStep, check_loss_function
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
-from shardyard_worker.pipeline.schedules import Loss
+from shardyard_worker.replicas.spread_model import Loss
 from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.job_requests import take_checkpoint
 from shardyard_worker.session.metrics import Metrics, checked_metric

@@ -27,8 +27,9 @@ from shardyard_worker.optimizers.script_steps import refuse_steps
 from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.optimizers.torch_state import TorchState, VariableState, from_torch, to_torch
 from shardyard_worker.pipeline.pipeline import Pipeline
-from shardyard_worker.pipeline.schedules import Loss
 from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.replicas.spread_model import Loss, SpreadModel
+from shardyard_worker.sharding.sharded_model import FullyShardedModel, TensorParallelModel
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.variables import StepInput, Variable
@@ -69,10 +70,10 @@ def prepare(
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
             todo="set job.clip.norm to 0, or job.strategy to parameter_server",
         )
-    if tables and strategy is Strategy.PIPELINE:
+    if tables and strategy.is_spread:
         raise ConfigurationError(
-            f"embedding table {next(iter(tables))!r} in a job with job.strategy pipeline",
-            why="a stage takes its step with gradients that do not go to servers",
+            f"embedding table {next(iter(tables))!r} in a job with job.strategy {strategy.value}",
+            why="a worker takes its step with gradients that do not go to servers",
             todo="set job.strategy to multi_worker_mirrored or parameter_server",
         )
     if tables and loop.is_local:
@@ -110,7 +111,7 @@ def _replica_of(
     optimizer: torch.optim.Optimizer,
     spec: OptimizerSpec,
     loss: Loss | None,
-) -> Replica | Pipeline | None:
+) -> Replica | SpreadModel | None:
     """None if the servers have the variables. Raises ConfigurationError, UnsupportedModel."""
     strategy = loop.session.job_settings.strategy
     if not strategy.is_mirrored:
@@ -121,22 +122,27 @@ def _replica_of(
             why="its counts are variables of the servers",
             todo="use bfloat16, which needs no scale, or job.strategy parameter_server",
         )
-    if strategy is not Strategy.PIPELINE:
+    if not strategy.is_spread:
         return Replica(parameters, buffers, optimizer, spec)
     device = parameters[0].target.device
     if device.type != "cpu":
         raise ConfigurationError(
-            f"a model on device {device} in a job with job.strategy pipeline",
-            why="stages send to each other by gloo, from host memory",
+            f"a model on device {device} in a job with job.strategy {strategy.value}",
+            why="workers send to each other by gloo, from host memory",
             todo="set worker.device to cpu, or use another job.strategy",
         )
     if loss is None:
         raise ConfigurationError(
-            "job.prepare without a loss in a job with job.strategy pipeline",
-            why="the worker with the last stage computes the loss, and the others get its gradient",
+            f"job.prepare without a loss in a job with job.strategy {strategy.value}",
+            why="the forward and the backward are computed by several workers together",
             todo="call job.prepare(model, optimizer, loss=f), and job.train_step(x, y) for each batch",
         )
-    return Pipeline(model, parameters, buffers, optimizer, spec, loop.session.job_settings.pipeline, loss)
+    settings, given = loop.session.job_settings, (model, parameters, buffers, optimizer, spec)
+    if strategy is Strategy.PIPELINE:
+        return Pipeline(*given, settings.pipeline, loss)
+    if strategy is Strategy.SHARDED:
+        return FullyShardedModel(*given, settings.sharded, loss)
+    return TensorParallelModel(*given, settings.tensor, loss)
 
 
 def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.pipelined import PipelineStrategy
+from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
+from shardyard_worker.consistency.spread import SpreadStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
 from shardyard_worker.optimizers.server_optimizer import ServerOptimizer
-from shardyard_worker.pipeline.schedules import Loss, check_loss
+from shardyard_worker.pipeline.schedules import check_loss
+from shardyard_worker.replicas.spread_model import Loss
 from shardyard_worker.session.interrupts import INTERRUPTS
 
 
@@ -65,8 +67,8 @@ class TrainStep:
                 todo="call job.train_step(x, y), for loss(model(x), y)",
             )
         *inputs, target = batch
-        if isinstance(self._loop.strategy, PipelineStrategy):
-            return self._take_in_stages(self._loop.strategy, inputs, target, is_single=is_due and accumulate == 1)
+        if isinstance(self._loop.strategy, SpreadStrategy):
+            return self._take_together(self._loop.strategy, inputs, target, is_single=is_due and accumulate == 1)
         loss = self._loss(self._model(*inputs), target)
         check_loss(loss)
         torch.clear_autocast_cache()  # it has parameters from before the step
@@ -78,22 +80,40 @@ class TrainStep:
                 self._step(accumulate)
         return loss.detach()
 
-    def _take_in_stages(
-        self, pipeline: PipelineStrategy, inputs: Sequence[Any], target: Any, *, is_single: bool
+    def _take_together(
+        self, strategy: SpreadStrategy, inputs: Sequence[Any], target: Any, *, is_single: bool
     ) -> torch.Tensor:
+        """With the other members, each of which has a part of the variables."""
         if not is_single:
             raise InvalidRequest(
-                "accumulated batches in a job whose job.strategy is pipeline",
-                why="a pipeline cuts each batch into micro-batches, and adds up their gradients",
-                todo="set job.pipeline.microbatches, and give job.batches a larger batch_size without accumulate",
+                f"accumulated batches in a job whose job.strategy is {self._loop.session.job_settings.strategy.value}",
+                why="members compute each batch together, and each step follows one of them",
+                todo="give job.batches a larger batch_size without accumulate; a pipeline cuts it into micro-batches",
             )
+        self._check_source(strategy)
         with INTERRUPTS:
-            pipeline.run(inputs, target)
+            strategy.run(inputs, target)
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
-        return torch.tensor(pipeline.loss)
+        return torch.tensor(strategy.loss)
+
+    def _check_source(self, strategy: SpreadStrategy) -> None:
+        """Raises InvalidRequest if the members may not come to this batch together."""
+        name = self._loop.session.job_settings.strategy.value
+        if isinstance(strategy, TensorStrategy) and self._loop.feed is None:
+            raise InvalidRequest(
+                f"job.train_step outside of job.batches in a job whose job.strategy is {name}",
+                why="all workers compute the same batch, with the same random numbers",
+                todo="go through the data by job.batches",
+            )
+        if isinstance(strategy, ShardedStrategy) and self._loop.sampled is not None:
+            raise InvalidRequest(
+                f"job.sampler in a job whose job.strategy is {name}",
+                why="a worker may get a batch that does not count, which the others would have to compute too",
+                todo="go through the data by job.batches",
+            )
 
     def _step(self, accumulate: int) -> None:
         optimizer, scaler = self._optimizer, self._loop.scaler

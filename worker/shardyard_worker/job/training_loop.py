@@ -19,8 +19,8 @@ from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.local_sgd import LocalRounds
-from shardyard_worker.consistency.mirrored import MirroredStrategy
 from shardyard_worker.consistency.modes import strategy_for
+from shardyard_worker.consistency.replica_group import GroupStrategy
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.feed import Feed
@@ -32,8 +32,8 @@ from shardyard_worker.job.callbacks import Callbacks
 from shardyard_worker.optimizers.grad_scaler import JobScaler
 from shardyard_worker.optimizers.script_steps import UnpreparedSteps
 from shardyard_worker.optimizers.torch_state import VariableState
-from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.session.drain import Drained
 from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.metrics import MetricLog
@@ -96,7 +96,7 @@ class TrainingLoop:
         self.samples: ForwardSamples | None = None
         """Counts the samples of steps outside job.batches."""
         self.scaler: JobScaler | None = None
-        self.replica: Replica | Pipeline | None = None
+        self.replica: Replica | SpreadModel | None = None
         self.unprepared = UnpreparedSteps()
         self.at_end = contextlib.ExitStack()
         """What is undone when this worker leaves."""
@@ -164,7 +164,7 @@ class TrainingLoop:
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
         state: Mapping[int, VariableState] | None = None,
-        replica: Replica | Pipeline | None = None,
+        replica: Replica | SpreadModel | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
         `state`: what the optimizer begins with if this worker gives the initial values. `replica`: of a mirrored
@@ -201,7 +201,7 @@ class TrainingLoop:
             if self.scaler is not None:
                 self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer(), self.replica)
-            if isinstance(strategy, MirroredStrategy):
+            if isinstance(strategy, GroupStrategy):
                 strategy.weight_of_work = self._weight_of_work
             # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):

@@ -40,7 +40,7 @@ def cut_model(model: torch.nn.Module, count: int, begins: Sequence[str] = ()) ->
     UnsupportedModel."""
     opened = {name for name, _ in model.named_modules() if any(each.startswith(f"{name}.") for each in begins)}
     while True:
-        graph = _traced(model, opened)
+        graph = traced(model, opened)
         calls = [node for node in graph.nodes if node.op == "call_module"]
         if begins or len(calls) >= count:
             break
@@ -79,7 +79,8 @@ class _Tracer(fx.Tracer):
         return module_qualified_name not in self._opened and not isinstance(m, torch.nn.Sequential)
 
 
-def _traced(model: torch.nn.Module, opened: set[str]) -> fx.Graph:
+def traced(model: torch.nn.Module, opened: set[str]) -> fx.Graph:
+    """The calls of its forward, except those inside of modules that are not in `opened`. Raises UnsupportedModel."""
     # arguments that a script leaves out: those of job.train_step have no names
     arguments = inspect.signature(model.forward).parameters.values()
     defaults = {each.name: each.default for each in arguments if each.default is not each.empty}

@@ -9,24 +9,26 @@ Owns: which variables belong to which stages. Must not know: groups, steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from shardyard.config.settings import PipelineSettings
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.pipeline.cut import Stage, cut_model, plan_of
-from shardyard_worker.pipeline.schedules import Loss
 from shardyard_worker.replicas.replica import Replica
+from shardyard_worker.replicas.spread_model import Loss, SpreadModel
 from shardyard_worker.training.variables import Variable
 
 log = logging.getLogger("shardyard.worker")
 
 
-class Pipeline:
+class Pipeline(SpreadModel):
     """`parameters` come before `buffers` among the job's variables. Raises UnsupportedModel."""
+
+    kind = "pipeline"
 
     def __init__(
         self,
@@ -39,24 +41,19 @@ class Pipeline:
         loss: Loss,
     ) -> None:
         self.settings = settings
-        self.loss = loss
         self.stages: list[Stage] = cut_model(model, settings.stages_in_all, settings.begins)
         self.device = parameters[0].target.device
-        self.is_whole = False
-        """Whether all values of the model are of one step."""
         self.replica = Replica([], [], optimizer, spec, ())
-        """The variables of this worker's stages; none before it has a place."""
         self._parameters = parameters
         self._buffers = buffers
         self._optimizer = optimizer
         self._spec = spec
         self._check_owners()
         log.info("the model is cut into %d stages:\n%s", len(self.stages), plan_of(self.stages))
-        self._guard = model.register_forward_pre_hook(self._check_whole)
+        super().__init__(model, Strategy.PIPELINE, loss)
 
     @property
     def fingerprint(self) -> str:
-        """What all members must have alike."""
         cuts = ", ".join(f"{stage.calls[0] if stage.calls else ''} {stage.elements}" for stage in self.stages)
         settings = self.settings
         return f"stages at {cuts}, {settings.schedule.value} with {settings.microbatches} micro-batches"
@@ -77,7 +74,7 @@ class Pipeline:
             self.replica = Replica(parameters, buffers, self._optimizer, self._spec, places)
         return self.replica
 
-    def check_batches(self, samples: int, batch_size: int, *, drop_last: bool) -> None:
+    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:  # noqa: ARG002
         """Raises InvalidRequest if a batch of an epoch cannot be cut into micro-batches."""
         count = self.settings.microbatches
         for size in (batch_size, *(() if drop_last or not samples % batch_size else (samples % batch_size,))):
@@ -89,22 +86,6 @@ class Pipeline:
                     todo="give a batch_size that is a multiple of job.pipeline.microbatches, and drop_last=True",
                 )
 
-    @property
-    def optimizer_state(self) -> Mapping[torch.Tensor, Any]:
-        """Raises InvalidRequest."""
-        raise InvalidRequest(
-            "optimizer.state_dict() in a job whose job.strategy is pipeline",
-            why="each worker has the state of its own stages",
-            todo="take a checkpoint (job.checkpoint.every_s), which has the state of all stages",
-        )
-
-    @property
-    def is_stepping(self) -> bool:
-        return self.replica.is_stepping
-
-    def close(self) -> None:
-        self._guard.remove()
-
     def _check_owners(self) -> None:
         """Raises UnsupportedModel for a variable that no stage has."""
         owned = {each for stage in self.stages for each in (*stage.module.parameters(), *stage.module.buffers())}
@@ -115,12 +96,3 @@ class Pipeline:
                     why="each variable is updated by the stage that uses it",
                     todo="leave it out of the optimizer, or remove it from the model",
                 )
-
-    def _check_whole(self, *_: object) -> None:
-        if not self.is_whole:
-            raise InvalidRequest(
-                "the forward of the whole model while its pipeline trains",
-                why="each worker has the newest values of its own stages only",
-                todo="call job.train_step(x, y) to train; evaluate after job.batches has ended, or with an evaluator"
-                " (docs/guides/evaluation.md)",
-            )

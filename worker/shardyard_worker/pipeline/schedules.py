@@ -10,7 +10,7 @@ Owns: torch's stages and schedules of this worker in one group. Must not know: w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,7 @@ from shardyard.config.settings import PipelineSettings
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel
 from shardyard_worker.pipeline.cut import Stage
 from shardyard_worker.pipeline.process_group import StageGroup
-
-Loss = Callable[[Any, Any], torch.Tensor]
-"""`loss(model(*inputs), target)`: the mean over a batch's samples, a tensor of one element."""
+from shardyard_worker.replicas.spread_model import Loss
 
 
 def check_loss(loss: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.optimizers import WHOLE_VARIABLES
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.planning.dry_run import PlannedModel
 
@@ -41,7 +42,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     """
     >>> model = PlannedModel(JobSettings(), "adam", 1_000, 4_000, 8_000, 0, 0)
     >>> [cost.busiest for cost in costs_of(model, workers=4, servers=2)]
-    [16000, 0, 0, 12000, None]
+    [16000, 0, 0, 12000, None, 18000, None]
     """
     values, gradients = model.parameters + model.buffers, model.parameters
     consistency = model.settings.consistency
@@ -58,6 +59,9 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     copies = model.fixed + 2 * values
     mirrored = copies + 2 * gradients + model.state
     clips_rows = bool(model.tables and model.settings.clip.norm)
+    part = model.parameters - model.cut + model.cut // workers
+    has_tables = "it has embedding tables" if model.tables else ""
+    is_whole = f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
     refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
     return [
         Cost(
@@ -72,7 +76,23 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
             copies + (gradients + model.state) // workers,
             stored,
             None,
-            "it has embedding tables" if model.tables else "",
+            has_tables,
+        ),
+        # the values as they come from servers, and a shard of everything else; parameters are gathered twice
+        Cost(
+            Strategy.SHARDED,
+            model.fixed + values + model.buffers + (2 * gradients + model.state) // workers,
+            stored,
+            6 * gradients * (workers - 1) // workers,
+            has_tables or is_whole,
+        ),
+        # layers that are cut are in the workers in parts, with their gradients and state
+        Cost(
+            Strategy.TENSOR,
+            model.fixed + values + model.buffers + 2 * part + model.state * part // max(1, model.parameters),
+            stored,
+            None,
+            has_tables or is_whole or model.uncut,
         ),
     ]
 

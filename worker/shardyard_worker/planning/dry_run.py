@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 import shardyard as sy
-from shardyard.config.settings import JobSettings
-from shardyard.domain.errors import ConfigurationError
+from shardyard.config.settings import JobSettings, TensorSettings
+from shardyard.domain.errors import ConfigurationError, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec, slots_of
 from shardyard_worker.embedding.table import tables_of
 from shardyard_worker.job.job import Job
 from shardyard_worker.optimizers.server_optimizer import translate
+from shardyard_worker.sharding.tensor_plan import plan_for
 from shardyard_worker.training.model_variables import buffers_of
 
 
@@ -42,7 +43,8 @@ class PlannedTable:
 class PlannedModel:
     """What a script has given to job.prepare, in bytes. `elements`: of the parameters of its optimizer. `parameters`:
     their bytes. `state`: what the optimizer keeps of them. `buffers`: those that are variables of the job. `fixed`:
-    what else the model has, which stays in the worker."""
+    what else the model has, which stays in the worker. `cut`: bytes of the parameters of layers that
+    job.strategy tensor cuts. `uncut`: why it cuts none."""
 
     settings: JobSettings
     optimizer: str
@@ -52,6 +54,8 @@ class PlannedModel:
     buffers: int
     fixed: int
     tables: tuple[PlannedTable, ...] = ()
+    cut: int = 0
+    uncut: str = ""
 
 
 class _Prepared(BaseException):
@@ -114,7 +118,17 @@ def sizes_of(
         buffers=sum(each.nbytes for each in buffers),
         fixed=sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each not in own),
         tables=tuple(PlannedTable(name, table.dim, 4 * table.dim) for name, table in sorted(tables.items())),
+        **_cut_of(model, settings.tensor),
     )
+
+
+def _cut_of(model: torch.nn.Module, settings: TensorSettings) -> dict[str, Any]:
+    try:
+        plan = plan_for(model, settings.size, settings.colwise_patterns, settings.rowwise_patterns)
+    except UnsupportedModel as error:
+        return {"uncut": error.what}
+    layers = [model.get_submodule(name) for name in (*plan.colwise, *plan.rowwise)]
+    return {"cut": sum(parameter.nbytes for layer in layers for parameter in layer.parameters())}
 
 
 @contextlib.contextmanager

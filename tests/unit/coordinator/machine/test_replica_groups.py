@@ -1,11 +1,13 @@
-"""Replica groups of a mirrored job in the coordinator's machine (docs/internals/ledger.md, rules D1 to D4 and D6)."""
+"""Replica groups of a mirrored job in the coordinator's machine (docs/internals/ledger.md, rules D1 to D4, D6 and
+D8)."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardyard.config.settings import CheckpointSettings, JobSettings
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard.domain import errors
+from shardyard.domain.consistency import ConsistencyMode
 from shardyard.domain.ids import Caller, MemberRole
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.replica_groups import ReplicaGroup, Strategy
@@ -25,12 +27,20 @@ ROWS = TableSettings("rows", 4, "adam", seed=3)
 class Yard(MachineYard):
     """A machine with a mirrored job of one server and two workers."""
 
-    def __init__(self, *, checkpoints: str = "/checkpoints", tables: tuple[TableSettings, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        checkpoints: str = "/checkpoints",
+        tables: tuple[TableSettings, ...] = (),
+        strategy: Strategy = Strategy.MULTI_WORKER_MIRRORED,
+        ranks: int = 2,
+    ) -> None:
         super().__init__(lease_ms=LEASE_MS)
         self.server = self.register(MemberRole.SERVER, "s:1")
         self.settings = JobSettings(
-            strategy=Strategy.MULTI_WORKER_MIRRORED,
+            strategy=strategy,
             workers_expected=2,
+            consistency=ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=ranks),
             rank_grace_ms=GRACE_MS,
             checkpoint=CheckpointSettings(url=checkpoints, every_s=0, every_steps=10),
         )
@@ -270,6 +280,43 @@ def test_rule_d6_no_replica_counts_after_servers_with_rows_have_gone_back(restar
     group = ReplicaGroup(2, both, void_until=1)
     assert yard.ask(yard.second, left=1, step=10) == group, "from the servers' state"
     assert yard.ask(yard.second, left=1, step=10) == group, "whose answer was lost"
+
+
+def sharded() -> Yard:
+    return Yard(checkpoints="never", strategy=Strategy.SHARDED, ranks=3)
+
+
+def test_rule_d8_same_members_go_on_with_their_shards() -> None:
+    yard = sharded()
+    yard.form(yard.first, yard.second)
+    assert yard.ask(yard.first, left=1, step=3) is None
+    both = yard.first.incarnation, yard.second.incarnation
+    assert yard.ask(yard.second, left=1, step=4) == ReplicaGroup(2, both, step=4, donor=1)
+
+
+def test_rule_d8_newcomer_waits_until_the_members_have_published() -> None:
+    yard = sharded()
+    yard.form(yard.first, yard.second)
+    third = yard.hire()
+    assert yard.ask(third) is None
+    assert yard.beat(yard.first.incarnation).replica_generation == 2, "there is room"
+    both = yard.first.incarnation, yard.second.incarnation
+    assert yard.form(yard.first, yard.second, left=1, step=3).members == both, "step 3 was not published"
+    yard.handle(events.ReplicasPublished(yard.first, 2, 4))
+    assert yard.form(yard.first, yard.second, third, left=2, step=4) == ReplicaGroup(3, (*both, third.incarnation))
+
+
+@pytest.mark.parametrize("published", [3, 2])
+def test_rule_d8_others_go_on_without_a_member_if_the_servers_have_their_step(published: int) -> None:
+    yard = sharded()
+    yard.form(yard.first, yard.second)
+    yard.handle(events.ReplicasPublished(yard.first, 1, published))
+    yard.kill(yard.second.incarnation)
+    if published == 3:
+        assert yard.form(yard.first, left=1, step=3) == ReplicaGroup(2, (yard.first.incarnation,))
+        return
+    with pytest.raises(errors.WorkerFailed, match="lost all its replicas, and has no checkpoint"):
+        yard.form(yard.first, left=1, step=3)
 
 
 @pytest.mark.parametrize("from_snapshot", [False, True])

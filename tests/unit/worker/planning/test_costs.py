@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -36,6 +37,20 @@ def test_the_choice_says_why(model: PlannedModel, workers: int, memory: int, str
     chosen = choose(costs_of(model, workers, servers=2), workers, memory)
     assert chosen.strategy is strategy
     assert chosen.why
+
+
+def test_a_shard_takes_its_part_of_everything_but_the_values_that_come() -> None:
+    by_strategy = {cost.strategy: cost for cost in costs_of(model_of(4_000, state=8_000), workers=4, servers=1)}
+    assert by_strategy[Strategy.SHARDED].worker == 4_000 + (4_000 + 4_000 + 8_000) // 4
+    half = replace(model_of(4_000, state=8_000), cut=2_000)
+    assert costs_of(half, workers=4, servers=1)[-1].worker == 4_000 + (4_000 + 4_000 + 8_000) * 5 // 8
+
+
+def test_strategies_that_cut_say_what_they_cannot_cut() -> None:
+    refused = {cost.strategy: cost.refused for cost in costs_of(replace(model_of(4_000), uncut="nothing"), 4, 1)}
+    assert (refused[Strategy.SHARDED], refused[Strategy.TENSOR]) == ("", "nothing")
+    refused = {cost.strategy: cost.refused for cost in costs_of(replace(model_of(4_000), optimizer="lamb"), 4, 1)}
+    assert refused[Strategy.SHARDED] == refused[Strategy.TENSOR] == "lamb needs whole parameters"
 
 
 def test_more_servers_share_what_a_step_moves() -> None:
