@@ -19,10 +19,16 @@ SLOW = "server"
 
 
 class SlowNetwork:
-    job_pass = b""
-
     def __init__(self, inner: Network, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s
+
+    @property
+    def job_pass(self) -> bytes:
+        return self._inner.job_pass
+
+    @job_pass.setter
+    def job_pass(self, job_pass: bytes) -> None:
+        self._inner.job_pass = job_pass
 
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable

@@ -12,6 +12,8 @@ from harness.machine.slow_network import SlowNetwork
 from harness.processes.answers import Conversation, worker_parser
 from harness.workloads.rows import EPS, LR, Loop, Task
 from shardyard.config import configuration
+from shardyard.security.identity import Role
+from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard_worker.job import connect as worker
 
@@ -27,7 +29,8 @@ def main() -> None:
     targets = task.targets()
     if options.delay_ms:
         settings = configuration.load(None, os.environ, options.settings).settings
-        joined = worker.connect(settings, network=SlowNetwork(GrpcNetwork(None), options.delay_ms / 1_000))
+        network = GrpcNetwork(own_credentials(settings, Role.WORKER))
+        joined = worker.connect(settings, network=SlowNetwork(network, options.delay_ms / 1_000))
     else:
         joined = sy.connect(settings=options.settings)
     with joined as job:

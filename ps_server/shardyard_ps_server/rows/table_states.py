@@ -32,6 +32,8 @@ def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
     """Returns the settings for one partition. The bound on a table's rows is divided between all partitions, rounded
     up."""
     kept = -(-settings.expiry.rows_kept // len(layout.partitions))
+    if kept == settings.expiry.rows_kept:
+        return settings  # the same object in all partitions, which each push and look-up compare
     return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
 
 

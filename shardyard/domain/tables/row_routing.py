@@ -14,7 +14,8 @@ _S32: Final = np.uint64(32)
 
 
 @compiled
-def _put_partitions(ids: Ids, partitions: int, out: Partitions) -> None:
+def put_partitions(ids: Ids, partitions: int, out: Partitions) -> None:
+    """For loops that are compiled: sets out[i] to the partition of ids[i]."""
     count = np.uint64(partitions)
     for i in range(ids.size):
         out[i] = np.int32((mixed(np.uint64(ids[i])) >> _S32) * count >> _S32)
@@ -46,5 +47,5 @@ def partition_of(ids: Ids, partitions: int) -> Partitions:
     """The partition of each id, in [0, partitions): int32, shape (n,). `ids`: int64, shape (n,)."""
     check(ids, partitions)
     out = np.empty(ids.size, np.int32)
-    _put_partitions(writable(ids), partitions, out)
+    put_partitions(writable(ids), partitions, out)
     return out

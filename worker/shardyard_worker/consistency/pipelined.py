@@ -67,7 +67,7 @@ class PipelineStrategy(SpreadStrategy):
             self._group.receive_facts(FACTS + self._group.size())
             self._own_loss = self._runner.run(inputs, target)
 
-    def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:
+    def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:  # noqa: ARG002 - by its stages
         if self._group is None:
             raise GroupLost("this worker has left its replica group")
         return self._group.sum_facts(said)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from shardyard.domain.compiling import compiled
 from shardyard.domain.errors import TooLarge
-from shardyard.domain.tables.row_ids import writable
-from shardyard.domain.tables.row_routing import partition_of
+from shardyard.domain.tables.row_ids import check, writable
+from shardyard.domain.tables.row_routing import put_partitions
 from shardyard.domain.tables.splitmix_loops import mixed
 
 Int64s = npt.NDArray[np.int64]
@@ -44,14 +44,13 @@ class UniqueIds:
 
 
 def unique_ids(ids: Int64s, partitions: int = 1) -> UniqueIds:
-    """The unique ids of `ids`, shape (n,). One pass over the batch; the rest is over the m unique ids."""
-    met = IdNumbering(expected=min(ids.size, 1 << 16))
-    places = met.add(ids)
-    order = np.empty(len(met), np.int64)
+    """The unique ids of `ids`, shape (n,)."""
+    check(ids, partitions)
+    met, places = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     starts = np.zeros(partitions + 1, np.int64)
-    _order(met.ids, partition_of(met.ids, partitions), order, starts)
-    _replace(places, order)
-    return UniqueIds(met.ids[order], places, starts)
+    slots, seed = _free_slots(max(ids.size, _SLOTS_MIN)), _random_seed()
+    count = _find_unique(writable(ids), partitions, slots, seed, met, places, starts)
+    return UniqueIds(met[:count], places, starts)
 
 
 class IdNumbering:
@@ -63,7 +62,7 @@ class IdNumbering:
     def __init__(self, expected: int = 0) -> None:
         self._ids = np.empty(max(expected, _SLOTS_MIN), np.int64)
         self._count = 0
-        self._seed = np.uint64(int.from_bytes(os.urandom(8), "little"))
+        self._seed = _random_seed()
         self._slots = _free_slots(self._ids.size)
 
     def __len__(self) -> int:
@@ -97,6 +96,10 @@ class IdNumbering:
         grown[: self._count] = self.ids
         self._ids, self._slots = grown, _free_slots(grown.size)
         _place(self.ids, self._slots, self._seed)
+
+
+def _random_seed() -> np.uint64:
+    return np.uint64(int.from_bytes(os.urandom(8), "little"))
 
 
 def _free_slots(ids: int) -> Int32s:
@@ -171,38 +174,66 @@ def _place(known: Int64s, slots: Int32s, seed: np.uint64) -> None:
 
 
 @compiled
-def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
-    """Writes into `order` the order of unique ids by owner, ascending within each, and into `starts`, zeros at first,
-    where each owner's ids begin.
+def _find_unique(
+    ids: Int64s, partitions: int, slots: Int32s, seed: np.uint64, met: Int64s, places: Int64s, starts: Int64s
+) -> int:
+    """Sets `places` and `starts` as in UniqueIds, and the first elements of `met` to its ids. Returns how many there
+    are."""
+    _, count = _add(ids, 0, slots, seed, met, 0, places)
+    order, ranks = np.empty(count, np.int64), np.empty(count, np.int64)
+    _order(met[:count], partitions, order, starts)
+    by_number = met[:count].copy()
+    for rank in range(count):
+        met[rank] = by_number[order[rank]]
+        ranks[order[rank]] = rank
+    for i in range(places.size):
+        places[i] = ranks[places[i]]
+    return count
 
-    A radix sort, from the lowest digit of 11 bits to the highest; digits that all ids share are skipped; owners are
+
+@compiled
+def _order(ids: Int64s, partitions: int, order: Int64s, starts: Int64s) -> None:
+    """Writes into `order` the order of unique ids by partition, ascending within each, and into `starts`, zeros at
+    first, where each partition's ids begin.
+
+    A radix sort, from the lowest digit of 11 bits to the highest; digits that all ids share are skipped; partitions are
     last.
     """
-    digits, mask = 6, np.uint64(2047)
-    counts = np.zeros((digits, 2048), np.int64)
+    digits, mask, one = 6, np.uint64(2047), np.uint64(1)
     # the arrays change roles after each digit: assigning slices would make the compiler format errors, for 2 seconds
     keys, moved_keys = np.empty(ids.size, np.uint64), np.empty(ids.size, np.uint64)
     sorted_, moved = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    differs = np.uint64(0)
     for i in range(ids.size):
         # flipping the sign bit makes unsigned keys ascend as signed ids do
-        keys[i] = np.uint64(ids[i]) ^ (np.uint64(1) << np.uint64(63))
+        keys[i] = np.uint64(ids[i]) ^ (one << np.uint64(63))
         sorted_[i] = i
-        for d in range(digits):
-            counts[d, (keys[i] >> np.uint64(11 * d)) & mask] += 1
+        differs |= keys[i] ^ keys[0]
+    counts = np.empty(2048, np.int64)
     for d in range(digits):
         shift = np.uint64(11 * d)
-        if ids.size == 0 or counts[d, (keys[0] >> shift) & mask] == ids.size:
+        if (differs >> shift) & mask == 0:
             continue
+        counts[:] = 0
+        for i in range(ids.size):
+            counts[(keys[i] >> shift) & mask] += 1
         at = 0
         for digit in range(2048):
-            at, counts[d, digit] = at + counts[d, digit], at
+            at, counts[digit] = at + counts[digit], at
         for i in range(ids.size):
             here = (keys[i] >> shift) & mask
-            to = counts[d, here]
-            counts[d, here] = to + 1
+            to = counts[here]
+            counts[here] = to + 1
             moved_keys[to], moved[to] = keys[i], sorted_[i]
         keys, moved_keys = moved_keys, keys
         sorted_, moved = moved, sorted_
+    if partitions == 1:
+        starts[1] = ids.size
+        for i in range(ids.size):
+            order[i] = sorted_[i]
+        return
+    owners = np.empty(ids.size, np.int32)
+    put_partitions(ids, partitions, owners)
     for i in range(ids.size):
         starts[owners[i] + 1] += 1
     for p in range(1, starts.size):
@@ -212,16 +243,6 @@ def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
         owner = owners[sorted_[i]]
         order[ends[owner]] = sorted_[i]
         ends[owner] += 1
-
-
-@compiled
-def _replace(places: Int64s, order: Int64s) -> None:
-    """Turns numbers of ids into positions in `order`."""
-    ranks = np.empty(order.size, np.int64)
-    for rank in range(order.size):
-        ranks[order[rank]] = rank
-    for i in range(places.size):
-        places[i] = ranks[places[i]]
 
 
 @compiled

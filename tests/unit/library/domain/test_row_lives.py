@@ -314,6 +314,12 @@ def test_rows_that_are_kept_are_those_of_all_partitions_together() -> None:
     assert make_tables(layout)["t"].settings.expiry == ExpirySettings(rows_kept=4)
 
 
+def test_settings_that_no_partition_changes_are_one_object() -> None:
+    parts = tuple(PartitionLayout(PartitionId(number), 0, ()) for number in range(3))
+    layout = JobLayout((), OptimizerSpec("sgd", ()), parts, (TableSettings("t", 2, rows_max=64),))
+    assert make_tables(layout)["t"].settings is layout.tables[0]
+
+
 def test_settings_are_those_of_servers() -> None:
     assert sy.tables.AdmitAll().settings == AdmissionSettings()
     assert sy.tables.Expiry().settings == ExpirySettings()
