@@ -3,15 +3,17 @@ all workers (docs/internals/ledger.md, rules B8 and B9). While that step is bein
 
 from __future__ import annotations
 
-from shardyard_worker.exchange.fan_out import MapChanged
+from collections.abc import Callable
+
 from shardyard_worker.training.trainer import SLICE_MS, Trainer
 
 STOP_SLICE_MS = 20
 """The pause between two checks whether the last step is decided, which takes a heartbeat of each worker."""
 
 
-def await_last_step(trainer: Trainer, step: int) -> bool:
-    """Waits until it is decided whether this step is computed, and returns that. Raises MapChanged."""
+def await_last_step(trainer: Trainer, step: int, while_halted: Callable[[], None]) -> bool:
+    """Waits until it is decided whether this step is computed, and returns that. `while_halted` is called regularly in
+    the wait; what it raises ends it."""
     barrier, session = trainer.session.step_barrier, trainer.session
 
     def waiting_for() -> str:
@@ -26,16 +28,15 @@ def await_last_step(trainer: Trainer, step: int) -> bool:
             while barrier.permits(step) is None:
                 session.refresh()
                 session.drain.check()
-                if trainer.is_behind:
-                    raise MapChanged
+                while_halted()
                 trainer.router.pause(SLICE_MS if barrier.switches else STOP_SLICE_MS)
     return barrier.permits(step) is True
 
 
-def may_begin(trainer: Trainer, step: int) -> bool:
+def may_begin(trainer: Trainer, step: int, while_halted: Callable[[], None]) -> bool:
     """As `await_last_step`, for a contribution that follows at once: if it may, the job stops after this step."""
     while True:
-        await_last_step(trainer, step)
+        await_last_step(trainer, step, while_halted)
         may = trainer.session.step_barrier.may_begin(step)
         if may is not None:
             return may
