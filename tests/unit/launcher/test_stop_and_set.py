@@ -11,6 +11,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.cli import main
 from tests.support.launcher_replies import BOUNDED, serving
 
+SYNC = wire.CONSISTENCY_MODE_SYNC
+
 
 @pytest.mark.parametrize("state", [wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED])
 def test_stop_waits_until_the_job_has_ended(state: wire.JobState, capsys: pytest.CaptureFixture[str]) -> None:
