@@ -245,7 +245,8 @@ class GroupStrategy(SyncStrategy):
         """As of the base. Once the step of a switch is fixed, members give the servers their state there. One that has
         begun the next step cannot take part in that: it leaves the group, and with it the sums of that step."""
         super().while_halted(begun=begun)
-        if self._session.step_barrier.switches:
+        step = self.versions.current
+        if step is not None and self._session.step_barrier.is_at_switch(step):  # else others may take this step
             if begun:
                 raise GroupLost("the job changes its strategy before this step")
             self._offer()
