@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardyard.domain.ids import Incarnation
+
+if TYPE_CHECKING:
+    from shardyard.domain.replica_groups import Strategy
 
 
 class UpdateMode(enum.Enum):
@@ -73,15 +76,18 @@ class StaleRule:
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """How the workers of a job wait for each other. `number`: how often the job has switched its mode. `bound`: the
-    bound on staleness, in bounded mode."""
+    """How the workers of a job wait for each other. `number`: how often the job has switched its mode or its strategy.
+    `bound`: the bound on staleness, in bounded mode. `strategy`: the last one to which it has switched; None: it has
+    the one with which it was started."""
 
     number: int
     mode: ConsistencyMode
     bound: int | None = None
+    strategy: Strategy | None = None
 
     def __str__(self) -> str:
-        return self.mode.value if self.bound is None else f"{self.mode.value}, {self.bound} steps"
+        bound = "" if self.bound is None else f", {self.bound} steps"
+        return f"{self.mode.value}{bound}{'' if self.strategy is None else f', {self.strategy.value}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +103,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SwitchPoint:
-    """A synchronous job changes to another mode before step `step`, once that is `settled`: workers compute the steps
-    before it, and begin none from it on. `number` counts such switches of a job. `to_steps`: an asynchronous job
-    changes to steps, of which `step` is the first: data shards that were begun are done, and nothing else is pushed."""
+    """A synchronous job changes to another mode or strategy before step `step`, once that is `settled`: workers compute
+    the steps before it, and begin none from it on. `number` counts such switches of a job. `to_steps`: an asynchronous
+    job changes to steps, of which `step` is the first: data shards that were begun are done, and nothing else is
+    pushed."""
 
     number: int
     settled: bool = False

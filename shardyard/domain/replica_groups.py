@@ -43,6 +43,16 @@ class Strategy(enum.Enum):
         return self in (Strategy.PIPELINE, Strategy.SHARDED, Strategy.TENSOR)
 
     @property
+    def may_be_left(self) -> bool:
+        """Whether a running job can switch from it to another one. Each worker must have the whole model."""
+        return self is Strategy.CENTRAL_STORAGE or self is Strategy.MIRRORED or self.may_be_entered
+
+    @property
+    def may_be_entered(self) -> bool:
+        """Whether a running job can switch to it, on whatever machines its workers are."""
+        return self in (Strategy.PARAMETER_SERVER, Strategy.MULTI_WORKER_MIRRORED)
+
+    @property
     def is_of_one_machine(self) -> bool:
         return self in (Strategy.CENTRAL_STORAGE, Strategy.MIRRORED)
 

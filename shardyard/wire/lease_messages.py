@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from shardyard.domain import limits
 from shardyard.domain.consistency import Consistency, ConsistencyMode, Stop, SwitchPoint
-from shardyard.domain.errors import InvalidRequest, TooLarge
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
 from shardyard.domain.push_names import DataLease, DoneDataShards, RankLease, SourceKey, Watermark
-from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard.domain.replica_groups import ReplicaGroup, Strategy
 from shardyard.wire.common_messages import (
     CONSISTENCY_MODES,
     bounded,
@@ -92,7 +92,12 @@ def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[Ra
 
 def consistency_to_wire(consistency: Consistency) -> coordinator.Consistency:
     mode = CONSISTENCY_MODES.to_wire(consistency.mode)
-    return coordinator.Consistency(number=consistency.number, mode=mode, staleness=consistency.bound)
+    return coordinator.Consistency(
+        number=consistency.number,
+        mode=mode,
+        staleness=consistency.bound,
+        strategy="" if consistency.strategy is None else consistency.strategy.value,
+    )
 
 
 def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
@@ -105,7 +110,17 @@ def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
         )
     if bound is not None and bound > limits.STALENESS_MAX:
         raise TooLarge(f"a staleness of {bound} is too large; at most {limits.STALENESS_MAX} is allowed")
-    return Consistency(message.number, mode, bound)
+    return Consistency(message.number, mode, bound, strategy_from_wire(message.strategy))
+
+
+def strategy_from_wire(name: str) -> Strategy | None:
+    """None if there is none. Raises MalformedPayload."""
+    if not name:
+        return None
+    found = next((each for each in Strategy if each.value == name), None)
+    if found is None:
+        raise MalformedPayload(f"strategy {name[:40]!a}, which this release does not know")
+    return found
 
 
 def stop_to_wire(stop: Stop) -> coordinator.Stop:

@@ -550,6 +550,7 @@ class CoordinatorWorld:
             "SwitchConsistency": [
                 encoded(wire.SwitchConsistencyRequest(job_name="default", mode=3, staleness=2)),
                 encoded(wire.SwitchConsistencyRequest(mode=4)),
+                encoded(wire.SwitchConsistencyRequest(strategy="multi_worker_mirrored")),
             ],
             "FollowJob": [
                 encoded(wire.FollowJobRequest(job=worker.job, reader=PIN)),

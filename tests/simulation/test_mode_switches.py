@@ -66,7 +66,7 @@ def goes_on_behind_the_switch_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes over from the newest, whatever its step."""
-    real: Callable[..., Any] = mode_switch._switch_updates
+    real: Callable[..., Any] = mode_switch._switch_partitions
 
     def switch_updates(job: JobState, now_ms: int) -> Any:
         committed = job.book.committed
@@ -74,7 +74,7 @@ def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
             job.book.committed = replace(committed, step=job.pending_switch.step)
         return real(job, now_ms)
 
-    monkeypatch.setattr(mode_switch, "_switch_updates", switch_updates)
+    monkeypatch.setattr(mode_switch, "_switch_partitions", switch_updates)
 
 
 def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:

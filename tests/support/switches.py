@@ -193,14 +193,20 @@ def set_(yard: RoleYard, *what: str) -> subprocess.CompletedProcess[str]:
 
 
 def switch_while_some_die(
-    yard: RoleYard, probes: Probes, when: str, settings: dict[str, object], *what: str, told: str, mode: int
+    yard: RoleYard,
+    probes: Probes,
+    when: str,
+    settings: dict[str, object],
+    *what: str,
+    told: str,
+    has_switched: Callable[[wire.JobStatus], bool],
 ) -> wire.Consistency:
     """Three workers count. `shardyard set` is called with `what` and must print `told`. Then a worker, a server and the
-    coordinator are killed: before the job has changed to updates of `mode`, or, if `when` is "after", right after. Each
-    sample must count once an epoch. Returns the consistency at the end."""
+    coordinator are killed: before the job has switched, or, if `when` is "after", right after. Each sample must count
+    once an epoch. Returns the consistency at the end."""
 
-    def await_mode() -> None:
-        until(lambda: yard.status().jobs[0].mode == mode, yard.status)
+    def await_switch() -> None:
+        until(lambda: has_switched(yard.status().jobs[0]), yard.status)
 
     options = ("--epochs", str(EPOCHS), "--pause-ms", "60", "--samples", str(SAMPLES), "--ranks", str(RANKS))
     given = {
@@ -215,13 +221,13 @@ def switch_while_some_die(
     answer = set_(yard, *what)
     assert (answer.returncode, answer.stdout) == (0, told), answer.stderr
     if when == "after":
-        await_mode()
+        await_switch()
     started.pop()[0].kill()
     yard.kill_server(1)
     yard.kill_coordinator()
     yard.restart_coordinator()
     yard.restart_server(1)
-    await_mode()
+    await_switch()
     results = [finish(script, out) for script, out in started]
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * SAMPLES] * 2
     (job,) = yard.ended().jobs

@@ -16,6 +16,7 @@ from shardyard.domain.consistency import ConsistencyMode, UpdateMode
 from shardyard.domain.ids import Caller, Generation, JobId, MemberRole, RunName, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.push_names import DataLease
+from shardyard.domain.replica_groups import Strategy
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard.storage.storage import Written
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -187,6 +188,7 @@ def beat(
     halted: str = "",
     halt: str = "1",
     pushed: str = "0",
+    needs_servers: str = "",
 ) -> events.Event:
     """A heartbeat. `reached`: the step before which a worker of a job that stops can end; `switches`: the number of the
     switch that the worker has made; `halted`: the worker has halted (for the halt of the number `halt`) before this
@@ -201,6 +203,7 @@ def beat(
         switches=int(switches),
         pushed=int(pushed),
         switch_reached=(int(halt), int(halted)) if halted else None,
+        needs_servers=needs_servers,
     )
     return events.HeartbeatReceived(stage.members[name], report)
 
@@ -322,10 +325,23 @@ def stop(stage: Stage, name: str, reason: str = "") -> events.Event:
 
 
 @verb
-def switch(stage: Stage, mode: str = "", *, staleness: str = "", job: str = "") -> events.Event:
-    """A person changes the consistency mode of a job, of the only one where none is named."""
+def switch(stage: Stage, mode: str = "", *, staleness: str = "", strategy: str = "", job: str = "") -> events.Event:
+    """A person changes the consistency mode or the strategy of a job, of the only one where none is named."""
     chosen = ConsistencyMode(mode) if mode else None
-    return events.SwitchRequested(job, chosen, int(staleness) if staleness else None)
+    bound, wanted = int(staleness) if staleness else None, Strategy(strategy) if strategy else None
+    return events.SwitchRequested(job, chosen, bound, wanted)
+
+
+@verb
+def group(stage: Stage, name: str, *, left: str = "0", step: str = "") -> events.Event:
+    """A worker has left the replica group of that number, and asks for the next one. `step`: that of its replica."""
+    return events.ReplicaGroupAsked(stage.caller(name), int(left), int(step) if step else None)
+
+
+@verb
+def published(stage: Stage, name: str, generation: str, step: str) -> events.Event:
+    """The members of that replica group have given the servers the state of this step."""
+    return events.ReplicasPublished(stage.caller(name), int(generation), int(step))
 
 
 @verb

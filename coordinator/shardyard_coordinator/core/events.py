@@ -16,6 +16,7 @@ from shardyard.domain.errors import ShardyardError
 from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, RunName, Token
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import DataShardSource, LeasedSource, PushName, Source, SourceKey
+from shardyard.domain.replica_groups import Strategy
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import VariableSpec
 from shardyard_coordinator.core.effects import Effect
@@ -263,11 +264,12 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested(Event):
-    """A person asks for another consistency mode or staleness bound. None: unchanged."""
+    """A person asks for another consistency mode, staleness bound or strategy. None: unchanged."""
 
     job_name: str
     mode: ConsistencyMode | None
     staleness: int | None
+    strategy: Strategy | None = None
 
 
 @dataclass(frozen=True, slots=True)

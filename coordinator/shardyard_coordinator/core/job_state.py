@@ -158,6 +158,10 @@ class JobState:
         layout = self.deployment.layout
         return layout is not None and self.settings.compression.push_rules.keep_feedback(layout.variables)
 
+    def needs_servers(self, worker: Incarnation) -> str:
+        """What in the worker's script needs variables on the servers; empty if nothing does."""
+        return self.progress.of(worker).needs_servers
+
     def held(self, worker: Incarnation) -> Sequence[LeasedSource]:
         """The work that the worker holds under a lease."""
         if isinstance(self.feeds, DataLedger):
@@ -231,11 +235,14 @@ def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str 
         mode=ModeSetting(consistency.mode, consistency.bound),
         book=CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms),
         log_owners=LogOwners(settings.checkpoint.keep) if settings.durability is Durability.WAL else None,
-        replicas=_new_replicas(settings) if settings.strategy.is_mirrored else None,
+        replicas=new_replicas(settings),
     )
 
 
-def _new_replicas(settings: JobSettings) -> ReplicaBook:
+def new_replicas(settings: JobSettings) -> ReplicaBook | None:
+    """None if the servers have the job's variables."""
+    if not settings.strategy.is_mirrored:
+        return None
     return ReplicaBook(
         members_max=settings.logical_rank_count * settings.workers_per_rank,
         workers_expected=settings.workers_expected,

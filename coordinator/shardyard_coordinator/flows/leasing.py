@@ -129,7 +129,7 @@ def close_lease(job: JobState, returned: LeaseReturned, next_sequence: int, gene
 def _is_of_former_mode(job: JobState, returned: LeaseReturned) -> bool:
     """Whether a worker returns work of the former mode, because it does not know yet that the job no longer has steps,
     or data shards."""
-    return job.mode.has_switched_updates and (returned.data_shard is None) is (job.ranks is None)
+    return job.mode.has_switched_partitions and (returned.data_shard is None) is (job.ranks is None)
 
 
 def _is_closed(job: JobState, returned: LeaseReturned) -> bool:

@@ -1,11 +1,11 @@
-"""Switches a running job to another consistency mode, or to another bound on staleness.
+"""Switches a running job to another consistency mode, bound on staleness, or strategy.
 
-The job's `mode` and `pending_switch` hold the decisions. A switch between asynchronous and synchronous updates takes
-three steps: workers pause, a checkpoint is taken that has all counted work and nothing else, and one record puts the
-job into the other mode (docs/internals/ledger.md, rules B8, B10). Any other switch is told to the servers, then to the
-workers.
+The job's `mode` and `pending_switch` hold the decisions. A switch between asynchronous and synchronous updates, or to
+another strategy, takes three steps: workers pause, a checkpoint is taken that has all counted work and nothing else,
+and one record puts the job into the other mode (docs/internals/ledger.md, rules B8, B10, D9). Any other switch is told
+to the servers, then to the workers.
 Invariants: a switch that is refused has changed nothing. Until the record of the other mode is written, the switch may
-be cancelled. Must not know: how servers are called, the clock.
+be cancelled, unless replicas publish for it. Must not know: how servers are called, the clock.
 """
 
 from __future__ import annotations
@@ -16,27 +16,38 @@ from dataclasses import replace
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors, limits
 from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, UpdateMode
-from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.ids import Generation, Incarnation, Token
 from shardyard.domain.push_names import DataShardSource
+from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.core.effects import Effect, JobPhase, LogMessage, PaceServers, Reply, SwitchTaken
-from shardyard_coordinator.core.job_state import JobState, new_data_ledger, new_ranks, new_step_ledger
-from shardyard_coordinator.modes.mode_setting import SETTING, consistency_body, consistency_of, settings_of, switched
+from shardyard_coordinator.core.job_state import JobState, new_data_ledger, new_ranks, new_replicas, new_step_ledger
+from shardyard_coordinator.modes.mode_setting import (
+    SETTING,
+    STRATEGY_SETTING,
+    consistency_body,
+    consistency_of,
+    settings_of,
+    switched,
+)
 from shardyard_coordinator.placement import table_specs
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.work import checkpoint_copy, ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import LeaseWait
+from shardyard_coordinator.work.ranks import RankBook
 from shardyard_coordinator.work.step_ledger import StepLedger
 
 
-def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, now_ms: int) -> list[Effect]:
-    """A person asks for another mode or bound. Raises InvalidRequest, NotReady, ConfigurationError, and the failure of
-    a failed job."""
+def switch(
+    job: JobState, mode: ConsistencyMode | None, staleness: int | None, strategy: Strategy | None, now_ms: int
+) -> list[Effect]:
+    """A person asks for another mode, bound or strategy. Raises InvalidRequest, NotReady, ConfigurationError, and the
+    failure of a failed job."""
     job.require_unfinished()
     job.require_joinable()
-    settings = switched(job.settings, mode, staleness)
-    if settings.consistency.mode.updates is not job.settings.consistency.mode.updates:
+    settings = switched(job.settings, mode, staleness, strategy)
+    if settings.strategy is not job.settings.strategy or _updates(settings) is not _updates(job.settings):
         return _ask_switch(job, settings)
     if may_cancel(job):
         _check_cancel(job, settings)
@@ -52,8 +63,12 @@ def switch(job: JobState, mode: ConsistencyMode | None, staleness: int | None, n
     return [*job.records(asked), message, *_pace(job, now_ms), reply]
 
 
+def _updates(settings: JobSettings) -> UpdateMode:
+    return settings.consistency.mode.updates
+
+
 def may_cancel(job: JobState) -> bool:
-    """Whether a switch between synchronous and asynchronous updates is under way and may still be cancelled."""
+    """Whether a switch by way of a checkpoint is under way, and the job is not in the other mode."""
     return job.pending_switch.wanted is not None and not _has_switched(job)
 
 
@@ -95,7 +110,7 @@ def fix_step(job: JobState, step: int) -> list[Effect]:
 
 
 def tick(job: JobState, now_ms: int) -> list[Effect]:
-    return [*_switch_updates(job, now_ms), *_pace(job, now_ms)]
+    return [*_switch_partitions(job, now_ms), *_pace(job, now_ms)]
 
 
 def note_map(job: JobState, *, restored: bool) -> None:
@@ -108,7 +123,7 @@ def note_map(job: JobState, *, restored: bool) -> None:
 
 def awaits_work(job: JobState) -> LeaseWait | None:
     """What a worker waits for if it asks for a data shard during the switch; None: no data shard is held back."""
-    if job.ranks is not None and job.mode.has_switched_updates:
+    if job.ranks is not None and job.mode.has_switched_partitions:
         return LeaseWait(f"partitions of {job.title} in mode {job.settings.consistency.mode.value}")
     if not job.pending_switch.to_steps:
         return None
@@ -120,53 +135,69 @@ def unfinished_shards(job: JobState) -> str:
     return job.feeds.holders if job.pending_switch.to_steps and isinstance(job.feeds, DataLedger) else ""
 
 
-# ---- between synchronous and asynchronous updates
+# ---- by way of a checkpoint
 
 
 def _cancel(job: JobState, why: str) -> list[Effect]:
     cancelled = job.records(job.pending_switch.cancel())
-    return [*cancelled, LogMessage(f"{job.title} stays {job.settings.consistency.mode.value}, {why}")]
+    return [*cancelled, LogMessage(f"{job.title} stays {job.mode.latest}, {why}")]
 
 
 def _check_cancel(job: JobState, settings: JobSettings) -> None:
-    """Raises NotReady unless the request is for what the job has."""
+    """Raises NotReady unless the request is for what the job has. If one member of a replica group learned that the
+    switch is cancelled, and began the next step, while another publishes, they would take part in different
+    collectives."""
     asked, latest = settings.consistency, job.mode.latest
-    if (asked.mode, asked.bound) == (latest.mode, latest.bound):
-        return
-    raise _switches_already(job)
+    if (asked.mode, asked.bound) != (latest.mode, latest.bound):
+        raise _switches_already(job)
+    if job.replicas is not None and job.pending_switch.step is not None:
+        raise errors.NotReady(
+            f"job {job.settings.name!r} is switching to {job.pending_switch.wanted}, and its step is fixed",
+            why="its workers give the servers their state now",
+            todo="wait until it has switched, and switch it back; or stop it (`shardyard stop`)",
+        )
 
 
 def _switches_already(job: JobState) -> errors.NotReady:
     return errors.NotReady(
         f"job {job.settings.name!r} is switching to {job.pending_switch.wanted}",
         why="one switch at a time",
-        todo=f"see `shardyard status`; or cancel it: shardyard set {SETTING}={job.mode.latest.mode.value}",
+        todo=f"see `shardyard status`; or cancel it: shardyard set {_present(job)}",
     )
 
 
+def _present(job: JobState) -> str:
+    """The setting that the switch under way changes, as the job has it."""
+    wanted, latest = job.pending_switch.wanted, job.mode.latest
+    if wanted is not None and wanted.strategy is not latest.strategy:
+        return f"{STRATEGY_SETTING}={job.settings.strategy.value}"
+    return f"{SETTING}={latest.mode.value}"
+
+
 def _ask_switch(job: JobState, settings: JobSettings) -> list[Effect]:
-    """Asks for a switch between synchronous and asynchronous updates. Raises InvalidRequest, NotReady,
-    ConfigurationError, TooLarge."""
-    wanted, before = job.mode.next_switch(settings), job.pending_switch.wanted
+    """Asks for a switch by way of a checkpoint. Raises InvalidRequest, NotReady, ConfigurationError, TooLarge."""
+    strategy = None if settings.strategy is job.settings.strategy else settings.strategy
+    wanted, before = job.mode.next_switch(settings, strategy), job.pending_switch.wanted
     if before is not None:
-        if (before.mode, before.bound) == (wanted.mode, wanted.bound):
+        if before == wanted:
             return [Reply(SwitchTaken(job.id, job.settings.name, before, first=False))]
         raise _switches_already(job)
-    _check_switch(job, settings)
+    to_steps = strategy is None and _updates(settings) is UpdateMode.SYNC
+    _check_switch(job, settings, settings.consistency.mode.value if strategy is None else strategy.value, to_steps)
     message = LogMessage(f"{job.title} will switch to {wanted}, as requested, once its workers report how far they are")
-    asked = job.records(job.pending_switch.ask(wanted))
+    asked = job.records(job.pending_switch.ask(wanted, to_steps=to_steps))
     return [*asked, message, Reply(SwitchTaken(job.id, job.settings.name, wanted, first=True))]
 
 
-def _check_switch(job: JobState, settings: JobSettings) -> None:
-    layout, wanted = job.deployment.layout, settings.consistency.mode.value
+def _check_switch(job: JobState, settings: JobSettings, wanted: str, to_steps: bool) -> None:
+    """`wanted`: the other mode or strategy. Raises InvalidRequest, NotReady, ConfigurationError."""
+    layout = job.deployment.layout
     if job.phase is not JobPhase.RUNNING or layout is None or not len(job.feeds):
         raise errors.NotReady(
             f"{job.title} has not begun job.batches",
             why="only work of job.batches has names that the other mode knows, too",
             todo="switch it while it runs through job.batches",
         )
-    to_steps = settings.consistency.mode.updates is UpdateMode.SYNC
     refusals = {
         "keeps logs (job.durability wal)": job.settings.durability is Durability.WAL,
         "has no checkpoints (job.checkpoint.url)": job.book.url is None,
@@ -181,16 +212,31 @@ def _check_switch(job: JobState, settings: JobSettings) -> None:
         raise errors.InvalidRequest(
             f"{job.title} {found}, and cannot switch to {wanted} while it runs",
             why="the switch goes through a checkpoint, which must contain all work that has counted",
-            todo=f"stop it, and start a job in mode {wanted} with its model (`shardyard checkpoint export`)",
+            todo=f"stop it, and start a {wanted} job with its model (`shardyard checkpoint export`)",
         )
+    if settings.strategy.is_mirrored:
+        _check_replicas(job, settings)
     table_specs.check_settings(layout.tables, settings)
     if isinstance(job.feeds, DataLedger):
         ledger_conversion.check(new_step_ledger(settings), job.feeds)
 
 
-def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
-    """Puts the job into the other mode once a checkpoint has everything that was counted before the fixed step. From
-    this record on the switch holds, whichever process dies."""
+def _check_replicas(job: JobState, settings: JobSettings) -> None:
+    """Raises InvalidRequest if the job's variables cannot be in its workers."""
+    found = next((each for each in map(job.needs_servers, job.workers) if each), "")
+    if job.has_tables and settings.clip.norm:
+        found = "embedding tables with job.clip.norm"
+    if found:
+        raise errors.InvalidRequest(
+            f"{job.title} has {found}, and cannot switch to {settings.strategy.value}",
+            why="that needs variables on the servers",
+            todo="leave it as it is",
+        )
+
+
+def _switch_partitions(job: JobState, now_ms: int) -> list[Effect]:
+    """Puts the job into the other mode or strategy once a checkpoint has everything that was counted before the fixed
+    step. From this record on the switch holds, whichever process dies."""
     step, wanted, committed = job.pending_switch.step, job.pending_switch.wanted, job.book.committed
     if step is None or wanted is None or _has_switched(job) or not _may_switch(job):
         return []
@@ -205,16 +251,19 @@ def _switch_updates(job: JobState, now_ms: int) -> list[Effect]:
         {"step": step, "left": generation, "number": wanted.number, **consistency_body(wanted)},
     )
     message = f"{job.title} is {wanted} from step {step:,} on: partitions continue from checkpoint {committed.number}"
-    if isinstance(job.feeds, StepLedger):
+    begun: Sequence[tuple[DataShardSource, int]] = ()
+    if wanted.strategy is not job.mode.latest.strategy:
+        _take_strategy(job, wanted, generation, step, now_ms)
+    elif isinstance(job.feeds, StepLedger):
         begun = _lease_data(job, wanted, generation, step)
-        return [*job.records([record, *_restore_all(job, begun, 0, now_ms)]), LogMessage(message)]
-    try:
-        _take_steps(job, wanted, generation, step, now_ms)
-    except errors.InvalidRequest as error:  # a data set was opened meanwhile
-        return _cancel(job, f"because {error.what}")
-    records = [record, *_restore_all(job, (), step, now_ms)]
-    assert job.ranks is not None
-    return [*job.records([*records, *(each.entry for each in job.ranks.assign_vacant(now_ms))]), LogMessage(message)]
+    else:
+        try:
+            _take_steps(job, wanted, generation, step, now_ms)
+        except errors.InvalidRequest as error:  # a data set was opened meanwhile
+            return _cancel(job, f"because {error.what}")
+    restored = _restore_all(job, begun, step if job.pending_switch.to_steps else 0, now_ms)
+    given = [] if job.ranks is None else job.ranks.assign_vacant(now_ms)
+    return [*job.records([record, *restored, *(each.entry for each in given)]), LogMessage(message)]
 
 
 def _has_all(job: JobState, committed: Committed, step: int) -> bool:
@@ -251,10 +300,26 @@ def _take_steps(job: JobState, consistency: Consistency, generation: Generation,
     steps = new_step_ledger(settings_of(job.settings, consistency))
     ledger_conversion.take_over_data(steps, job.feeds, step)
     _set_mode(job, consistency, generation)
+    job.deal_by(steps, _unowned_ranks(job, now_ms), step)
+
+
+def _take_strategy(job: JobState, consistency: Consistency, generation: Generation, step: int, now_ms: int) -> None:
+    """Takes steps under another strategy from now on. `generation`: of the job's last map. `step`: the first one. The
+    tokens of leased ranks and of replica groups are in one ascending order (rule D6)."""
+    if job.replicas is not None:
+        job.tokens.seen(Token(job.replicas.group.generation))
+    _set_mode(job, consistency, generation)
+    job.replicas = new_replicas(job.settings)
+    if job.replicas is not None:
+        job.replicas.begin_after(job.tokens.latest, step)
+    job.ranks = _unowned_ranks(job, now_ms)
+
+
+def _unowned_ranks(job: JobState, now_ms: int) -> RankBook:
     ranks = new_ranks(job.settings, job.tokens, now_ms)
     for worker in job.workers:
         ranks.enter(worker)
-    job.deal_by(steps, ranks, step)
+    return ranks
 
 
 def _restore_all(job: JobState, begun: Sequence[tuple[DataShardSource, int]], step: int, now_ms: int) -> list[Entry]:
@@ -280,7 +345,7 @@ def _restore_all(job: JobState, begun: Sequence[tuple[DataShardSource, int]], st
 
 def _set_mode(job: JobState, consistency: Consistency, generation: Generation) -> None:
     assert job.book.committed is not None
-    job.mode.switch_updates(consistency, generation, job.book.committed.number)
+    job.mode.switch_partitions(consistency, generation, job.book.committed.number)
     job.apply_mode()
 
 
@@ -309,11 +374,16 @@ def restore(job: JobState, body: Body, now_ms: int) -> None:
     whole = job.deployment.map is not None and job.book.committed is not None
     require(whole, "a job switches, and has no checkpoint to continue from")
     consistency = consistency_of(body, body.number("number", least=job.mode.latest.number + 1))
-    crosses = consistency.mode.updates is not job.settings.consistency.mode.updates
-    require(crosses, f"a job switches to {consistency}")
+    is_strategy = consistency.strategy is not job.mode.latest.strategy
+    crosses = consistency.mode.updates is not job.updates
+    require(crosses is not is_strategy, f"a job switches to {consistency}")
     left = Generation(body.number("left", least=1))
     require(left == job.deployment.generation, f"partitions of generation {left} are left")
     step = body.number("step", most=limits.SEQUENCE_MAX)
+    if is_strategy:
+        require(job.ranks is not None, f"an asynchronous job switches to {consistency}")
+        _take_strategy(job, consistency, left, step, now_ms)
+        return
     if isinstance(job.feeds, StepLedger):
         _lease_data(job, consistency, left, step)
         return

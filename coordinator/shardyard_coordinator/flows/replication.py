@@ -20,7 +20,9 @@ from shardyard_coordinator.work.replica_book import ReplicaBook
 
 def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
     """A worker waits for the next group. Raises InvalidRequest, NotReady."""
-    book, worker = _book(job), asked.caller.incarnation
+    if job.replicas is None and job.mode.has_switched_partitions:
+        return [Reply(ReplicaGroupAnswer(None, f"{job.title} to have its partitions in mode {job.mode.latest}"))]
+    book, worker = book_of(job), asked.caller.incarnation
     if job.deployment.stage is not Stage.OPEN:
         raise NotReady(f"{job.title} has no variables on the servers yet", todo="call job.prepare first")
     book.ask(worker, asked.left, asked.step, now_ms)
@@ -50,7 +52,7 @@ def published(job: JobState, said: ReplicasPublished, now_ms: int) -> list[Effec
     """All servers have the replicas' state of that step. In a job with tables the members take no step before the
     partitions are cut for the checkpoint that wants it, since its rows change with the next step. Raises
     InvalidRequest, StaleGeneration."""
-    book = _book(job)
+    book = book_of(job)
     check_member(book, said.caller.incarnation, said.generation)
     job.progress.reach(said.step)
     records: list[Effect] = []
@@ -74,7 +76,9 @@ def check_member(book: ReplicaBook, worker: Incarnation, generation: int) -> Non
         )
 
 
-def _book(job: JobState) -> ReplicaBook:
-    if job.replicas is None:
-        raise InvalidRequest(f"{job.title} has no replica groups: its job.strategy is {job.settings.strategy.value}")
-    return job.replicas
+def book_of(job: JobState) -> ReplicaBook:
+    """Raises InvalidRequest, and StaleGeneration for members of the groups that the job had."""
+    if job.replicas is not None:
+        return job.replicas
+    what = f"{job.title} has no replica groups: its job.strategy is {job.settings.strategy.value}"
+    raise (StaleGeneration if job.mode.has_switched_partitions else InvalidRequest)(what)

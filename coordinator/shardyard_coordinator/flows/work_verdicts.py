@@ -212,7 +212,7 @@ def _check_reported(job: JobState, said: NotFiniteReported) -> LeasedSource | No
 def _check_former(job: JobState, source: Source) -> None:
     """Raises StaleToken for work of a kind that the job no longer has."""
     of_before = RankSource if job.ranks is None else DataShardSource | WorkerSource
-    if isinstance(source, of_before) and job.mode.has_switched_updates:
+    if isinstance(source, of_before) and job.mode.has_switched_partitions:
         raise errors.StaleToken(f"{source} of {job.title}, which has switched to {job.mode.latest}")
 
 

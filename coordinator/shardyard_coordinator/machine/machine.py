@@ -183,8 +183,8 @@ class Machine:
                 worker = None if caller is None else caller.incarnation
                 job = callers.asked_about(self._members, self._jobs, caller, job_name)
                 return last_step.stop(job, worker, reason)
-            case events.SwitchRequested(job_name, mode, staleness):
-                return mode_switch.switch(self._jobs.find(job_name), mode, staleness, now_ms)
+            case events.SwitchRequested(job_name, mode, staleness, strategy):
+                return mode_switch.switch(self._jobs.find(job_name), mode, staleness, strategy, now_ms)
             case events.ReaderHeard():
                 return readers.on_reader(self._jobs.find_for_reader(event), event, now_ms)
             case events.EvaluationReported(number):

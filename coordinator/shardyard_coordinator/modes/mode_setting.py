@@ -1,4 +1,4 @@
-"""The consistency mode of a running job, and its bound on staleness (docs/guides/switching.md).
+"""The consistency mode of a running job, its bound on staleness, and its strategy (docs/guides/switching.md).
 
 Owns: the latest switch, the mode in force until all servers know the switch, and which workers follow it. Invariants:
 servers are told first, so that no worker relies on a bound that some server does not know. Workers are told once all
@@ -18,12 +18,14 @@ from shardyard.config.settings import JobSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import Consistency, ConsistencyMode, UpdateMode
 from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.records import Body, Entry, require
 
 SWITCHES_MAX: Final = (1 << 32) - 1
 RETRY_MS: Final = 500
 """Between two tries to tell servers."""
 SETTING: Final = "job.consistency.mode"
+STRATEGY_SETTING: Final = "job.strategy"
 
 
 class ModeSetting:
@@ -36,7 +38,7 @@ class ModeSetting:
         self._asking = False
         self._retry_at_ms = 0
         self._left: Generation | None = None
-        """The last map before the job changed between steps and data shards."""
+        """The last map before the partitions were restored for another kind of updates, or another strategy."""
         self._by = 0
         """The checkpoint by way of which it did."""
         self._acknowledged: dict[Incarnation, int] = {}
@@ -58,30 +60,32 @@ class ModeSetting:
         self._switch(self.next_switch(settings))
         return [self._switched]
 
-    def next_switch(self, settings: JobSettings) -> Consistency:
-        """The mode and bound of these settings, under the number of the next switch. Raises TooLarge."""
+    def next_switch(self, settings: JobSettings, strategy: Strategy | None = None) -> Consistency:
+        """The mode and bound of these settings, under the number of the next switch. `strategy`: the one to which the
+        job switches; None: it keeps its own. Raises TooLarge."""
         if self.latest.number == SWITCHES_MAX:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; no more are possible")
-        return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
+        consistency, kept = settings.consistency, strategy or self.latest.strategy
+        return Consistency(self.latest.number + 1, consistency.mode, consistency.bound, kept)
 
-    def switch_updates(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
-        """Changes between synchronous and asynchronous updates, by way of that checkpoint. `generation`: of the last
-        map of the former partitions."""
+    def switch_partitions(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
+        """Changes the kind of updates or the strategy, by way of that checkpoint. `generation`: of the last map of the
+        former partitions."""
         self._switch(consistency)
         self._left, self._by = generation, checkpoint
 
     @property
-    def has_switched_updates(self) -> bool:
-        """Whether the job has changed between synchronous and asynchronous updates."""
+    def has_switched_partitions(self) -> bool:
+        """Whether the job has changed its kind of updates, or its strategy."""
         return self._left is not None
 
     def is_former_checkpoint(self, number: int) -> bool:
-        """Whether the checkpoint is from before the last change between synchronous and asynchronous updates. Its data
-        ledger then means something else, even if the mode is the same again."""
+        """Whether the checkpoint is from before the last such change. Its data ledger may then mean something else,
+        even if the mode is the same again."""
         return self._left is not None and number <= self._by
 
     def is_former_map(self, generation: Generation | None) -> bool:
-        """Whether the map is from before the last change between synchronous and asynchronous updates."""
+        """Whether the map is from before the last such change."""
         return self._left is not None and generation is not None and generation <= self._left
 
     # ---- how far it is
@@ -93,10 +97,10 @@ class ModeSetting:
 
     @property
     def in_force(self) -> Consistency:
-        """What all servers follow, and workers shall follow. A change between synchronous and asynchronous updates is
-        in force before anyone sees the new map."""
-        crosses = self._before.mode.updates is not self.latest.mode.updates
-        return self._before if self.is_under_way and not crosses else self.latest
+        """What all servers follow, and workers shall follow. A change by way of a checkpoint is in force before anyone
+        sees the new map."""
+        restores = needs_checkpoint(self._before, self.latest)
+        return self._before if self.is_under_way and not restores else self.latest
 
     def begin(self, generation: Generation | None, now_ms: int) -> bool:
         """Whether the servers of the map of that generation are to be told now. If so, the call counts as under way."""
@@ -173,10 +177,19 @@ class ModeSetting:
             self._by = body.number("by") if body.has("by") else 0
 
 
-def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None) -> JobSettings:
-    """The settings of a running job with another mode or bound; None: unchanged. Raises InvalidRequest for a switch
-    that cannot be made while the job runs, ConfigurationError if settings do not fit each other."""
+def needs_checkpoint(before: Consistency, after: Consistency) -> bool:
+    """Whether the partitions are restored from a checkpoint when a job changes so."""
+    return before.mode.updates is not after.mode.updates or before.strategy is not after.strategy
+
+
+def switched(
+    settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None, strategy: Strategy | None = None
+) -> JobSettings:
+    """The settings of a running job with another mode, bound or strategy; None: unchanged. Raises InvalidRequest for a
+    switch that cannot be made while the job runs, ConfigurationError if settings do not fit each other."""
     before = settings.consistency
+    if strategy is not None and strategy is not settings.strategy:
+        _check_strategy(settings, strategy, mode)
     wanted = before.mode if mode is None else mode
     if staleness is not None and wanted is not ConsistencyMode.BOUNDED:
         raise errors.InvalidRequest(
@@ -198,8 +211,28 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}
     if staleness is not None:
         consistency["staleness"] = staleness
-    changed = settings.model_dump(mode="json") | {"consistency": consistency}
+    kept = (strategy or settings.strategy).value
+    changed = settings.model_dump(mode="json") | {"consistency": consistency, "strategy": kept}
     return parse_job_settings(json.dumps(changed))
+
+
+def _check_strategy(settings: JobSettings, strategy: Strategy, mode: ConsistencyMode | None) -> None:
+    """Raises InvalidRequest unless a running job can switch to this strategy."""
+    what = f"job {settings.name!r} runs with strategy {settings.strategy.value}, and cannot switch to {strategy.value}"
+    if not (settings.strategy.may_be_left and strategy.may_be_entered):
+        raise errors.InvalidRequest(
+            what,
+            why="a running job switches from parameter_server, central_storage, mirrored or multi_worker_mirrored, to"
+            " parameter_server or multi_worker_mirrored",
+            todo="stop it (`shardyard stop`), order its last checkpoint (`shardyard checkpoint restore`), and start it"
+            f" with {STRATEGY_SETTING}={strategy.value}",
+        )
+    if mode is not None and mode is not settings.consistency.mode:
+        raise errors.InvalidRequest(
+            f"{what} and to mode {mode.value} at once",
+            why="each of both takes a checkpoint of its own",
+            todo=f"set {SETTING} and {STRATEGY_SETTING} one after the other",
+        )
 
 
 def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
@@ -207,7 +240,8 @@ def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
     if not latest.number:
         return settings
     changed = {"mode": latest.mode} | ({} if latest.bound is None else {"staleness": latest.bound})
-    return settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+    strategy = {} if latest.strategy is None else {"strategy": latest.strategy}
+    return settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed), **strategy})
 
 
 def _acknowledged(worker: Incarnation, number: int) -> Entry:
@@ -215,7 +249,8 @@ def _acknowledged(worker: Incarnation, number: int) -> Entry:
 
 
 def consistency_body(consistency: Consistency) -> dict[str, object]:
-    return {"mode": consistency.mode.value, "staleness": consistency.bound}
+    strategy = {} if consistency.strategy is None else {"strategy": consistency.strategy.value}
+    return {"mode": consistency.mode.value, "staleness": consistency.bound, **strategy}
 
 
 def consistency_of(body: Body, number: int) -> Consistency:
@@ -225,4 +260,8 @@ def consistency_of(body: Body, number: int) -> Consistency:
     bound = None if body.is_null("staleness") else body.number("staleness")
     mode = modes[body.text("mode")]
     require((bound is None) is not (mode is ConsistencyMode.BOUNDED), f"mode {mode.value} with staleness {bound}")
-    return Consistency(number, mode, bound)
+    if not body.has("strategy"):
+        return Consistency(number, mode, bound)
+    strategies = {strategy.value: strategy for strategy in Strategy}
+    require(body.text("strategy") in strategies, f"strategy {body.text('strategy')!r}")
+    return Consistency(number, mode, bound, strategies[body.text("strategy")])

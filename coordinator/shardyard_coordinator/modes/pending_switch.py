@@ -1,5 +1,5 @@
-"""Switches a job between synchronous and asynchronous updates, before a fixed step (rules B8, B10 of
-docs/internals/ledger.md).
+"""Switches a job between synchronous and asynchronous updates, or to another strategy, before a fixed step (rules B8,
+B10 and D9 of docs/internals/ledger.md).
 
 Owns: the requested mode, how far each worker is, and the fixed step. Invariants: the step is fixed after every living
 worker has reported how far it is and waits there, and after the servers have reported what they have from workers that
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from shardyard.domain import limits
-from shardyard.domain.consistency import Consistency, SwitchPoint, UpdateMode
+from shardyard.domain.consistency import Consistency, SwitchPoint
 from shardyard.domain.ids import Incarnation
 from shardyard_coordinator.modes.mode_setting import SWITCHES_MAX, consistency_body, consistency_of
 from shardyard_coordinator.modes.step_barrier import StepBarrier
@@ -33,10 +33,10 @@ class PendingSwitch:
         self.ticket = 0
         """Once the first step is fixed: checkpoints that were begun before this ticket lack something."""
 
-    def ask(self, wanted: Consistency) -> list[Entry]:
-        """Returns the records."""
+    def ask(self, wanted: Consistency, *, to_steps: bool = False) -> list[Entry]:
+        """Returns the records. `to_steps`: the job has none yet."""
         assert self.switch_point is None
-        self._begin(self._count + 1, wanted)
+        self._begin(self._count + 1, wanted, to_steps=to_steps)
         return [self._asked]
 
     def cancel(self) -> list[Entry]:
@@ -88,8 +88,7 @@ class PendingSwitch:
     def _is_open(self) -> bool:
         return self.switch_point is not None and not self.switch_point.settled
 
-    def _begin(self, number: int, wanted: Consistency) -> None:
-        to_steps = wanted.mode.updates is UpdateMode.SYNC
+    def _begin(self, number: int, wanted: Consistency, *, to_steps: bool) -> None:
         self._count, self.switch_point, self.wanted = number, SwitchPoint(number, to_steps=to_steps), wanted
 
     def _fix(self, step: int, ticket: int) -> list[Entry]:
@@ -103,7 +102,8 @@ class PendingSwitch:
     @property
     def _asked(self) -> Entry:
         assert self.wanted is not None
-        return "switch_asked", {"switch": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
+        asked = {"switch": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
+        return "switch_asked", {**asked, "to_steps": self.to_steps}
 
     @property
     def _settled(self) -> Entry:
@@ -121,7 +121,8 @@ class PendingSwitch:
             case "switch_asked":
                 require(self.switch_point is None, "a switch is asked for while another one is under way")
                 number = body.number("switch", least=self._count + 1, most=SWITCHES_MAX)
-                self._begin(number, consistency_of(body, body.number("number", least=1)))
+                wanted = consistency_of(body, body.number("number", least=1))
+                self._begin(number, wanted, to_steps=body.flag("to_steps"))
             case "switch_settled":
                 require(self._is_open, "the step of a switch is fixed, and no switch was asked for")
                 ticket = body.number("ticket", least=1) if body.has("ticket") else 0

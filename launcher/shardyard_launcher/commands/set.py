@@ -1,4 +1,4 @@
-"""`shardyard set`: changes a running job's consistency mode, or its bound on staleness.
+"""`shardyard set`: changes a running job's consistency mode, its bound on staleness, or its strategy.
 
 Owns: which settings of a running job can be set, what the command prints. Must not know: how servers and workers change
 the mode.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
 
 PREFIX: Final = "job."
-MODE, STALENESS = "consistency.mode", "consistency.staleness"
+MODE, STALENESS, STRATEGY = "consistency.mode", "consistency.staleness", "strategy"
 
 
 @click.command("set")
@@ -26,10 +26,11 @@ MODE, STALENESS = "consistency.mode", "consistency.staleness"
 @click.option("--wait", is_flag=True, help="Wait until all servers and workers of the job use the new settings.")
 @yard_options
 def set_(settings: Settings, what: tuple[str, ...], wait: bool) -> int:
-    """Change the consistency mode of a running job.
+    """Change the consistency mode or the strategy of a running job.
 
-    JOB is a job's name. Without it, the only job that runs is changed. The settings are consistency.mode (async or
-    bounded; sync cancels a change that has not taken effect yet) and consistency.staleness.
+    JOB is a job's name. Without it, the only job that runs is changed. The settings are consistency.mode (sync, async
+    or bounded), consistency.staleness, and strategy (parameter_server or multi_worker_mirrored). What the job has
+    cancels a change that has not taken effect yet.
     """
     from shardyard.wire import methods
     from shardyard_launcher.status.words import describe_consistency
@@ -37,7 +38,7 @@ def set_(settings: Settings, what: tuple[str, ...], wait: bool) -> int:
 
     request = parse_request(what)
     with connect_to_yard(settings) as client:
-        reply = client.call(methods.SWITCH_CONSISTENCY, request, "to change the consistency mode")
+        reply = client.call(methods.SWITCH_CONSISTENCY, request, "to change the job's mode")
         shown = describe_consistency(reply.consistency)
         click.echo(f"job {reply.job_name} {'changes to' if reply.first else 'already uses'} {shown}")
         return _await_all(client, reply) if wait else 0
@@ -55,17 +56,19 @@ def parse_request(what: tuple[str, ...]) -> wire.SwitchConsistencyRequest:
         raise click.UsageError(f"{names[-1]!r}: expected NAME=VALUE, such as {MODE}=bounded")
     given = dict(each.split("=", 1) for each in what if "=" in each)
     given = {name.removeprefix(PREFIX): value for name, value in given.items()}
-    odd = sorted(set(given) - {MODE, STALENESS})
+    odd = sorted(set(given) - {MODE, STALENESS, STRATEGY})
     if odd:
-        raise click.UsageError(f"{odd[0]!r} cannot be changed in a running job; {MODE} and {STALENESS} can")
+        raise click.UsageError(f"{odd[0]!r} cannot be changed in a running job; {MODE}, {STALENESS} and {STRATEGY} can")
     if not given:
         raise click.UsageError(f"nothing to set; for example {MODE}=bounded {STALENESS}=3")
     flags = {PREFIX + name: Flag(value, f"shardyard set {name}") for name, value in given.items()}
-    consistency = load(None, {}, flags).settings.job.consistency
+    job = load(None, {}, flags).settings.job
+    consistency = job.consistency
     return wire.SwitchConsistencyRequest(
         job_name=names[0] if names else "",
         mode=common_messages.CONSISTENCY_MODES.to_wire(consistency.mode) if MODE in given else None,
         staleness=consistency.staleness if STALENESS in given else None,
+        strategy=job.strategy.value if STRATEGY in given else "",
     )
 
 

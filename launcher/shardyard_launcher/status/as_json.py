@@ -142,6 +142,7 @@ def _switch(switch: wire.SwitchStatus) -> dict[str, object]:
         "number": said.number,
         "mode": enum_text(wire.ConsistencyMode, said.mode),
         "staleness": said.staleness if said.HasField("staleness") else None,
+        "strategy": said.strategy or None,
         "servers": switch.servers,
         "workers_behind": list(switch.behind),
         "before_step": switch.step or None,

@@ -138,10 +138,11 @@ class HostedJob:
         return True
 
     def changes_mode(self, request: CreateRequest) -> bool:
-        """Whether the job changes its mode. Then partitions of a checkpoint replace those that are here, and pushes
-        under way do not count. Raises InvalidRequest."""
+        """Whether the job changes its kind of updates, or whether variables are in its workers. Then partitions of a
+        checkpoint replace those that are here, and pushes under way do not count. Raises InvalidRequest."""
         mode, generation, entries = request.rules.mode, request.generation, request.restore.entries
-        if mode is self.mode or generation < self.generation:
+        is_same = (mode, request.rules.mirrored) == (self.mode, self.rules.mirrored)
+        if is_same or generation < self.generation:
             return False
         missing = set(request.owned) - {entry.partition for entry in entries}
         if generation == self.generation or missing or self.wal is not None:

@@ -99,12 +99,12 @@ def _replace(store: Store, hosted: HostedJob | None, request: CreateRequest, loa
     made = provisioning.begin(store, request, loaded, clocks, None if hosted is None else hosted.wal)
     with store.lock:
         store.jobs[request.job] = made
-        if hosted is not None and hosted.mode is not made.mode:
+        if hosted is not None and hosted.rules != made.rules:
             hosted.generation = request.generation
         store.epoch += 1  # now partitions refuse pushes that were admitted before
     if hosted is not None:
         hosted.pins.clear()
-        if hosted.mode is not made.mode:
+        if hosted.rules != made.rules:
             for former in hosted.partitions.values():
                 former.leave()
         hosted.regions.close()

@@ -267,14 +267,16 @@ class SwitchReached(_message.Message):
     def __init__(self, number: _Optional[int] = ..., reached: _Optional[int] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("number", "mode", "staleness")
+    __slots__ = ("number", "mode", "staleness", "strategy")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
     number: int
     mode: ConsistencyMode
     staleness: int
-    def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
+    strategy: str
+    def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ..., strategy: _Optional[str] = ...) -> None: ...
 
 class Revoked(_message.Message):
     __slots__ = ("version", "holders")
@@ -285,7 +287,7 @@ class Revoked(_message.Message):
     def __init__(self, version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("authorities", "revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached")
+    __slots__ = ("authorities", "revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached", "needs_servers")
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     REVOKED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PASS_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +303,7 @@ class HeartbeatRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_SERVERS_FIELD_NUMBER: _ClassVar[int]
     authorities: bytes
     revoked_version: int
     pass_until_s: int
@@ -316,7 +319,8 @@ class HeartbeatRequest(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
     switches: int
     switch_reached: SwitchReached
-    def __init__(self, authorities: _Optional[bytes] = ..., revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ...) -> None: ...
+    needs_servers: str
+    def __init__(self, authorities: _Optional[bytes] = ..., revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ..., needs_servers: _Optional[str] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -923,14 +927,16 @@ class StopJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., job_name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SwitchConsistencyRequest(_message.Message):
-    __slots__ = ("job_name", "mode", "staleness")
+    __slots__ = ("job_name", "mode", "staleness", "strategy")
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
     job_name: str
     mode: ConsistencyMode
     staleness: int
-    def __init__(self, job_name: _Optional[str] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
+    strategy: str
+    def __init__(self, job_name: _Optional[str] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ..., strategy: _Optional[str] = ...) -> None: ...
 
 class SwitchConsistencyReply(_message.Message):
     __slots__ = ("job_name", "job", "consistency", "first")

@@ -51,4 +51,31 @@ def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_goes_over(
     mode: int,
     found: wire.Consistency,
 ) -> None:
-    assert switch_while_some_die(yard, probes, when, settings, *given, told=told, mode=mode) == found
+    assert found == switch_while_some_die(
+        yard, probes, when, settings, *given, told=told, has_switched=lambda job: job.mode == mode
+    )
+
+
+def strategies(before: str, after: str) -> tuple[dict[str, object], str, str]:
+    return {"job__strategy": before, "job__consistency__mode": "sync"}, f"strategy={after}", after
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("settings", "given", "strategy"),
+    [
+        strategies("parameter_server", "multi_worker_mirrored"),
+        strategies("multi_worker_mirrored", "parameter_server"),
+    ],
+    ids=["to-replicas", "to-servers"],
+)
+def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_changes_its_strategy(
+    yard: RoleYard, probes: Probes, when: str, settings: dict[str, object], given: str, strategy: str
+) -> None:
+    def has_switched(job: wire.JobStatus) -> bool:
+        return job.consistency.consistency.strategy == strategy and not job.consistency.HasField("step")
+
+    told = f"job probe changes to sync, {strategy}\n"
+    found = switch_while_some_die(yard, probes, when, settings, given, told=told, has_switched=has_switched)
+    assert found == wire.Consistency(number=1, mode=SYNC, strategy=strategy)

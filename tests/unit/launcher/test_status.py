@@ -85,6 +85,7 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
             "number": 2,
             "mode": "bounded",
             "staleness": 3,
+            "strategy": None,
             "servers": servers,
             "workers_behind": behind,
             "before_step": None,

@@ -11,6 +11,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.cli import main
 from tests.support.launcher_replies import BOUNDED, serving
 
+SYNC = wire.CONSISTENCY_MODE_SYNC
+
 
 @pytest.mark.parametrize("state", [wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED])
 def test_stop_waits_until_the_job_has_ended(state: wire.JobState, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +119,17 @@ def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_giv
 
     with serving({methods.SWITCH_CONSISTENCY: switch}) as address:
         assert main(["set", "consistency.staleness=3", "--coordinator", address]) == 0
-    assert asked == [wire.SwitchConsistencyRequest(staleness=3)]
-    assert capsys.readouterr().out == "job digits already uses bounded, 3 steps\n"
+        reply.consistency.CopyFrom(
+            wire.Consistency(number=3, mode=wire.CONSISTENCY_MODE_SYNC, strategy="multi_worker_mirrored")
+        )
+        assert main(["set", "digits", "job.strategy=multi_worker_mirrored", "--coordinator", address]) == 0
+    assert asked == [
+        wire.SwitchConsistencyRequest(staleness=3),
+        wire.SwitchConsistencyRequest(job_name="digits", strategy="multi_worker_mirrored"),
+    ]
+    assert capsys.readouterr().out == (
+        "job digits already uses bounded, 3 steps\njob digits already uses sync, multi_worker_mirrored\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,7 @@ def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_giv
         (["a", "b", "consistency.mode=async"], "'b': expected NAME=VALUE"),
         (["consistency.steps=3"], "'consistency.steps' cannot be changed in a running job"),
         (["consistency.mode=hurried"], "shardyard set consistency.mode"),
+        (["strategy=ring"], "shardyard set strategy"),
         (["consistency.staleness=-1"], "shardyard set consistency.staleness"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chooses the class for a job's mode."""
+"""Chooses the class for a job's mode and strategy."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from shardyard_worker.training.trainer import Trainer
 
 def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Strategy:
     """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
-    `replica`: of a job whose variables are in the workers."""
+    `replica`: what this worker can train with variables of its own."""
     session = trainer.session
-    match replica:
-        case Pipeline():
-            return PipelineStrategy(trainer, replica)
-        case FullyShardedModel():
-            return ShardedStrategy(trainer, replica)
-        case TensorParallelModel():
-            return TensorStrategy(trainer, replica)
-        case Replica():
-            return MirroredStrategy(trainer, replica)
+    if session.job_settings.strategy.is_mirrored:
+        match replica:
+            case Pipeline():
+                return PipelineStrategy(trainer, replica)
+            case FullyShardedModel():
+                return ShardedStrategy(trainer, replica)
+            case TensorParallelModel():
+                return TensorStrategy(trainer, replica)
+            case Replica():
+                return MirroredStrategy(trainer, replica)
     if session.mode is UpdateMode.ASYNC:  # async, bounded
         return AsyncStrategy(trainer)
     consistency = session.job_settings.consistency

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Rank, Token
@@ -23,21 +23,12 @@ from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.group_store import GroupLost, while_newest
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.trainer import Trainer
 
 log = logging.getLogger("shardyard.worker")
-
-
-@contextlib.contextmanager
-def while_newest() -> Iterator[None]:
-    """Raises GroupLost if a later group has this worker's ranks."""
-    try:
-        yield
-    except errors.StaleToken as error:
-        raise GroupLost(f"a later replica group has this worker's ranks: {error.what}") from error
 
 
 class GroupRanks(LogicalRanks):
@@ -140,6 +131,7 @@ class GroupStrategy(SyncStrategy):
                 session.check_waiting()
                 if self._trainer.is_behind:
                     self._trainer.follow_map()
+                    self.check_mode()
                 reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
         return lease_messages.replica_group_from_wire(reply.group)
 
@@ -239,18 +231,32 @@ class GroupStrategy(SyncStrategy):
 
     def has_moved(self) -> bool:
         """As of the base. While this worker waits for a checkpoint, it gives the servers the state for it."""
-        is_wanted, step = self._session.is_to_publish, self.versions.current
-        assert self._collectives is not None
-        assert step is not None
         if not self._trainer.is_behind:
             try:
-                self._publisher.offer(step, self._collectives, self._share, is_wanted=is_wanted)
+                self._offer()
                 return False
             except MapChanged as error:
                 log.info("the state of step %s is published again: %s", self._replica_step, error)
         self._follow_map()
         self.take_place()
         return True
+
+    def while_halted(self, *, begun: bool) -> None:
+        """As of the base. Once the step of a switch is fixed, members give the servers their state there. One that has
+        begun the next step cannot take part in that: it leaves the group, and with it the sums of that step."""
+        super().while_halted(begun=begun)
+        step = self.versions.current
+        if step is not None and self._session.step_barrier.is_at_switch(step):  # else others may take this step
+            if begun:
+                raise GroupLost("the job changes its strategy before this step")
+            self._offer()
+
+    def _offer(self) -> None:
+        """Gives the servers the state, unless they have it. Raises MapChanged."""
+        is_wanted, step = self._session.is_to_publish, self.versions.current
+        assert self._collectives is not None
+        assert step is not None
+        self._publisher.offer(step, self._collectives, self._share, is_wanted=is_wanted)
 
     def on_rows_version_passed(self, error: errors.NotFound) -> None:
         super().on_rows_version_passed(error)

@@ -29,8 +29,9 @@ class LostWork(Exception):
 
 
 class ModeChanged(LostWork):
-    """The job's kind of updates has changed. Logical ranks' work that did not count as a step is leased as data shards;
-    the rest of open data shards becomes steps. The targets stay as they are until another strategy begins."""
+    """The job's kind of updates, or its strategy, has changed. Logical ranks' work that did not count as a step is
+    computed under the other strategy, or leased as data shards; the rest of open data shards becomes steps. The targets
+    stay as they are until another strategy begins."""
 
 
 class Strategy(ABC):
@@ -42,6 +43,12 @@ class Strategy(ABC):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._session = trainer.session
+        self._regime = trainer.session.regime
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the job has not changed its kind of updates or its strategy since this was made."""
+        return self._session.regime == self._regime
 
     @property
     @abstractmethod

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TypeVar
 
 from shardyard.domain import errors
-from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName, RankSource, SourceKey
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
@@ -138,9 +137,14 @@ class SyncStrategy(Strategy):
         self.versions.current = None
 
     def check_mode(self) -> None:
-        """Raises ModeChanged if the job no longer takes steps."""
-        if self._session.mode is not UpdateMode.SYNC:
+        """Raises ModeChanged if the job no longer takes steps, or takes them under another strategy."""
+        if not self.is_current:
             raise ModeChanged
+
+    def while_halted(self, *, begun: bool) -> None:  # noqa: ARG002 - servers have all that counts
+        """Called in waits for the decision on a step. `begun`: its gradients were computed. Raises MapChanged."""
+        if self._trainer.is_behind:
+            raise MapChanged
 
     def has_moved(self) -> bool:
         """Whether there is a newer map; then follows it, and the job may be at an earlier step. For code that asks the
@@ -177,7 +181,8 @@ class SyncStrategy(Strategy):
         the step is a round; once it has begun, the job stops only after it."""
         assert self.versions.current is not None
         try:
-            return (may_begin if is_long else await_last_step)(self._trainer, self.versions.current)
+            permit = may_begin if is_long else await_last_step
+            return permit(self._trainer, self.versions.current, partial(self.while_halted, begun=False))
         except MapChanged:
             self._follow_map()
             return False
@@ -219,7 +224,7 @@ class SyncStrategy(Strategy):
         assert isinstance(name.key.source, RankSource)
         assert versions.current is not None
         rank = name.key.source.rank
-        if not may_begin(self._trainer, versions.current):
+        if not may_begin(self._trainer, versions.current, partial(self.while_halted, begun=True)):
             log.info("%s does not count: the job stops before step %d", name, versions.current)
             versions.load_again()  # the forward has changed buffers
             raise LostWork

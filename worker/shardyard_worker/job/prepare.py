@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -93,7 +93,7 @@ def prepare(
     step = _GradientStep(loop, parameters, buffers, rows, scaler, schedule)
     state = _state_of(optimizer, spec, parameters)
     replica = _replica_of(loop, model, parameters, buffers, optimizer, spec, loss)
-    fetched = partial(_fetched_state, loop, spec) if replica is None else lambda: replica.optimizer_state
+    fetched = partial(_fetched_state, loop, spec, replica)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
     loop.begin(variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica)
@@ -112,11 +112,12 @@ def _replica_of(
     spec: OptimizerSpec,
     loss: Loss | None,
 ) -> Replica | SpreadModel | None:
-    """None if the servers have the variables. Raises ConfigurationError, UnsupportedModel."""
+    """The variables, for strategies under which they are in this worker. A running job can switch to one. None if they
+    must be on the servers. Raises ConfigurationError, UnsupportedModel."""
     strategy = loop.session.job_settings.strategy
-    if not strategy.is_mirrored:
-        return None
     if loop.scaler is not None:
+        if not strategy.is_mirrored:
+            return None
         raise ConfigurationError(
             f"job.scaler in a job with job.strategy {strategy.value}",
             why="its counts are variables of the servers",
@@ -177,7 +178,11 @@ def _state_of(
     return found
 
 
-def _fetched_state(loop: TrainingLoop, spec: OptimizerSpec) -> dict[torch.Tensor, TorchState]:
+def _fetched_state(
+    loop: TrainingLoop, spec: OptimizerSpec, replica: Replica | SpreadModel | None
+) -> Mapping[torch.Tensor, TorchState]:
+    if replica is not None and loop.session.job_settings.strategy.is_mirrored:
+        return replica.optimizer_state
     if loop.session.has_left:
         raise InvalidRequest(
             "optimizer.state_dict() after the job was left",

@@ -167,8 +167,8 @@ class TrainingLoop:
         replica: Replica | SpreadModel | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
-        `state`: what the optimizer begins with if this worker gives the initial values. `replica`: of a mirrored
-        job."""
+        `state`: what the optimizer begins with if this worker gives the initial values. `replica`: these variables, for
+        a strategy under which they are in this worker; None: there is none for them."""
         self.check_first()
         self.unprepared.close()
         if model is not None:
@@ -177,6 +177,8 @@ class TrainingLoop:
         with INTERRUPTS:
             trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
             self.trainer, self.settings, self.replica = trainer, settings, replica
+            if replica is None:
+                self.session.progress.needs_servers = "job.register" if self.scaler is None else "job.scaler"
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
             if tables is not None:
                 self.rows = RemoteRows(
@@ -195,9 +197,11 @@ class TrainingLoop:
     def follow_mode(self) -> Strategy:
         """Starts and returns the strategy of the job's current mode."""
         strategy = self.strategy
-        while strategy is None or strategy.is_synchronous is not (self.session.mode is UpdateMode.SYNC):
+        while strategy is None or not strategy.is_current:
             if strategy is not None:
                 strategy.close()
+                if isinstance(self.replica, Replica):
+                    self.replica.set_state({})  # the servers have it
             if self.scaler is not None:
                 self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer(), self.replica)

@@ -5,13 +5,15 @@ torch's own TCPStore would open a port without TLS. Must not know: what the keys
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from shardyard.domain.errors import StaleGeneration, StaleToken
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -27,6 +29,15 @@ class GroupLost(MapChanged):
     """The group has lost a member, or this worker: the collective counts for nobody. The next group continues."""
 
 
+@contextlib.contextmanager
+def while_newest() -> Iterator[None]:
+    """Raises GroupLost if there is a later group, or if the job has groups no more."""
+    try:
+        yield
+    except (StaleToken, StaleGeneration) as error:
+        raise GroupLost(f"this worker's replica group is over: {error.what}") from error
+
+
 class GroupStore(Store):
     """For one group. torch's backends call it while they connect. `check` is called in waits; what it raises ends
     them."""
@@ -40,7 +51,8 @@ class GroupStore(Store):
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         request = wire.PutGroupKeyRequest(caller=self._caller, generation=self._generation, key=key, value=content)
-        self._session.ask(methods.PUT_GROUP_KEY, request, check=self._check)
+        with while_newest():
+            self._session.ask(methods.PUT_GROUP_KEY, request, check=self._check)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -50,7 +62,8 @@ class GroupStore(Store):
         give_up = time.monotonic() + CONNECT_S
         with self._session.wait_registry.over(lambda: f"members of replica group {self._generation} to connect"):
             while True:
-                reply = self._session.ask(methods.GET_GROUP_KEYS, request, check=self._check)
+                with while_newest():
+                    reply = self._session.ask(methods.GET_GROUP_KEYS, request, check=self._check)
                 if not reply.retry_ms:
                     return list(reply.values)
                 self._check()

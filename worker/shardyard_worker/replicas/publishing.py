@@ -11,6 +11,7 @@ from shardyard.domain.replica_groups import TakenStep
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.group_store import while_newest
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.trainer import Trainer
 
@@ -34,7 +35,8 @@ class Publisher:
         if self.step != step:
             self.publish(step, collectives, share)
         elif is_wanted:
-            self._report(step, collectives.group.generation)
+            with while_newest():
+                self._report(step, collectives.group.generation)
             self._session.refresh()
 
     def publish(self, step: int, collectives: Collectives, share: tuple[int, int]) -> None:
@@ -44,7 +46,8 @@ class Publisher:
         self._give(TakenStep(step, collectives.group.generation), share)
         collectives.meet()
         if collectives.place == 0:
-            self._await_cut(step, collectives)
+            with while_newest():
+                self._await_cut(step, collectives)
         collectives.meet()
         self.step = step
         self._session.refresh()  # else the last heartbeat still asks for it

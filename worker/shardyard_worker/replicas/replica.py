@@ -38,7 +38,7 @@ class Replica:
         self.targets = [parameter.target for parameter in parameters]
         self._optimizer = optimizer
         self._spec = spec
-        self._choose_fused()
+        self._has_chosen = False
         self._kept: list[torch.Tensor] = []
         self._counts = [0] * (len(parameters) + len(buffers))
         """The updates of each variable, as servers count them: torch does not count those of every optimizer."""
@@ -47,6 +47,7 @@ class Replica:
 
     def _choose_fused(self) -> None:
         """On a CPU torch fuses Adam's update, which then takes half of the time, only if it is told to."""
+        self._has_chosen = True
         on_cpu = all(target.device.type == "cpu" for target in self.targets)
         for group in self._optimizer.param_groups:
             if on_cpu and self._spec.kind in _FUSED and group.get("fused") is None and group.get("foreach") is None:
@@ -61,6 +62,8 @@ class Replica:
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates the parameters with these gradients. The script keeps its own: a step may follow a batch of another
         rank, or of another worker."""
+        if not self._has_chosen:
+            self._choose_fused()
         own = [target.grad for target in self.targets]
         for at, (target, gradient) in enumerate(zip(self.targets, gradients, strict=True)):
             target.grad = gradient

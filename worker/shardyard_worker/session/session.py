@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings, Settings
@@ -19,6 +19,7 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import Consistency, UpdateMode
 from shardyard.domain.ids import Caller, Generation, JobId, RunName
 from shardyard.domain.push_names import RankLease
+from shardyard.domain.replica_groups import Strategy
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.passes import end_of
@@ -51,8 +52,17 @@ class Progress:
     residual_norm: float = 0.0
     pushed: int = 0
     """Acknowledged pushes without leased data."""
+    needs_servers: str = ""
+    """What in the script needs variables on the servers. Empty: workers may have them."""
     residual_lost: float = 0.0
     """Reported on leaving: the 2-norm of the residual that was not sent. It is lost if other steps follow."""
+
+
+class Regime(NamedTuple):
+    """How a worker takes part in its job, until the partitions change to another one."""
+
+    updates: UpdateMode
+    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -235,19 +245,26 @@ class Session:
 
     # ---- the job's mode
 
+    @property
+    def regime(self) -> Regime:
+        """That of the partitions under the map that this worker follows."""
+        return Regime(self.mode, self.job_settings.strategy)
+
     def follow(self, reply: wire.RegisterVariablesReply) -> None:
-        """From now on follows the mode of the partitions in the reply's map."""
+        """From now on follows the mode and the strategy of the partitions in the reply's map."""
         if not reply.HasField("consistency"):
             return
         given = lease_messages.consistency_from_wire(reply.consistency)
         if given.number > self.consistency.number:
             self.consistency = given
-        if given.mode.updates is self.mode:
+        before = self.regime
+        strategy = given.strategy or before.strategy
+        if before == Regime(given.mode.updates, strategy):
             return
-        log.info("the job's partitions change from %s to %s updates", self.mode.value, given)
+        log.info("the job's partitions change from %s, %s, to %s", before.updates.value, before.strategy.value, given)
         changed = {"mode": given.mode} | ({} if given.bound is None else {"staleness": given.bound})
-        settings = self.job_settings
-        self.job_settings = settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+        consistency = self.job_settings.consistency.model_copy(update=changed)
+        self.job_settings = self.job_settings.model_copy(update={"consistency": consistency, "strategy": strategy})
         self.mode = given.mode.updates
         self.logical_ranks = self.job_settings.logical_rank_count if self.mode is UpdateMode.SYNC else 0
 
@@ -371,6 +388,7 @@ class Session:
             request.switch_reached.number, request.switch_reached.reached = switch_report
         # a worker that does not compute yet reports the mode that it will begin with
         request.switches = self.consistency.number if self._acknowledged is None else self._acknowledged
+        request.needs_servers = self.progress.needs_servers
         request.waiting_for = self.wait_registry.waiting_for
         request.pass_until_s = end_of(self.network.job_pass)
         for name, value in sorted(self._metrics().items()):

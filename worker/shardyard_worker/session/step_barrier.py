@@ -60,6 +60,11 @@ class StepBarrier:
         point = self._switch_point
         return point is not None and point.settled
 
+    def is_at_switch(self, step: int) -> bool:
+        """Whether the job changes before this step, and the step is fixed. Then all workers stop there."""
+        point = self._switch_point
+        return point is not None and point.settled and not point.to_steps and step >= point.step
+
     def take_switch_point(self, point: SwitchPoint | None) -> None:
         """Takes the coordinator's switch point. None: there is none, or the switch is over."""
         with self._lock:

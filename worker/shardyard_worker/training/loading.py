@@ -40,10 +40,7 @@ class ValueLoader:
         self._link = link
         self._context = context
         self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
-        # local steps change the targets in place, and the round's first values are needed at its end
-        local = session.job_settings.updates_in_workers
-        self._takes_steps_here = local
-        self._view = session.settings.worker.exchange != "blocking" and not local
+        self._follow_mode()
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
         self._late: dict[int, list[Late]] = {}
         """The parts of values that were arriving when the version was loaded, by variable."""
@@ -62,6 +59,21 @@ class ValueLoader:
         self._notes_bases = session.job_settings.consistency.stale is not None
         self.bases: Bases | None = None
         """The versions that the targets hold, if the job scales by staleness."""
+
+    def _follow_mode(self) -> None:
+        # steps in this worker change the targets in place, and values may be needed as they came
+        session = self._link.session
+        self._takes_steps_here = session.job_settings.updates_in_workers
+        self._view = session.settings.worker.exchange != "blocking" and not self._takes_steps_here
+
+    def on_mode_change(self) -> None:
+        """The job has another mode or strategy. Targets that may be views on values no more get memory of their own."""
+        were_views = self._view
+        self._follow_mode()
+        if were_views and not self._view:
+            with torch._C.DisableTorchFunctionSubclass():
+                for _, target in self._parameters:
+                    target.data = target.data.clone()
 
     def close(self) -> None:
         if self._prefetch is not None:

@@ -151,10 +151,11 @@ class Trainer:
         reply = self._register()
         map_ = layout_messages.map_from_wire(reply.map)
         log.info("the job's partitions are at generation %d", map_.generation)
-        mode = session.mode
+        regime = session.regime
         session.follow(reply)
-        if session.mode is not mode:
+        if session.regime != regime:
             self.pushes.on_mode_change()
+            self.values.on_mode_change()
             if link.tables is not None:
                 link.tables.choose_cache(session)
         if self.cache is not None:

@@ -93,7 +93,8 @@ def switch_consistency_event(request: wire.SwitchConsistencyRequest) -> events.S
     name = parts.job_name(request.job_name)
     unspecified = request.mode == wire.CONSISTENCY_MODE_UNSPECIFIED
     mode = None if unspecified else common_messages.CONSISTENCY_MODES.from_wire(request.mode)
-    return events.SwitchRequested(name, mode, request.staleness if request.HasField("staleness") else None)
+    staleness = request.staleness if request.HasField("staleness") else None
+    return events.SwitchRequested(name, mode, staleness, lease_messages.strategy_from_wire(request.strategy))
 
 
 def switch_consistency_reply(taken: SwitchTaken) -> wire.SwitchConsistencyReply:

@@ -81,6 +81,7 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         stop_reached=reached(request.stop_reached.reached) if request.HasField("stop_reached") else None,
         switch_reached=(point.number, reached(point.reached)) if request.HasField("switch_reached") else None,
         switches=request.switches,
+        needs_servers=common_messages.sentences(request.needs_servers, "what needs servers"),
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")

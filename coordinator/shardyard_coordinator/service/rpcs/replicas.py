@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardyard.domain.errors import InvalidRequest, TooLarge
+from shardyard.domain.errors import TooLarge
 from shardyard.domain.ids import JobId
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import PublishedAnswer, ReplicaGroupAnswer
-from shardyard_coordinator.flows.replication import check_member
+from shardyard_coordinator.flows.replication import book_of, check_member
 from shardyard_coordinator.service.group_keys import KEYS_MAX
 from shardyard_coordinator.service.rpcs import parts
 from shardyard_coordinator.service.rpcs.rpc import Backend, decided, served
@@ -67,9 +67,7 @@ def _checked(backend: Backend, request: wire.PutGroupKeyRequest | wire.GetGroupK
     caller = common_messages.caller_from_wire(request.caller)
     with backend.mailbox.machine() as machine:
         job = machine.require_job(caller)
-        if job.replicas is None:
-            raise InvalidRequest(f"{job.title} has no replica groups")
-        check_member(job.replicas, caller.incarnation, request.generation)
+        check_member(book_of(job), caller.incarnation, request.generation)
         return job.id
 
 

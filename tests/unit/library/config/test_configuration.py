@@ -494,7 +494,7 @@ def test_documentation_names_every_variable() -> None:
 
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
-EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up", "cool-down", "gpt", "pipeline"]
+EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up", "cool-down", "change-strategy", "gpt", "pipeline"]
 EXAMPLES += ["sharded", "tensor"]
 
 

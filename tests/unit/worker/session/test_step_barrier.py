@@ -35,6 +35,17 @@ def test_step_that_is_begun_when_the_news_comes_is_in_what_the_worker_says() -> 
     assert barrier.stop_report == 6
 
 
+def test_workers_stop_together_at_the_step_of_a_switch_once_it_is_fixed() -> None:
+    barrier = StepBarrier()
+    assert not barrier.is_at_switch(7)
+    barrier.take_switch_point(SwitchPoint(1))
+    assert not barrier.is_at_switch(7)
+    barrier.take_switch_point(SwitchPoint(1, True, 7))
+    assert [barrier.is_at_switch(step) for step in (6, 7, 8)] == [False, True, True]
+    barrier.take_switch_point(SwitchPoint(1, True, 7, to_steps=True))
+    assert not barrier.is_at_switch(7)
+
+
 def test_what_is_only_asked_about_is_not_begun() -> None:
     barrier = StepBarrier()
     assert barrier.permits(4) is True
