@@ -179,6 +179,7 @@ class TrainingLoop:
             self.trainer, self.settings, self.replica = trainer, settings, replica
             if replica is None:
                 self.session.progress.needs_servers = "job.register" if self.scaler is None else "job.scaler"
+                self.session.refresh()  # the coordinator refuses to switch the job to replicas from now on
             self.places = {variable.spec.name: place for place, variable in enumerate(trainer.variables)}
             if tables is not None:
                 self.rows = RemoteRows(
