@@ -13,10 +13,12 @@ from shardyard.domain.consistency import Consistency, ConsistencyMode
 from shardyard.domain.errors import StaleToken
 from shardyard.domain.ids import Caller, Incarnation, Token
 from shardyard.domain.push_names import DataShardSource, PushName, SourceKey
+from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.strategy import LostWork
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import PullSpec
+from shardyard_worker.session.session import Regime
 
 
 class Servers:
@@ -55,6 +57,7 @@ class Session:
         self.generation = 1
         self.mode = ConsistencyMode.ASYNC if bound is None else ConsistencyMode.BOUNDED
         self.consistency = Consistency(0, self.mode, bound)
+        self.regime = Regime(self.mode.updates, Strategy.PARAMETER_SERVER)
         self.settings = SimpleNamespace(worker=SimpleNamespace(window=0))
         self.wait_registry = SimpleNamespace(over=lambda _: self)
 
