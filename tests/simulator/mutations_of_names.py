@@ -175,13 +175,13 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 107)
+@mutation("A12", "async", 95)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 47)
+@mutation("A14", "async-rows", 131)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 
@@ -202,7 +202,7 @@ def what_was_promised_counts(patch: Patch) -> None:
     patch.setattr(SampledEpoch, "takes_step", lambda epoch: real(epoch) or (not epoch._ended and not epoch._is_taken))
 
 
-@mutation("A16", "async-sampler", 7)
+@mutation("A16", "async-sampler", 12)
 def a_loader_ends_with_what_it_has(patch: Patch) -> None:
     """a loader is not kept going at the end of what a worker has"""
     patch.setattr(SampledEpoch, "_must_go_on", False)
