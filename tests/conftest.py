@@ -22,7 +22,6 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from shardyard.runtime import waits
 from shardyard.runtime.log import PROCESS, ShardyardHandler
 
 # where the user's processes find the certificates of yards; not the developer's own
@@ -37,9 +36,6 @@ settings.load_profile("shardyard")
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
-
-# the thread of a registry of waits ends after two looks without a wait, and many a test would be kept for that
-waits._CHECK_MS = 20  # type: ignore[misc]
 
 SETTLE_S = 5.0
 TCP_ESTABLISHED, TCP_LISTEN = 1, 10  # linux/include/net/tcp_states.h

@@ -149,6 +149,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/pipeline/process_group.py:StageGroup.sum_facts:wait": OUTSIDE,
     "worker/replicas/collectives.py:Collectives.check_begun:wait": "the operation has ended",
     "worker/replicas/collectives.py:Collectives.wait:wait": SLICE,
+    "worker/consistency/spread.py:SpreadStrategy._sum:wait": OUTSIDE,
     "worker/replicas/default_group.py:DefaultGroup._close_connections:wait": "it lasts a millisecond",
     "worker/replicas/default_group.py:DefaultGroup._watch:wait": "a thread of its own, which nobody waits for",
     "worker/replicas/collectives.py:_free:sleep": "a thread of its own, which nobody waits for",

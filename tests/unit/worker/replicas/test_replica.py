@@ -18,5 +18,7 @@ from shardyard_worker.training.model_variables import parameters_of
 def test_update_of_adam_is_fused_unless_the_script_chooses(given: dict[str, Any], fused: bool | None) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), **given)
-    Replica(parameters_of(model, optimizer, {}), [], optimizer, translate(optimizer))
+    replica = Replica(parameters_of(model, optimizer, {}), [], optimizer, translate(optimizer))
+    assert optimizer.param_groups[0]["fused"] is given.get("fused"), "servers may have the variables"
+    replica.step([torch.ones(1, 2), torch.ones(1)])
     assert optimizer.param_groups[0]["fused"] is fused
