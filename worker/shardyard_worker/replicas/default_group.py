@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import threading
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardyard.domain.errors import InvalidRequest, ShardyardError
 from shardyard_worker.replicas.collectives import SLICE, Collectives
@@ -30,6 +32,16 @@ _OF_CONNECTIONS: Final = ("/gloo/", "Application timeout caused pair closure")
 def is_of_connections(error: RuntimeError) -> bool:
     """Whether gloo has raised it, since the group has lost a member."""
     return any(words in str(error) for words in _OF_CONNECTIONS)
+
+
+_NUMBERS = itertools.count()
+
+
+def mesh_of(group: Any) -> DeviceMesh:
+    """The members of torch's default group, for DTensor and FSDP2. Each mesh has a name of its own: torch keeps what it
+    computes for a mesh, such as this member's place, for all meshes that are equal, and in a later group of as many
+    members the place may be another."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"members_{next(_NUMBERS)}",))
 
 
 class DefaultGroup:

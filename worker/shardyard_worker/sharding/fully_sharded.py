@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardyard.domain.errors import UnsupportedModel
+from shardyard_worker.replicas.default_group import mesh_of
 from shardyard_worker.sharding.module_names import matching
 
 _NAMES_SHOWN = 8
@@ -92,7 +92,7 @@ def cut(model: torch.nn.Module, units: Sequence[str], group: Any, *, reshard_aft
     # imported with the first group: it takes a while, and most jobs are not sharded
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     for name in reversed(units):  # inner ones come first
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)

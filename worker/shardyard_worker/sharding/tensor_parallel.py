@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from shardyard_worker.replicas.default_group import mesh_of
 from shardyard_worker.sharding.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def cut(model: torch.nn.Module, plan: TensorPlan, group: Any) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     styles: dict[str, Any] = {name: ColwiseParallel() for name in plan.colwise}
     styles |= {name: RowwiseParallel() for name in plan.rowwise}
     parallelize_module(model, mesh, styles, src_data_rank=None)
