@@ -64,7 +64,7 @@ def gaps_count(patch: Patch) -> None:
     instead_of(patch, SequenceGap)
 
 
-@mutation("A3", "async", 237)
+@mutation("A3", "async", 112)
 def a_store_stays_in_its_epoch(patch: Patch) -> None:
     """a server takes requests like an earlier one, whatever has happened since that was admitted"""
     patch.setattr(Store, "epoch", property(lambda _: 1, lambda _, epoch: None), raising=False)
@@ -175,13 +175,13 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
 
 
-@mutation("A12", "async", 95)
+@mutation("A12", "async", 30)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range of batches counts although a part of it has counted"""
     instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 131)
+@mutation("A14", "async-rows", 128)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 
