@@ -1,8 +1,10 @@
-"""Runs a training script as `python SCRIPT` would, under the contract with the agent.
+"""Runs a script as `python SCRIPT` would, under the contract with the process that started it.
 
-    python -u -P -m shardyard_worker.agent.bootstrap AGENT_PID SCRIPT [ARGUMENT...]
+    python -u -P -m shardyard_worker.agent.bootstrap PARENT_PID SCRIPT [ARGUMENT...]
 
-Owns: two promises. The process dies with its agent, however that ends. An exception that the script does not catch is
+The agent's fork server calls `run` in each process that it forks; `shardyard eval` starts this module as a program.
+
+Owns: two promises. The process dies with its parent, however that ends. An exception that the script does not catch is
 written first of all into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message, traceback,
 new_process_helps}. Everything else is as under plain Python: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the
 printed traceback, children that multiprocessing spawns. Only a worker that was told to leave has exit code 143 also
