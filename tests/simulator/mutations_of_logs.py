@@ -42,7 +42,7 @@ def an_overflow_is_not_in_the_log(patch: Patch) -> None:
     patch.setattr(pushes, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
 
 
-@mutation("C1", "async-wal", 5)
+@mutation("C1", "async-wal", 1)
 def acknowledged_before_durable(patch: Patch) -> None:
     """a push is acknowledged before its record is in the log"""
 
@@ -62,13 +62,13 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 99)
+@mutation("C2", "async-wal", 16)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """a server that was frozen continues a log that another server has taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
-@mutation("C2", "async-wal", 99)
+@mutation("C2", "async-wal", 16)
 def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     """a successor looks for a log's end before it raises the fence"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end

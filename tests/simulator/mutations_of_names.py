@@ -36,7 +36,7 @@ from shardyard_worker.training.nonfinite import NonFiniteCheck
 from .mutation import Patch, instead_of, mutation, nobody_is_fenced, to_the_last, whatever_its_token
 
 
-@mutation("A1", "async", 17)
+@mutation("A1", "async", 5)
 def named_by_the_lease(patch: Patch) -> None:
     """a new lease starts its work's numbers at 0, as if work were named by its lease"""
     real = Ledger.open
@@ -106,7 +106,7 @@ def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
     patch.setattr(NonFiniteCheck, "_report", lambda self, *said: None)
 
 
-@mutation("A5", "async", 227)
+@mutation("A5", "async", 15)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """pushes under an overtaken token count, and no worker is fenced"""
     patch.setattr(Ledger, "is_duplicate", whatever_its_token(Ledger.is_duplicate))
@@ -133,7 +133,7 @@ def single_partitions_go_back_further(patch: Patch) -> None:
     patch.setattr(recovery_flow, "bases", bases)
 
 
-@mutation("A9", "async-checkpoint", 17)
+@mutation("A9", "async-checkpoint", 30)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint copies the data ledger after its partitions are written"""
     real = checkpointing.end
@@ -163,13 +163,13 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 17)
+@mutation("A11", "async-checkpoint", 6)
 def closed_is_closed(patch: Patch) -> None:
     """data shards stay closed after a restore has undone their work"""
     patch.setattr(checkpoint_copy, "reopen", lambda ledger, copy: [])
 
 
-@mutation("A11", "async-checkpoint", 27)
+@mutation("A11", "async-checkpoint", 1)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the coordinator announces the end of the data before a checkpoint has all of it"""
     patch.setattr(checkpointing, "has_all_data", lambda job: True)
@@ -222,7 +222,7 @@ def work_counts_before_the_first_checkpoint(patch: Patch) -> None:
     patch.setattr(JobState, "may_acknowledge", property(lambda job: job.log_owners is None or real(job)))
 
 
-@mutation("A18", "async-drain", 429, 3179)
+@mutation("A18", "async-drain", 966)
 def a_lease_is_given_back_before_its_push_is_there(patch: Patch) -> None:
     """a worker that leaves in order gives its data shard back while a push is in flight"""
     real = AsyncFeed._close

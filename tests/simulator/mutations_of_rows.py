@@ -62,26 +62,26 @@ def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch)
     patch.setattr(TableOfPartition, "load", load)
 
 
-@mutation("A8", "async-checkpoint-rows-lives", 59)
+@mutation("A8", "async-checkpoint-rows-lives", 70)
 def filters_do_not_come_back(patch: Patch) -> None:
     """a filter's cells are not restored from a checkpoint"""
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
-@mutation("A1", "hybrid-checkpoint", 48)
+@mutation("A1", "hybrid-checkpoint", 71)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows of a contribution count again if they counted before the checkpoint and its variables did not"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 48)
+@mutation("A1", "hybrid-checkpoint", 71)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not record which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
-@mutation("A1", "hybrid-checkpoint", 48)
+@mutation("A1", "hybrid-checkpoint", 71)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint records that no rows of the next step have counted"""
 
@@ -91,7 +91,7 @@ def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     change_cuts(patch, end_with_step)
 
 
-@mutation("A1", "hybrid-checkpoint", 16)
+@mutation("A1", "hybrid-checkpoint", 6)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
     """a checkpoint records that all rows of the next step have counted"""
 
@@ -177,7 +177,7 @@ def rows_of_who_came_late_count(patch: Patch) -> None:
     patch.setattr(sync_step, "_complete", complete)
 
 
-@mutation("C1", "async-wal-rows", 3)
+@mutation("C1", "async-wal-rows", 6)
 def rows_are_not_in_the_log(patch: Patch) -> None:
     """a replayed log restores no rows"""
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))

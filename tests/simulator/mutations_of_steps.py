@@ -94,7 +94,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B6", "sync-clip", 6)
+@mutation("B6", "sync-clip", 22)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict combines the partitions' newest norms, also of different steps"""
 
@@ -106,7 +106,7 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     patch.setattr(NormSums, "add", add)
 
 
-@mutation("B6", "sync-clip", 346)
+@mutation("B6", "sync-clip", 271)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
@@ -176,7 +176,7 @@ def a_sealed_partition_takes_pushes(patch: Patch) -> None:
     patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
-@mutation("C8", "async-full", 11)
+@mutation("C8", "async-full", 3)
 def what_was_not_written_down_is_told(patch: Patch) -> None:
     """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
     real = Mailbox._begin_stall
@@ -195,7 +195,7 @@ def state_of_the_next_step(patch: Patch) -> None:
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 176)
+@mutation("B7", "sync-checkpoint", 16)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint's ledger has contributions to the next step, which the checkpoint lacks"""
     change_cuts(patch, lambda partition, marks: partition.ledger.marks())
