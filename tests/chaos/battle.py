@@ -21,6 +21,7 @@ from pathlib import Path
 
 from shardyard.domain import errors
 from shardyard.domain.limits import MIB
+from shardyard.domain.replica_groups import Strategy
 from shardyard.security.authority import Authority
 from shardyard.security.issuing import issue_local
 from shardyard.wire import methods
@@ -37,6 +38,7 @@ from tests.chaos.schedules import (
     Full,
     Hold,
     Kill,
+    Leave,
     Plan,
     Schedule,
     Slow,
@@ -51,6 +53,8 @@ BATCHES = EPOCHS * SAMPLES // BATCH
 BLOCK_BYTES = 1_024
 PAUSE_MS = 30
 JOB = "digits"
+CUTS = {2: "between", 3: "between last", 4: "between judge.0 last"}
+"""Where the stages of a pipeline begin, so that each has a count of the samples; where it can."""
 LOOK_S = 0.02
 ASK_S = 0.3
 BEGIN_S = 90.0
@@ -63,8 +67,15 @@ PORTS = range(18_000, 28_000)
 
 def job_settings(plan: Plan) -> dict[str, object]:
     """In force wherever this plan's job is run."""
+    parts: dict[str, object] = {}
+    if plan.strategy is Strategy.PIPELINE:
+        stages = plan.parts * (2 if plan.schedule.is_looped else 1)
+        parts = {"job.pipeline.stages": plan.parts, "job.pipeline.cut": CUTS[stages]}
+        parts["job.pipeline.schedule"] = plan.schedule.value
+    elif plan.strategy is Strategy.TENSOR:
+        parts = {"job.tensor.size": plan.parts}
     return {
-        "job.strategy": "multi_worker_mirrored" if plan.mirrored else "parameter_server",
+        "job.strategy": plan.strategy.value,
         "job.durability": "wal" if plan.wal else "checkpoint",
         "job.partitions": plan.partitions,
         "job.block_bytes": BLOCK_BYTES,
@@ -73,6 +84,7 @@ def job_settings(plan: Plan) -> dict[str, object]:
         "job.data.batches_per_data_shard": plan.batches_per_data_shard,
         "job.checkpoint.every_steps": plan.every_steps,
         "job.rank_grace_ms": 500,
+        **parts,
     }
 
 
@@ -81,6 +93,9 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     numbers = {"samples": SAMPLES, "batch-size": BATCH, "epochs": EPOCHS, "parts": parts}
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
     chosen = {"tables": plan.tables, "forgetful": plan.forgetful, "look-ahead": plan.looks_ahead}
+    chosen |= {"train-step": plan.strategy.is_spread}
+    # a pipeline normalizes over micro-batches, and its stages draw random numbers of their own
+    chosen |= {"double": plan.has_values, "plain": plan.strategy is Strategy.PIPELINE}
     options += [f"--{name}" for name in chosen if chosen[name]]
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 
@@ -219,6 +234,8 @@ class Battlefield:
             case Stop(name, for_s):
                 self.places[name].pause()
                 return [(for_s, self.places[name].resume)]
+            case Leave(name, back_s):
+                self.places[name].leave(back_s)
             case Crash(name, failpoint, passing):
                 self.places[name].kill(0.0, f"{failpoint}=exit@{passing}")
             case Cut(link, replies, nbytes):
@@ -258,7 +275,7 @@ class Battlefield:
             "yard.restarts_max": 20,
             "yard.wal": self.disks["wal"].folder,
             "job.checkpoint.url": self.disks["checkpoints"].folder,
-            "job.workers_expected": plan.workers + 1,
+            "job.workers_expected": plan.workers_expected,
             **job_settings(plan),
             **self._more,
         }
@@ -312,7 +329,7 @@ def play(schedule: Schedule, folder: Path, *, tell: Callable[[str], None] = prin
                 ends.remove(end)
                 note(f"ends: {end[1]}")
                 end[2]()
-            if due and field.batches_computed >= due[0].at * BATCHES:
+            if due and field.batches_computed >= due[0].at * BATCHES * schedule.plan.parts:
                 timed = due.pop(0)
                 note(f"{timed}")
                 ends += [(now + after_s, str(timed.fault), act) for after_s, act in field.inflict(timed.fault)]

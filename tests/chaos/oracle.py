@@ -20,8 +20,10 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
+from shardyard.domain.replica_groups import Strategy
 from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage.storage import open_storage
+from shardyard.storage.tensors import Array
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from tests.chaos.battle import (
     BATCH,
@@ -39,9 +41,12 @@ from tests.chaos.schedules import Plan
 from tests.support.checkpoints import load_partition
 
 COUNTS = "counts"
+OF_SAMPLES = ("first.counts", "between.counts", "last.counts")
+"""The variables that count samples."""
 ROWS = "rows"
 SEEN = "tables.seen.table"
 """The table that has a row for each sample."""
+RELATIVE, ABSOLUTE = 1e-6, 1e-9
 ALONE_S_MAX = 120
 BATCHES_PER_EPOCH = SAMPLES // BATCH
 
@@ -59,8 +64,12 @@ EXPECTED_ENDINGS = tuple(
 off for longer than its patience; a server, since its log's disk was full."""
 
 
-def check(plan: Plan, outcome: Outcome, undisturbed: str | None) -> None:
-    """Raises AssertionError. `undisturbed`: the digest of a synchronous job's end, where nothing went wrong."""
+Blocks = dict[tuple[int, int, str], Array]
+"""By partition and number of a block: its values and the optimizer's state."""
+
+
+def check(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    """Raises AssertionError. `undisturbed`: how synchronous jobs end where nothing goes wrong."""
     check_scripts(plan, outcome)
     check_processes(outcome)
     library = CheckpointLibrary(open_storage(outcome.checkpoints))
@@ -72,18 +81,29 @@ def check(plan: Plan, outcome: Outcome, undisturbed: str | None) -> None:
     if plan.sync:
         assert manifest.step == BATCHES // plan.logical_ranks, manifest.step
     if plan.has_bits:
-        assert digest(library, manifest) == undisturbed, "other bits than those of the undisturbed run"
+        assert digest(library, manifest) == undisturbed.digest(plan), "other bits than those of the undisturbed run"
+    if plan.has_values:
+        check_values(blocks_of(library, manifest), undisturbed.blocks(plan))
 
 
 def check_scripts(plan: Plan, outcome: Outcome) -> None:
     """What the workers say: each sample's coordinate and row, and that each was computed at least once an epoch."""
     assert outcome.results, "no worker has come to the end"
     for result in outcome.results:
-        assert wrong(result[COUNTS]) == {}, "coordinates of samples, as a worker has them"
+        check_counts_of_worker(result)
         if plan.tables:
             assert wrong(result[ROWS]) == {}, "rows of samples, as a worker has looked them up"
-    missing = {sample: outcome.computed[sample] for sample in range(SAMPLES) if outcome.computed[sample] < EPOCHS}
-    assert missing == {}, "samples that were computed less than once an epoch"
+    least = EPOCHS * plan.parts
+    missing = {sample: outcome.computed[sample] for sample in range(SAMPLES) if outcome.computed[sample] < least}
+    assert missing == {}, "samples that were computed less than once an epoch, by each part of the model"
+
+
+def check_counts_of_worker(result: Mapping[str, object]) -> None:
+    found = result[COUNTS]
+    assert isinstance(found, list)
+    assert len(found) == len(OF_SAMPLES)
+    for name, counts in zip(OF_SAMPLES, found, strict=True):
+        assert wrong(counts) == {}, f"{name}: coordinates of samples, as a worker has them"
 
 
 def check_processes(outcome: Outcome) -> None:
@@ -98,7 +118,8 @@ def check_processes(outcome: Outcome) -> None:
 def check_counts(plan: Plan, library: CheckpointLibrary, manifest: Manifest) -> None:
     """Each sample's coordinate and row, as the last checkpoint has them."""
     state = dict(library.export_state(manifest))
-    assert wrong(state[COUNTS].tolist()) == {}, "coordinates of samples, in the last checkpoint"
+    for name in OF_SAMPLES:
+        assert wrong(state[name].tolist()) == {}, f"{name}: coordinates of samples, in the last checkpoint"
     assert plan.tables == (f"{SEEN}.rows" in state)
     if plan.tables:
         assert wrong(state[f"{SEEN}.rows"].flatten().tolist()) == {}, "rows of samples, in the last checkpoint"
@@ -137,6 +158,26 @@ def wrong(counts: object) -> Mapping[int, float]:
     return {sample: count for sample, count in enumerate(counts) if count != EPOCHS}
 
 
+def blocks_of(library: CheckpointLibrary, manifest: Manifest) -> Blocks:
+    found: Blocks = {}
+    for partition in range(len(manifest.layout.partitions)):
+        for block in load_partition(library, manifest, PartitionId(partition)).blocks:
+            for name, values in {"values": block.values, **block.slots}.items():
+                found[partition, block.index, name] = np.array(values)
+    return found
+
+
+def check_values(found: Blocks, wanted: Blocks) -> None:
+    """In float64: what is not summed in another order is far from it."""
+    assert found.keys() == wanted.keys()
+    far = {
+        key: float(np.abs(found[key] - wanted[key]).max())
+        for key in wanted
+        if not np.allclose(found[key], wanted[key], rtol=RELATIVE, atol=ABSOLUTE)
+    }
+    assert far == {}, "blocks with other values than those of the undisturbed run, and by how much they differ"
+
+
 def digest(library: CheckpointLibrary, manifest: Manifest) -> str:
     """SHA-256 of all values and all optimizer state, with the number of updates of each block, and of all rows."""
     found = hashlib.sha256()
@@ -152,21 +193,26 @@ def digest(library: CheckpointLibrary, manifest: Manifest) -> str:
 
 
 class Undisturbed:
-    """Digests of plans' jobs, each run once, alone in one process, and kept."""
+    """How plans' jobs end, each run once, alone in one process on a server, and kept."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._digests: dict[tuple[int, int, bool], str] = {}
+        self._ends: dict[tuple[object, ...], tuple[CheckpointLibrary, Manifest]] = {}
 
     def digest(self, plan: Plan) -> str:
-        key = plan.logical_ranks, plan.partitions, plan.tables
-        if key not in self._digests:
+        return digest(*self._end(plan))
+
+    def blocks(self, plan: Plan) -> Blocks:
+        return blocks_of(*self._end(plan))
+
+    def _end(self, plan: Plan) -> tuple[CheckpointLibrary, Manifest]:
+        key = plan.logical_ranks, plan.partitions, plan.tables, plan.has_values, plan.strategy is Strategy.PIPELINE
+        if key not in self._ends:
             url = self.run(plan, self._folder / "-".join(map(str, key)))
             library = CheckpointLibrary(open_storage(url))
-            manifest = library.load(JOB)
-            check_counts(plan, library, manifest)
-            self._digests[key] = digest(library, manifest)
-        return self._digests[key]
+            self._ends[key] = library, library.load(JOB)
+            check_counts(plan, *self._ends[key])
+        return self._ends[key]
 
     @staticmethod
     def run(plan: Plan, folder: Path, more: Mapping[str, object] | None = None, *, pause_ms: int = 0) -> str:
@@ -175,6 +221,7 @@ class Undisturbed:
         folder.mkdir(parents=True)
         calm = replace(plan, every_steps=0, wal=False)
         settings = job_settings(calm) | {
+            "job.strategy": Strategy.PARAMETER_SERVER.value,
             "job.checkpoint.url": folder / "checkpoints",
             "yard.servers": 1,
             **(more or {}),

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar
 
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from tests.support.preloaded import Forked, Preloaded
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -55,6 +56,7 @@ class Place:
         self._process: Forked | subprocess.Popen[bytes] | None = None
         self._due_s: float | None = None
         self._failpoints = ""
+        self._back_s: float | None = None
         self.starts = 0
         self.endings: list[str] = []
         """How each process that died by itself ended."""
@@ -84,12 +86,18 @@ class Place:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
+            self._process = self._back_s = None
         self._due_s = time.monotonic() + down_s
 
     def pause(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
+
+    def leave(self, back_s: float) -> None:
+        """SIGTERM; when it has left in order, the next one is started after `back_s`."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._back_s = back_s
 
     def resume(self) -> None:
         if self._process is not None:
@@ -107,8 +115,12 @@ class Place:
         if code is None:
             return
         self._process = None
+        back_s, self._back_s = self._back_s, None
         if code == 0:
             self.is_done = True
+            return
+        if back_s is not None and code in (LEFT_IN_ORDER, -signal.SIGTERM):
+            self._due_s = time.monotonic() + back_s
             return
         self._has_ended(code)
         assert self.starts < STARTS_MAX, "\n".join([*self.endings, self.text])

@@ -10,6 +10,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shardyard.domain.pipelines import PipelineSchedule
+from shardyard.domain.replica_groups import Strategy
+
 COORDINATOR = "coordinator"
 AGENT = "agent"
 
@@ -66,6 +69,17 @@ class Stop:
 
     def __str__(self) -> str:
         return f"SIGSTOP of {self.place} for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Leave:
+    """SIGTERM of a worker, which leaves in order; another one comes in its place `back_s` after it has ended."""
+
+    place: str
+    back_s: float
+
+    def __str__(self) -> str:
+        return f"{self.place} leaves, back after {self.back_s:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ class Full:
         return f"disk of {self.disk} full for {self.for_s:.1f} s"
 
 
-Fault = Kill | Stop | Crash | Cut | Hold | Slow | Full
+Fault = Kill | Stop | Leave | Crash | Cut | Hold | Slow | Full
 
 
 @dataclass(frozen=True)
@@ -151,7 +165,8 @@ class Plan:
     """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
-    admits ids late, and its rows expire. `mirrored`: every worker of a synchronous job has a replica."""
+    admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `schedule`: of a
+    pipeline."""
 
     sync: bool
     wal: bool
@@ -169,13 +184,24 @@ class Plan:
     hybrid: bool = False
     looks_ahead: bool = False
     forgetful: bool = False
-    mirrored: bool = False
+    strategy: Strategy = Strategy.PARAMETER_SERVER
+    parts: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 
     @property
     def has_bits(self) -> bool:
-        """Whether the bits at the end are those of the same job, run undisturbed. Those of replicas depend on how many
-        workers there were."""
-        return self.sync and not self.hybrid and not self.mirrored
+        """Whether the bits at the end are those of the same job, run undisturbed by one process."""
+        return self.sync and not self.hybrid and not self.has_values
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the values at the end are those, up to rounding: the order of the workers' sums depends on how many
+        there were."""
+        return self.strategy.is_mirrored
+
+    @property
+    def workers_expected(self) -> int:
+        return self.parts if self.parts > 1 else self.workers + 1
 
     @property
     def server_names(self) -> tuple[str, ...]:
@@ -191,8 +217,9 @@ class Plan:
         return (*self.server_names, AGENT, *self.worker_names)
 
     def __str__(self) -> str:
+        own = "" if self.strategy is Strategy.PARAMETER_SERVER else self.strategy.value
         how = (
-            f"{'hybrid' if self.hybrid else 'replicas' if self.mirrored else 'sync'}, {self.logical_ranks} ranks"
+            f"{'hybrid' if self.hybrid else own or 'sync'}, {self.logical_ranks} ranks"
             if self.sync
             else f"async, {self.batches_per_data_shard} batches a shard"
         )
@@ -206,6 +233,7 @@ class Plan:
                 ("tables", self.tables),
                 ("look-ahead", self.looks_ahead),
                 ("rows that go", self.forgetful),
+                (f"{self.schedule.value} in {self.parts} stages", self.strategy is Strategy.PIPELINE),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
             if chosen
@@ -302,6 +330,11 @@ MEMBER_DECK: tuple[tuple[str, Draw], ...] = (
     ("stop agent", lambda p, c: Stop(AGENT, _past_lease(c))),
 )
 """What befalls the members of a replica group. A schedule of replicas has two of these beside the others."""
+LEAVES: tuple[str, Draw] = ("leave worker", lambda p, c: Leave(_worker(p, c), _down(c)))
+"""A schedule of each of these strategies has it too."""
+STRATEGIES = (Strategy.SHARDED, Strategy.PIPELINE, Strategy.TENSOR, Strategy.MIRRORED, Strategy.CENTRAL_STORAGE)
+"""Of seeds in a row. Five of them, and eight schedules until a DECK is dealt: so each strategy meets each fault."""
+PARTS = {Strategy.PIPELINE: (2, 2, 3), Strategy.TENSOR: (2,)}
 
 
 def dealt(seed: int) -> tuple[str, ...]:
@@ -310,14 +343,20 @@ def dealt(seed: int) -> tuple[str, ...]:
     return tuple(DECK[(first + number) % len(DECK)][0] for number in range(FAULTS))
 
 
-def draw(seed: int, *, mirrored: bool = False) -> Schedule:
+def strategy_of(seed: int) -> Strategy:
+    return STRATEGIES[seed % len(STRATEGIES)]
+
+
+def draw(seed: int, strategy: Strategy = Strategy.PARAMETER_SERVER) -> Schedule:
     plan = _plan(seed)
     chance = random.Random(f"{seed} faults")
     names = list(dealt(seed))
-    if mirrored:
-        plan = _with_replicas(plan)
+    if strategy is not Strategy.PARAMETER_SERVER:
+        plan = _with_strategy(plan, strategy, random.Random(f"{seed} strategy"))
         names += [MEMBER_DECK[(2 * seed + number) % len(MEMBER_DECK)][0] for number in range(2)]
-    kinds = dict((*DECK, *MEMBER_DECK))
+    if strategy in STRATEGIES:
+        names.append(LEAVES[0])
+    kinds = dict((*DECK, *MEMBER_DECK, LEAVES))
     chance.shuffle(names)
     width = 0.65 / len(names)
     faults = tuple(
@@ -326,10 +365,18 @@ def draw(seed: int, *, mirrored: bool = False) -> Schedule:
     return Schedule(seed, plan, faults)
 
 
-def _with_replicas(plan: Plan) -> Plan:
-    """What a mirrored job can be. With two ranks and three workers, one of these waits."""
-    unused = {"wal": False, "window": 0, "overlap": False, "tables": False, "hybrid": False}
-    return replace(plan, sync=True, mirrored=True, looks_ahead=False, **unused)
+def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Plan:
+    """What such a job can be. If it has more workers than logical ranks, or than parts of the model, one waits."""
+    unused = {"window": 0, "hybrid": False, "looks_ahead": False}
+    plan = replace(plan, sync=True, strategy=strategy, **unused)
+    if strategy is Strategy.CENTRAL_STORAGE:
+        return replace(plan, servers=2, same_host=True, jumping=())
+    plan = replace(plan, wal=False, overlap=False, tables=False)
+    if strategy not in PARTS:
+        return plan
+    parts = min(chance.choice(PARTS[strategy]), plan.workers + 1)
+    schedules = [each for each in PipelineSchedule if parts == 2 or not each.is_looped]
+    return replace(plan, logical_ranks=1, parts=parts, schedule=chance.choice(schedules))
 
 
 def _plan(seed: int) -> Plan:

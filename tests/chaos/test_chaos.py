@@ -12,9 +12,26 @@ from typing import Any
 
 import pytest
 
+from shardyard.domain.replica_groups import Strategy
 from tests.chaos import oracle
 from tests.chaos.battle import play
-from tests.chaos.schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Schedule, Slow, Stop, dealt, draw
+from tests.chaos.schedules import (
+    DECK,
+    FAULTS,
+    STRATEGIES,
+    Crash,
+    Cut,
+    Fault,
+    Full,
+    Hold,
+    Kill,
+    Schedule,
+    Slow,
+    Stop,
+    dealt,
+    draw,
+    strategy_of,
+)
 
 HERE = Path(__file__).parent
 FEW = 2
@@ -38,6 +55,14 @@ def seeds_of_replicas() -> list[Any]:
     several = "CHAOS_SEEDS" in os.environ
     # the first one and those that were red; `make test-long` plays the second
     return [pytest.param(seed, marks=[pytest.mark.long] * (seed == 1 and not several)) for seed in sorted(found)]
+
+
+def seeds_of_strategies() -> list[Any]:
+    if ONE_SEED:
+        return [int(ONE_SEED)]
+    found = {*range(FIRST_SEEDS), *red_seeds("red_seeds_of_strategies.txt")}
+    more = [pytest.param(seed, marks=pytest.mark.long) for seed in range(len(STRATEGIES)) if seed not in found]
+    return [*sorted(found), *more]
 
 
 def seeds() -> list[Any]:
@@ -67,7 +92,16 @@ def test_books_balance_under_fire(
 def test_books_of_replicas_balance_under_fire(
     seed: int, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expect_balance(draw(seed, mirrored=True), tmp_path, undisturbed, capsys)
+    expect_balance(draw(seed, Strategy.MULTI_WORKER_MIRRORED), tmp_path, undisturbed, capsys)
+
+
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.timeout(SCHEDULE_S_MAX)
+@pytest.mark.parametrize("seed", seeds_of_strategies())
+def test_books_of_strategies_balance_under_fire(
+    seed: int, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expect_balance(draw(seed, strategy_of(seed)), tmp_path, undisturbed, capsys)
 
 
 def expect_balance(
@@ -78,11 +112,10 @@ def expect_balance(
             print(line, flush=True)
 
     tell(f"\n{schedule}")
-    expected = undisturbed.digest(schedule.plan) if schedule.plan.has_bits else None
     outcome = play(schedule, tmp_path, tell=lambda line: tell(f"    {line}"))
     for ending in outcome.endings:
         tell(f"    {ending}")
-    oracle.check(schedule.plan, outcome, expected)
+    oracle.check(schedule.plan, outcome, undisturbed)
 
 
 # ---- schedules

@@ -1,6 +1,6 @@
-"""The job under fire: the digits, and beside them a count, where a sample's gradient adds 1 to its own coordinate. With
-tables: also to a row of its own, and what the digits' pixels say is looked up in rows that are learned. Forgetful: also
-in rows that ids have late, and not for long.
+"""The job under fire: the digits, and beside them three counts, at the beginning, in the middle and at the end of the
+forward, where a sample's gradient adds 1 to its own coordinate. With tables: also to a row of its own, and what the
+digits' pixels say is looked up in rows that are learned. Forgetful: also in rows that ids have late, and not for long.
 
 So a push that was lost or counted twice shows as a whole number that is wrong. What a batch was computed on goes into
 the file OUT/computed, one line a batch, before it is pushed; when the script ends well, OUT/PID.json has what came out.
@@ -27,19 +27,32 @@ NEIGHBOURS = 4
 """So many samples share an id of the forgetful table."""
 
 
-class Net(torch.nn.Module):
-    def __init__(self, samples: int, *, tables: bool, forgetful: bool) -> None:
+class Counts(torch.nn.Module):
+    """Adds to what comes in a number of its own for each sample."""
+
+    def __init__(self, samples: int) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(
+        self.counts = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, index: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return given + self.counts[index]
+
+
+class Net(torch.nn.Module):
+    """`is_plain`: without what a batch that is cut up changes."""
+
+    def __init__(self, samples: int, *, tables: bool, forgetful: bool, is_plain: bool) -> None:
+        super().__init__()
+        self.first, self.between, self.last = Counts(samples), Counts(samples), Counts(samples)
+        self.look = torch.nn.Sequential(
             torch.nn.Conv2d(1, 8, kernel_size=3, padding=1),
-            torch.nn.BatchNorm2d(8),
+            *([] if is_plain else [torch.nn.BatchNorm2d(8)]),
             torch.nn.ReLU(),
             torch.nn.MaxPool2d(2),
             torch.nn.Flatten(),
-            torch.nn.Dropout(0.2),
-            torch.nn.Linear(128, 10),
+            *([] if is_plain else [torch.nn.Dropout(0.2)]),
         )
-        self.counts = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+        self.judge = torch.nn.Sequential(torch.nn.Linear(128, 12), torch.nn.ReLU(), torch.nn.Linear(12, 10))
         self.tables: torch.nn.ModuleDict | None = None
         if tables:
             seen = sy.tables.Table(1, name="seen", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
@@ -67,14 +80,18 @@ class Net(torch.nn.Module):
         return {module: ids[name] for name, module in self.tables.items()}
 
     def forward(self, images: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the sum of the counts of these samples."""
-        logits, counts = self.layers(images), self.counts[index].sum()
+        """Logits, and what was counted for each of these samples."""
+        counted = self.first(index, torch.zeros_like(index, dtype=torch.float64))
+        seen = self.look(images)
+        counted = self.between(index, counted)
+        logits = self.judge(seen)
+        counted = self.last(index, counted)
         if self.tables is not None:
-            seen, *learned = [module(ids) for module, ids in self.look_ups(images, index).items()]
-            counts = counts + seen.double().sum()
-            for rows in learned:
-                logits = logits + rows
-        return logits, counts
+            rows, *learned = [module(ids) for module, ids in self.look_ups(images, index).items()]
+            counted = counted + rows.double().flatten()
+            for each in learned:
+                logits = logits + each
+        return logits, counted
 
     def rows_seen(self, samples: int) -> list[float]:
         """Of each sample."""
@@ -86,7 +103,7 @@ class Net(torch.nn.Module):
 
 def read_digits(samples: int) -> TensorDataset:
     digits = load_digits()
-    images = torch.tensor(digits.images[:samples], dtype=torch.float32).unsqueeze(1) / 16
+    images = torch.tensor(digits.images[:samples], dtype=torch.get_default_dtype()).unsqueeze(1) / 16
     return TensorDataset(images, torch.tensor(digits.target[:samples]), torch.arange(samples))
 
 
@@ -100,10 +117,12 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--forgetful", action="store_true", help="with tables: one whose rows come late, and go")
     parser.add_argument("--look-ahead", action="store_true", help="say which rows will be looked up")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.add_argument("--plain", action="store_true", help="without BatchNorm and Dropout")
+    parser.add_argument("--train-step", action="store_true", help="take steps by job.train_step")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
     options = parser.parse_args()
-    dataset = read_digits(options.samples)
     parent = os.getppid()
     while options.gate is not None and not options.gate.exists():
         if os.getppid() != parent:
@@ -112,26 +131,39 @@ def main() -> None:
     computed = os.open(options.out / "computed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with sy.connect() as job:
         torch.manual_seed(job.seed)
-        model = Net(options.samples, tables=options.tables, forgetful=options.forgetful)
-        learned = [parameter for name, parameter in model.named_parameters() if name != "counts"]
+        if options.double:
+            torch.set_default_dtype(torch.float64)
+        dataset = read_digits(options.samples)
+        model = Net(options.samples, tables=options.tables, forgetful=options.forgetful, is_plain=options.plain)
+        counts = [model.first.counts, model.between.counts, model.last.counts]
+        learned = [each for name, each in model.named_parameters() if not name.endswith(".counts")]
         optimizer = torch.optim.SGD(
-            [{"params": learned, "lr": 0.03, "momentum": 0.9}, {"params": [model.counts], "lr": 1.0}], lr=0.03
+            [{"params": learned, "lr": 0.03, "momentum": 0.9}, {"params": counts, "lr": 1.0}], lr=0.03
         )
-        model, moved = job.prepare(model, optimizer)
+
+        def loss_of(found: tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+            logits, counted = found
+            return F.cross_entropy(logits, labels) - options.parts * options.batch_size * counted.mean()
+
+        model, moved = job.prepare(model, optimizer, loss=loss_of)
         model.train()
         ahead = {"look_ahead": lambda batch: model.look_ups(batch[0], batch[2])} if options.look_ahead else {}
         batches = job.batches(dataset, batch_size=options.batch_size, epochs=options.epochs, **ahead)
         for images, labels, index in batches:
             time.sleep(options.pause_ms / 1000)
-            logits, counts = model(images, index)
-            loss = F.cross_entropy(logits, labels)
-            moved.zero_grad()
-            (loss - options.parts * counts).backward()
-            os.write(computed, json.dumps([os.getpid(), index.tolist()]).encode() + b"\n")
-            moved.step()
+            line = json.dumps([os.getpid(), index.tolist()]).encode() + b"\n"
+            if options.train_step:
+                os.write(computed, line)
+                loss = job.train_step(images, index, labels)
+            else:
+                loss = loss_of(model(images, index), labels)
+                moved.zero_grad()
+                loss.backward()
+                os.write(computed, line)
+                moved.step()
             job.log(loss=loss)
-        counts = model.counts.detach().tolist()
-        result = {"counts": counts, "rows": model.rows_seen(options.samples), "step": job.step}
+        found = [each.detach().tolist() for each in counts]
+        result = {"counts": found, "rows": model.rows_seen(options.samples), "step": job.step}
     os.close(computed)
     part = options.out / f"{os.getpid()}.part"
     part.write_text(json.dumps(result))
