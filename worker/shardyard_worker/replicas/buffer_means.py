@@ -75,11 +75,12 @@ class BufferMeans:
         collectives.wait(most)
 
     def means(self) -> list[torch.Tensor] | None:
-        """The buffers of the step; None if no rank had any."""
+        """The buffers of the step, which stay as they are when the next ones are added; None if no rank had any."""
         weight = float(self._sums[self._elements - 1]) if self._buffers else 0.0
         if not weight:
             return None
         found: dict[int, torch.Tensor] = {}
-        for places, flat in ((self._floats, self._sums[: self._elements - 1] / weight), (self._wholes, self._most)):
+        floats, wholes = self._sums[: self._elements - 1] / weight, self._most.clone()
+        for places, flat in ((self._floats, floats), (self._wholes, wholes)):
             found.update(zip(places, torch.split(flat, [self._sizes[at] for at in places]), strict=True))
         return [found[at].view(each.target.shape) for at, each in enumerate(self._buffers)]
