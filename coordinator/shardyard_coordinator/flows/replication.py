@@ -27,9 +27,10 @@ def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
         raise NotReady(f"{job.title} has no variables on the servers yet", todo="call job.prepare first")
     book.ask(worker, asked.left, asked.step, now_ms)
     effects: list[Effect] = []
-    if book.has_lost_all(job.workers) and not job.recovery.needed:
+    is_over = _is_over(job, book)
+    if book.has_lost_all(job.workers) and not is_over and not job.recovery.needed:
         effects += _go_back(job, now_ms)
-    formed = book.form(job.workers, now_ms)
+    formed = book.form(job.workers, now_ms, is_over=is_over)
     if formed is not None:
         if job.has_tables:
             book.go_on()
@@ -39,6 +40,14 @@ def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
         effects.append(LogMessage(f"{job.title}: replica group {formed.generation} of workers {places} {begins}"))
     group = book.group_of(worker)
     return [*effects, Reply(ReplicaGroupAnswer(group, "" if group is not None else book.waits_for(job.workers)))]
+
+
+def _is_over(job: JobState, book: ReplicaBook) -> bool:
+    """Whether workers that are gone have taken all steps, and the servers have the state after the last one. Rows of
+    tables alone may be of that step."""
+    if job.has_tables or not job.roster.goodbyes or any(each in job.workers for each in book.group.members):
+        return False
+    return job.feeds.finished or job.stopping.is_over(book.published)
 
 
 def _go_back(job: JobState, now_ms: int) -> list[Effect]:

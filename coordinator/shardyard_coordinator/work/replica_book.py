@@ -130,15 +130,16 @@ class ReplicaBook:
         steps = [step for worker, step in self._asking.items() if step is not None and worker in self.group.members]
         return self._stages is None and bool(steps) and max(steps) == self.published
 
-    def form(self, living: Collection[Incarnation], now_ms: int) -> ReplicaGroup | None:
-        """Forms the next group, if it is due. None: workers go on waiting."""
+    def form(self, living: Collection[Incarnation], now_ms: int, *, is_over: bool = False) -> ReplicaGroup | None:
+        """Forms the next group, if it is due. None: workers go on waiting. `is_over`: no living member is left, and the
+        servers have the state after the last step, which a worker that has waited in reserve gets alone."""
         former = [each for each in self.group.members if each in living]
-        if self.has_lost_all(living):
+        if self.has_lost_all(living) and not is_over:
             return None  # D3
         if not self._asking or any(each not in self._asking for each in former):
             return None  # D1
         came = sorted(each for each in self._asking if each not in self.group.members)
-        has_replica = self._stages == 1 or self._has_replica(living)
+        has_replica = not is_over and (self._stages == 1 or self._has_replica(living))
         if self._stages is None and came and has_replica:
             if self._have_servers_newest():
                 has_replica = self._has_trained = False
@@ -150,7 +151,9 @@ class ReplicaBook:
             if now_ms - self._asked_since_ms < self._grace_ms:
                 return None
         if len(chosen) < (self._stages or 1):
-            return None
+            if not is_over:
+                return None
+            chosen = chosen[:1]
         steps = {each: self._asking[each] if has_replica else None for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)

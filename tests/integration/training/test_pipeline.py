@@ -71,9 +71,10 @@ def test_losses_are_those_of_one_process(
 
 
 def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probes) -> None:
+    """A worker in reserve ends with the others, and has the whole model then, too."""
     common = settings(yard, "counted")
-    started = [probes.start("stage-counts", *COUNTED, **common) for _ in range(2)]
-    assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 2
+    started = [probes.start("stage-counts", *COUNTED, **common) for _ in range(3)]
+    assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 3
 
 
 @pytest.mark.long("0-killed", "1-frozen")

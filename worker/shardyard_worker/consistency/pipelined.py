@@ -39,6 +39,8 @@ class PipelineStrategy(SpreadStrategy):
     def _begin_group(self, collectives: Collectives) -> None:
         pipeline = self._pipeline
         pipeline.replica_at(collectives.place)
+        if collectives.process_group is None:  # all steps were taken before
+            return
         self._group = StageGroup(collectives)
         self._runner = StageRunner(pipeline.stages, pipeline.settings, pipeline.loss, self._group, pipeline.device)
 

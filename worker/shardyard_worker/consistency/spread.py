@@ -149,7 +149,7 @@ class SpreadStrategy(GroupStrategy):
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002
         """Gives the servers the state with the other members, which cannot go on without this one."""
         step, collectives = self.versions.current, self._collectives
-        if self._session.drain.hands_over or step is None or collectives is None:
+        if self._session.drain.hands_over or step is None or collectives is None or step == self._publisher.step:
             return
         with contextlib.suppress(MapChanged):  # another member has left before, or died
             self._publisher.publish(step, collectives, self._share)

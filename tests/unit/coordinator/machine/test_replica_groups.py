@@ -8,7 +8,7 @@ import pytest
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import ConsistencyMode
-from shardyard.domain.ids import Caller, MemberRole
+from shardyard.domain.ids import Caller, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.replica_groups import ReplicaGroup, Strategy
 from shardyard.domain.tables.table_settings import TableSettings
@@ -16,6 +16,7 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.job_state import JobState
 from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.replica_book import CHECKPOINT_BEGINS_MS
 from tests.support.machine_yards import MachineYard
 
@@ -177,6 +178,28 @@ def test_rule_d3_members_that_are_done_have_published_their_state() -> None:
     assert yard.ask(spare) is None
     yard.pass_time(GRACE_MS, spare)
     assert yard.ask(spare) == ReplicaGroup(2, (spare.incarnation,)), "it begins with what the servers have"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.PIPELINE, Strategy.TENSOR, Strategy.SHARDED])
+def test_rule_d3_worker_in_reserve_gets_the_last_state_alone(strategy: Strategy) -> None:
+    """When the members have taken all steps. Alone it could take none."""
+    yard = Yard(checkpoints="never", strategy=strategy, ranks=2 if strategy is Strategy.SHARDED else 1)
+    spare = yard.hire()
+    yard.handle(events.FeedOpened(yard.first, 0, FeedSpec(5, "f", 1, 1, shuffle=False, drop_last=False)))
+    yard.form(yard.first, yard.second)
+    assert yard.ask(spare) is None
+    yard.handle(events.ReplicasPublished(yard.first, 1, 5))
+    returned = events.LeaseReturned(yard.first, 0, None, Token(0))
+    yard.handle(returned)
+    generation = yard.state.deployment.generation
+    assert yard.handle(events.LedgerRead(returned, 5, generation)) == effects.LeaseClosed(done=True)
+    yard.handle(events.MemberLeft(yard.first.incarnation, ""))
+    assert yard.ask(spare) is None, "a member may still publish"
+    yard.handle(events.MemberLeft(yard.second.incarnation, ""))
+    yard.restart(from_snapshot=False)
+    assert yard.ask(spare) is None
+    yard.pass_time(GRACE_MS, spare)
+    assert yard.ask(spare) == ReplicaGroup(2, (spare.incarnation,))
 
 
 def test_rule_d3_job_without_a_checkpoint_ends() -> None:
