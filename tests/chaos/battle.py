@@ -41,6 +41,7 @@ from tests.chaos.schedules import (
     Leave,
     Plan,
     Schedule,
+    Sever,
     Slow,
     Stop,
 )
@@ -145,6 +146,8 @@ class Battlefield:
         self._bound = dict(zip(plan.server_names, (f"127.0.0.1:{port}" for port in ports[1:]), strict=True))
         targets = {**self._bound, **{f"up-{member}": self._address for member in plan.members}}
         self.links = {name: stack.enter_context(Proxy(target)) for name, target in targets.items()}
+        addresses = (self._address, *self._bound.values(), *(link.address for link in self.links.values()))
+        self._ports = {int(address.rpartition(":")[2]) for address in addresses}
         self.places = {name: self._place(name) for name in (COORDINATOR, *plan.members)}
         stack.callback(self._end_all)
 
@@ -240,6 +243,8 @@ class Battlefield:
                 self.places[name].kill(0.0, f"{failpoint}=exit@{passing}")
             case Cut(link, replies, nbytes):
                 self.links[link].cut_after(Way.REPLIES if replies else Way.REQUESTS, nbytes)
+            case Sever(name):
+                self.places[name].cut_connections(self._ports)
             case Hold(link, requests, replies, for_s, resets):
                 proxy = self.links[link]
                 proxy.hold(*(way for way, held in ((Way.REQUESTS, requests), (Way.REPLIES, replies)) if held))

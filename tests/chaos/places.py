@@ -8,13 +8,15 @@ what goes wrong when.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -31,6 +33,10 @@ ERROR_CODE = 1
 """Of a service that says why it has ended."""
 TAIL_LINES = 25
 KEPT_ENVIRONMENT = {key: text for key, text in os.environ.items() if not key.startswith("SHARDYARD")}
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PIDFD_GETFD = 438
 
 
 class Place:
@@ -102,6 +108,21 @@ class Place:
     def resume(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
+
+    def cut_connections(self, kept: Collection[int]) -> None:
+        """All TCP connections that the process has, but those from or to these ports."""
+        if self.pid is None:
+            return
+        process = os.pidfd_open(self.pid)
+        try:
+            for number in os.listdir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError), _copied(process, int(number)) as found:
+                    if found.family == socket.AF_INET and not {found.getsockname()[1], found.getpeername()[1]} & {
+                        *kept
+                    }:
+                        found.shutdown(socket.SHUT_RDWR)
+        finally:
+            os.close(process)
 
     def tend(self) -> None:
         """Starts what is due, notices what has died. Raises AssertionError for one that dies again and again."""
@@ -237,6 +258,18 @@ class SmallDisk:
     def close(self) -> None:
         if self._is_mounted:
             subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+def _copied(process: int, number: int) -> socket.socket:
+    """A socket of another process, by its descriptor there. Raises OSError if that is no socket."""
+    descriptor = _LIBC.syscall(_PIDFD_GETFD, process, number, 0)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd failed")
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def tail(log: Path) -> str:

@@ -107,6 +107,16 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Sever:
+    """A worker's connections to other workers are cut."""
+
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place} cut off from other workers"
+
+
+@dataclass(frozen=True)
 class Hold:
     """Nothing comes over the link for `for_s`: of requests, of replies, or of both. Then all of it does, or, with
     `resets`, the connections are gone."""
@@ -146,7 +156,7 @@ class Full:
         return f"disk of {self.disk} full for {self.for_s:.1f} s"
 
 
-Fault = Kill | Stop | Leave | Crash | Cut | Hold | Slow | Full
+Fault = Kill | Stop | Leave | Crash | Cut | Sever | Hold | Slow | Full
 
 
 @dataclass(frozen=True)
@@ -330,8 +340,11 @@ MEMBER_DECK: tuple[tuple[str, Draw], ...] = (
     ("stop agent", lambda p, c: Stop(AGENT, _past_lease(c))),
 )
 """What befalls the members of a replica group. A schedule of replicas has two of these beside the others."""
-LEAVES: tuple[str, Draw] = ("leave worker", lambda p, c: Leave(_worker(p, c), _down(c)))
-"""A schedule of each of these strategies has it too."""
+COMING_AND_GOING: tuple[tuple[str, Draw], ...] = (
+    ("leave worker", lambda p, c: Leave(_worker(p, c), _down(c))),
+    ("sever worker", lambda p, c: Sever(_worker(p, c))),
+)
+"""A schedule of each of these strategies has both too, if its workers have connections to each other."""
 STRATEGIES = (Strategy.SHARDED, Strategy.PIPELINE, Strategy.TENSOR, Strategy.MIRRORED, Strategy.CENTRAL_STORAGE)
 """Of seeds in a row. Five of them, and eight schedules until a DECK is dealt: so each strategy meets each fault."""
 PARTS = {Strategy.PIPELINE: (2, 2, 3), Strategy.TENSOR: (2,)}
@@ -355,8 +368,8 @@ def draw(seed: int, strategy: Strategy = Strategy.PARAMETER_SERVER) -> Schedule:
         plan = _with_strategy(plan, strategy, random.Random(f"{seed} strategy"))
         names += [MEMBER_DECK[(2 * seed + number) % len(MEMBER_DECK)][0] for number in range(2)]
     if strategy in STRATEGIES:
-        names.append(LEAVES[0])
-    kinds = dict((*DECK, *MEMBER_DECK, LEAVES))
+        names += [name for name, _ in COMING_AND_GOING[: 1 + strategy.is_mirrored]]
+    kinds = dict((*DECK, *MEMBER_DECK, *COMING_AND_GOING))
     chance.shuffle(names)
     width = 0.65 / len(names)
     faults = tuple(
