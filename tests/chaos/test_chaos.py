@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardyard.domain.pipelines import PipelineSchedule
 from shardyard.domain.replica_groups import Strategy
 from tests.chaos import oracle
 from tests.chaos.battle import play
@@ -25,7 +26,9 @@ from tests.chaos.schedules import (
     Full,
     Hold,
     Kill,
+    Leave,
     Schedule,
+    Sever,
     Slow,
     Stop,
     dealt,
@@ -41,6 +44,8 @@ EIGHT = 8
 FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
 ONE_SEED = os.environ.get("CHAOS_SEED", "")
 SCHEDULE_S_MAX = 300
+SEEDS = 40
+"""Of `make chaos`."""
 
 
 def red_seeds(file: str = "red_seeds.txt") -> list[int]:
@@ -149,6 +154,24 @@ def test_many_seeds_have_every_kind_of_fault_in_each_mode_and_crashes_at_every_p
     found = {name for text in sources() for name in places if f'failpoint("{name}")' in text}
     assert places == found, "places that are in no source"
     assert {name.partition(".")[0] for name in places} == {"push", "wal", "storage", "journal", "checkpoint"}
+
+
+def test_each_strategy_meets_every_kind_of_fault() -> None:
+    drawn = [draw(seed, strategy_of(seed)) for seed in range(SEEDS)]
+    for strategy in STRATEGIES:
+        plans = [each.plan for each in drawn if each.plan.strategy is strategy]
+        assert len(plans) == EIGHT
+        waits = {plan.workers + 1 > max(plan.parts, plan.logical_ranks) for plan in plans}
+        assert waits == {True, False} or not strategy.is_spread, "whether a worker waits in reserve"
+    turns = {(seed % len(STRATEGIES), dealt(seed // len(STRATEGIES))) for seed in range(SEEDS)}
+    assert len(turns) == SEEDS
+    assert {kind for turn in range(EIGHT) for kind in dealt(turn)} == {name for name, _ in DECK}
+    for each in drawn:
+        assert any(isinstance(timed.fault, Leave) for timed in each.faults)
+        assert any(isinstance(timed.fault, Sever) for timed in each.faults) is each.plan.strategy.is_mirrored
+    pipelines = [each.plan for each in drawn if each.plan.strategy is Strategy.PIPELINE]
+    assert {plan.schedule for plan in pipelines} == {*PipelineSchedule}
+    assert {plan.parts for plan in pipelines} == {2, 3}
 
 
 def test_faults_begin_while_there_is_work_to_do() -> None:
