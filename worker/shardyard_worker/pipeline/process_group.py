@@ -6,23 +6,66 @@ worker's replica group.
 After the schedule the members tell each other a few facts. A member receives them in memory that it has offered before
 the schedule, so that the last member to finish need not wait for the others.
 
+When a connection closes, gloo ends a transfer that has not begun, but neither one of which a part was sent or received,
+nor one that it meets the end of the connection with. So a thread waits for transfers, which is left alone with the one
+that does not end.
+
 Owns: the transfers under way. Must not know: stages, schedules.
 """
 
 from __future__ import annotations
 
 import datetime
+import queue
+import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.collectives import SLICE, Collectives
 from shardyard_worker.replicas.default_group import DefaultGroup
 from shardyard_worker.replicas.group_store import GroupLost
 
 FOREVER: Final = datetime.timedelta(days=365)
 """A stage may compute for as long as it likes."""
+
+
+class _Waiter:
+    """Waits for one transfer at a time. `check`: called in between; what it raises ends the wait. No other may
+    follow then."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="transfers", daemon=True).start()
+
+    def wait(self, work: Any) -> None:
+        """Raises RuntimeError."""
+        self._asked.put(work)
+        while True:
+            try:
+                failure = self._answers.get(timeout=SLICE.total_seconds())
+            except queue.Empty:
+                self._check()
+                continue
+            if failure is not None:
+                raise failure
+            return
+
+    def end(self) -> None:
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not None:
+            try:
+                work.wait(FOREVER)
+            except RuntimeError as error:
+                self._answers.put(error)
+            else:
+                self._answers.put(None)
 
 
 class _Transfer:
@@ -35,10 +78,7 @@ class _Transfer:
         self._into = into
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002 - the group ends a wait
-        try:
-            self._work.wait(FOREVER)
-        except RuntimeError as error:
-            raise self._group.lost(error) from error
+        self._group.wait(self._work)
         if self._into is not None:
             self._into.copy_(self._tensor)
         return True
@@ -51,7 +91,10 @@ class StageGroup(dist.ProcessGroup):
         """Raises InvalidRequest if the script uses torch.distributed itself."""
         super().__init__(collectives.place, collectives.size)  # type: ignore[call-arg]
         self._gloo = collectives.process_group
+        self._collectives = collectives
         self._default = DefaultGroup(collectives, self)
+        self._waiter = _Waiter(self._check)
+        self._checks = 0
         self._facts = torch.zeros(0)
         """What each member says of the step at hand."""
         self._receiving: list[_Transfer] = []
@@ -99,12 +142,32 @@ class StageGroup(dist.ProcessGroup):
     def _others(self) -> list[int]:
         return [at for at in range(self.size()) if at != self.rank()]
 
+    def wait(self, work: Any) -> None:
+        """Returns when the transfer has ended. Raises GroupLost."""
+        try:
+            self._waiter.wait(work)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def _check(self) -> None:
+        """Raises GroupLost if the group lacks a member, RuntimeError if a connection is closed."""
+        self._collectives.check()
+        self._checks += 1
+        if self._checks % _CHECKS_EACH == 0:
+            for at in self._others:
+                self._gloo.recv([torch.empty(1)], at, _TAG_OF_NOTHING)
+
     def lost(self, error: RuntimeError) -> GroupLost:
         return self._default.lost(error)
 
     def end(self) -> None:
         """Ends all transfers, and gives torch.distributed back."""
         self._default.end()
+        self._waiter.end()
 
 
 _TAG_OF_FACTS: Final = 1 << 29
+_TAG_OF_NOTHING: Final = _TAG_OF_FACTS + 1
+"""Of a tensor that nobody sends. gloo refuses to begin to receive it if the connection is closed."""
+_CHECKS_EACH: Final = 10
+"""Among so many, one looks at the connections."""
