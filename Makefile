@@ -114,7 +114,7 @@ test-long: kernels $(NODE_STAMP) ## the tests that `make test` leaves out: the s
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
 	@$(BIN)/python -m tests.fuzz.fuzzing --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
-chaos: $(STAMP) ## kill, stop and cut off real processes by 40 seeds (SEED=n for one), and in 50 launches (LAUNCH=n)
+chaos: $(STAMP) ## kill, stop and cut off real processes by 3 times 40 seeds (SEED=n for 3), and in 50 launches (LAUNCH=n)
 	@test -n "$(LAUNCH)" || CHAOS_SEEDS=40 CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_chaos.py -k under_fire
 	@test -n "$(SEED)" || CHAOS_LAUNCHES=$(or $(LAUNCHES),50) CHAOS_LAUNCH=$(LAUNCH) $(BIN)/python -m pytest \
 		tests/chaos/test_launches.py -k under_fire

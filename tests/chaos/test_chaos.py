@@ -1,7 +1,7 @@
 """Jobs under fire: schedules of faults, drawn from seeds, against yards of real processes.
 
 `make chaos` plays many, `make chaos SEED=n` repeats one; the tests play the first few, and those that were red once.
-Each seed also has a schedule of a mirrored job.
+Each seed also has a schedule of a mirrored job, and one of a job with another strategy.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def seeds_of_replicas() -> list[Any]:
 def seeds_of_strategies() -> list[Any]:
     if ONE_SEED:
         return [int(ONE_SEED)]
-    found = {*range(FIRST_SEEDS), *red_seeds("red_seeds_of_strategies.txt")}
-    more = [pytest.param(seed, marks=pytest.mark.long) for seed in range(len(STRATEGIES)) if seed not in found]
-    return [*sorted(found), *more]
+    several = "CHAOS_SEEDS" in os.environ
+    first = FIRST_SEEDS if several else len(STRATEGIES)
+    found = {*range(first), *red_seeds("red_seeds_of_strategies.txt")}
+    # `make test-long` plays a schedule of each strategy, and those that were red
+    return [pytest.param(seed, marks=[] if several else [pytest.mark.long]) for seed in sorted(found)]
 
 
 def seeds() -> list[Any]:
