@@ -133,10 +133,10 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     """a look-up of rows at a version returns the newest rows"""
     real = lookups.look_up_rows
 
-    def look_up_rows(partition: Any, asked: Any, number: int | None = None, until: float = 0.0) -> None:
+    def look_up_rows(asked: Any, number: int | None = None, until: float = 0.0) -> None:
         with contextlib.suppress(NotFound):
-            real(partition, asked, number, until)
-        real(partition, asked)
+            real(asked, number, until)
+        real(asked)
 
     patch.setattr(lookups, "look_up_rows", look_up_rows)
 

@@ -131,7 +131,7 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
         for number in sorted(hosted.partitions):
             if sync_step.awaits_verdict(hosted.partitions[number], verdict):
                 check_current = partial(admission.check_still_admitted, store, admission.Admitted(hosted, 0), order)
-                sync_step.take_verdict(hosted.partitions[number], verdict, check_current)
+                sync_step.take_verdict([hosted.partitions[number]], verdict, check_current)
 
     patch.setattr(pushes, "take_verdict", take_verdict)
 

@@ -28,9 +28,10 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push, check_push
-from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows
+from shardyard_ps_server.partition.reads import look_up_rows
 from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import RowsToRead
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.values.versions import aligned_empty
@@ -99,13 +100,13 @@ def judge(partition: Partition, step: int) -> None:
     """Takes the step, if it waits for a verdict."""
     told = gathered_part(partition, step)
     if told is not None:
-        take_verdict(partition, StepVerdict(step, told.square_norm), current)
+        take_verdict([partition], StepVerdict(step, told.square_norm), current)
 
 
 def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
     """The rows of all IDS."""
     out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
-    look_up_rows(partition, [RowsToRead(table, IDS, out)], number, time.monotonic() + wait_s)
+    look_up_rows([(partition, [RowsToRead(table, IDS, out)])], number, time.monotonic() + wait_s)
     return out
 
 

@@ -22,14 +22,13 @@ from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.pulls import now_ms
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.reads import (
-    RowsToRead,
-    look_up_newest,
     look_up_pinned,
     look_up_rows,
     read_pinned_table,
     read_table,
 )
 from shardyard_ps_server.rows.lookups_in_flight import TablePart
+from shardyard_ps_server.rows.partition_tables import RowsToRead
 from shardyard_ps_server.rows.pushed_rows import Floats, RowQuery, read_packed_ids, table_at
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -100,16 +99,14 @@ def find_rows(
         by_partition.setdefault(partition, []).append(RowsToRead(table, ids, rows))
         answers.append(rows)
         at += rows.nbytes
-    pinned = hosted.pins.rows(pin, list(by_partition), now_ms()) if pin else {}
-    if not (pin or number is not None or hosted.rules.rows_have_versions):
-        look_up_newest([(hosted.find(partition), of_partition) for partition, of_partition in by_partition.items()])
-        by_partition = {}
-    for partition, of_partition in by_partition.items():
-        if pin:
+    if pin:
+        pinned = hosted.pins.rows(pin, list(by_partition), now_ms())
+        for partition, of_partition in by_partition.items():
             holder, version = pinned[partition]
             look_up_pinned(holder, of_partition, version)
-        else:
-            look_up_rows(hosted.find(partition), of_partition, number, until)
+    else:
+        asked = [(hosted.find(partition), of_partition) for partition, of_partition in by_partition.items()]
+        look_up_rows(asked, number, until)
     if code is not RowCode.FLOAT32:
         found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
     return found

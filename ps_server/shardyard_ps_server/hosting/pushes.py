@@ -162,13 +162,11 @@ def take_verdict(store: Store, hosted: HostedJob, header: PushHeader, verdict: S
 def _give_verdict(
     store: Store, partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]
 ) -> None:
-    works = [partial(sync_step.take_verdict, partition, verdict, check_current) for partition in partitions]
     try:
-        if sum([partition.payload.nbytes for partition in partitions]) >= POOL_BYTES_MIN:
-            store.pool.run(works)
-            return
-        for work in works:
-            work()
+        if sum([partition.payload.nbytes for partition in partitions]) < POOL_BYTES_MIN:
+            sync_step.take_verdict(partitions, verdict, check_current)
+        else:
+            store.pool.run([partial(sync_step.take_verdict, [each], verdict, check_current) for each in partitions])
     finally:
         _report_torn(store, partitions)
 

@@ -4,36 +4,77 @@
     update_rows       changes rows in place, and copies what readers of earlier versions still need
     publish           makes the values the newest version, in the same moment in which the ledger advances
 
+What a push or a verdict changes in a partition is a `Change`. `carry_out` carries out those of several partitions: it
+copies and updates rows in one call for each table, before it makes the first change visible.
+
 Called by the thread that has the partition's turn. Until `update_rows` begins, an error leaves the partition as it was.
 An error inside `update_rows` leaves it torn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shardyard.domain.errors import Internal, TooLarge
+from shardyard.domain.pushes import Outcome
 from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.partition.checkpoint_cuts import cut_if_named
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition, SyncSteps
 from shardyard_ps_server.partition.step_gate import Groups, Verdict
-from shardyard_ps_server.rows.partition_tables import RowPush, push_rows
+from shardyard_ps_server.rows.partition_tables import RowPush, RowsToRead, push_rows, read_rows
 from shardyard_ps_server.rows.pushed_rows import ExpiredIds, PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_ps_server.values.versions import Bytes
 
 
 class RowUpdate(NamedTuple):
-    """Gradients of rows with their settings, and ids that expire. `diff`: a copy of the rows before the update, so that
-    look-ups read one version; None: look-ups may see the change before the push is acknowledged."""
+    """Gradients of rows with their settings, and ids that expire. `diff`: memory for a copy of the rows before the
+    update, so that look-ups read one version; None: look-ups may see the change before the push is acknowledged."""
 
     rows: Sequence[PushedTableRows]
     groups: Groups
     gone: Sequence[ExpiredIds] = ()
     diff: RowDiff | None = None
+
+
+NO_ROWS: Final = RowUpdate((), ())
+
+
+class Change(NamedTuple):
+    """What a push or a verdict changes in a partition, with all memory that this needs. `end` makes it visible; it is
+    called with `changed` held, after the rows have changed."""
+
+    partition: Partition
+    rows: RowUpdate
+    end: Callable[[], Outcome]
+
+
+def carry_out(changes: Iterable[Change], ended: Callable[[Partition, Outcome], None]) -> None:
+    """Carries out the changes of different partitions, and calls `ended` for each, with `changed` held. If an error
+    comes instead of a change, those before it are carried out."""
+    ready: list[Change] = []
+    try:
+        for change in changes:
+            ready.append(change)
+    finally:
+        update_rows([(change.partition, change.rows) for change in ready])
+        with ExitStack() as ending:  # what is computed is published, whatever happens after another partition
+            for change in reversed(ready):
+                ending.callback(_end, change, ended)
+
+
+def _end(change: Change, ended: Callable[[Partition, Outcome], None]) -> None:
+    partition = change.partition
+    with partition.lock:
+        outcome = change.end()
+        if partition.overlay.end_update():
+            partition.changed.notify_all()
+        ended(partition, outcome)
+    failpoint("push.after_partition")
 
 
 def compute_values(partition: Partition, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
@@ -75,8 +116,8 @@ def publish(partition: Partition, new: Bytes, number: int | None = None) -> None
 
 
 def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Groups) -> RowUpdate:
-    """Returns the row update of a step: what changes, what expires, and, if rows have versions, a copy of both. Raises
-    TooLarge, having changed nothing."""
+    """Returns the row update of a step: what changes, what expires, and, if rows have versions, memory for a copy of
+    both. Raises TooLarge, having changed nothing."""
     if not partition.rows.names:
         return RowUpdate(rows, groups)
     number = partition.versions.newest.number
@@ -94,22 +135,26 @@ def step_rows(partition: Partition, rows: Sequence[PushedTableRows], groups: Gro
 
 
 def update_rows(updates: Sequence[tuple[Partition, RowUpdate]]) -> None:
-    """Changes rows of several partitions in place, each table in one call."""
+    """Copies rows of several partitions as they are, where a version still needs them, and changes them in place: each
+    table in one call."""
     changing: list[Partition] = []
     pushes: list[RowPush] = []
+    copies: list[tuple[Partition, Sequence[RowDiff]]] = []
     for partition, update in updates:
+        changes = bool(update.rows or update.gone)
         if update.diff is not None:
-            with partition.lock:
-                partition.overlay.add([update.diff], begins=True)
-        if not update.rows and not update.gone:
-            continue
-        if update.diff is None:
-            _copy_for_pins(partition, [update.rows, update.gone], begins=True)
-        step = partition.versions.newest.number + 1
-        before_expiry = None if partition.overlay.is_unsaved else partial(_copy_expiring, partition)
-        pushes.append(RowPush(partition.rows, update.rows, update.groups, step, update.gone, before_expiry))
-        changing.append(partition)
+            copies.append((partition, [update.diff]))
+        elif changes:
+            copies.append((partition, _diffs_for_pins(partition, [update.rows, update.gone], begins=True)))
+        if changes:
+            step = partition.versions.newest.number + 1
+            before_expiry = None if partition.overlay.is_unsaved else partial(_copy_expiring, partition)
+            pushes.append(RowPush(partition.rows, update.rows, update.groups, step, update.gone, before_expiry))
+            changing.append(partition)
+    if not copies:
+        return
     try:
+        _copy(copies, begins=True)
         for _ in changing:
             failpoint("rows.before_update")
         push_rows(pushes)
@@ -123,30 +168,36 @@ def update_rows(updates: Sequence[tuple[Partition, RowUpdate]]) -> None:
         raise
 
 
-def end_rows(partition: Partition) -> None:
-    """Called when the push that changed rows has counted, with `changed` held."""
-    if partition.overlay.end_update():
-        partition.changed.notify_all()
-
-
 def _copy_expiring(partition: Partition, gone: ExpiredIds) -> None:
-    _copy_for_pins(partition, [[gone]], begins=False)
+    _copy([(partition, _diffs_for_pins(partition, [[gone]], begins=False))], begins=False)
 
 
-def _copy_for_pins(
+def _diffs_for_pins(
     partition: Partition, changing: Sequence[Sequence[PushedTableRows | ExpiredIds]], *, begins: bool
-) -> None:
-    """Copies rows that are about to change, if a reader has pinned them. `begins`: the push has changed nothing yet."""
+) -> Sequence[RowDiff]:
+    """Returns memory for copies of rows that are about to change, if a reader has pinned them. `begins`: the push has
+    changed nothing yet."""
     overlay = partition.overlay
     with partition.lock:
         wanted, number = overlay.wants_diff(begins=begins), partition.versions.newest.number
-    if not wanted:
-        return
     try:
-        diffs = [partition.rows.set_aside(rows, number) for rows in changing]
+        return [partition.rows.set_aside(rows, number) for rows in changing] if wanted else []
     except TooLarge:
         with partition.lock:
             overlay.give_up("the server has no memory for what changes")
-        return
-    with partition.lock:
-        overlay.add(diffs, begins=begins)
+        return []
+
+
+def _copy(copies: Sequence[tuple[Partition, Sequence[RowDiff]]], *, begins: bool) -> None:
+    """Copies rows into diffs, and keeps these for readers."""
+    read_rows(
+        [
+            (partition.rows, [RowsToRead(table, *of_table) for table, of_table in diff.rows.items()])
+            for partition, diffs in copies
+            for diff in diffs
+        ]
+    )
+    for partition, diffs in copies:
+        if diffs:
+            with partition.lock:
+                partition.overlay.add(diffs, begins=begins)

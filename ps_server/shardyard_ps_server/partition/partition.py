@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -375,3 +376,13 @@ class Partition:
     def gate_at(self, step: int) -> StepGate[Contribution]:
         """A gate that gathers this step first."""
         return StepGate(self.id, self.rules.logical_ranks, step=step, backup_workers=self.rules.backup_workers)
+
+
+@contextmanager
+def take_turns(partitions: Iterable[Partition]) -> Iterator[None]:
+    """Holds the turns of several partitions, taken in the order of numbers, so that two threads cannot block each
+    other."""
+    with ExitStack() as turns:
+        for partition in sorted(partitions, key=lambda each: each.id):
+            turns.enter_context(partition.turn)
+        yield

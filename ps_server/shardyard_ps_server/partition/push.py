@@ -8,26 +8,30 @@
          asynchronous    it is an update, corrected for its staleness if the job asks for that
        The ledger advances in the same moment in which the change becomes visible.
 
-`apply_to_all` does both for all partitions of a small push, in one thread. An asynchronous push changes the rows of all
-of them in one call for each table, before the first ledger advances. A large push is applied by several threads, one
-partition each. In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record
-says.
+`apply_to_all` does both for all partitions of a small push, in one thread. It changes the rows of all of them in one
+call for each table, before the first ledger advances. A large push is applied by several threads, one partition each.
+In a job with a log, a push is recorded between 1 and 2: `begin_logged` decides what the record says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.push_names import PushName, RankSource
 from shardyard.domain.pushes import Outcome, PartResult
-from shardyard.runtime.failpoints import failpoint
 from shardyard_ps_server.partition import sync_step
 from shardyard_ps_server.partition.contribution import Contribution
-from shardyard_ps_server.partition.next_version import RowUpdate, compute_values, end_rows, publish, update_rows
-from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.next_version import (
+    NO_ROWS,
+    Change,
+    RowUpdate,
+    carry_out,
+    compute_values,
+    publish,
+)
+from shardyard_ps_server.partition.partition import Partition, take_turns
 from shardyard_ps_server.partition.staleness import Staleness
 from shardyard_ps_server.partition.step_gate import Verdict
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
@@ -43,31 +47,28 @@ def apply_push(
 ) -> PartResult:
     """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having changed
     nothing."""
-    with partition.turn:
-        admitted = _admit(partition, name, contribution, check_current)
-        result = _count(partition, name, *admitted)
-    _wake_after(partition, result)
-    return result
+    return apply_to_all([(partition, contribution)], name, check_current)[0]
 
 
 def apply_to_all(
     work: Sequence[tuple[Partition, Contribution]], name: PushName, check_current: Callable[[], None]
 ) -> tuple[PartResult, ...]:
     """As `check_push` and then `apply_push` for each of several partitions. Takes all turns first, so each partition is
-    checked once: nothing can change between the checks and the changes."""
+    checked once: nothing can change between the checks and the changes. If one partition refuses to change, those
+    before it have changed."""
     results: list[PartResult] = []
+
+    def add_result(partition: Partition, outcome: Outcome) -> None:
+        counted, newest = partition.ledger.next(name.key), partition.versions.newest
+        results.append(PartResult(partition.id, outcome, counted, newest))
+
     try:
-        with ExitStack() as turns:
-            for partition, _ in sorted(work, key=lambda each: each[0].id):  # so that two pushes cannot block each other
-                turns.enter_context(partition.turn)
+        with take_turns([partition for partition, _ in work]):
             admitted = [_admit(partition, name, contribution, check_current) for partition, contribution in work]
-            if all(
-                partition.steps is None and not each[0] for (partition, _), each in zip(work, admitted, strict=True)
-            ):
-                _apply_alone(work, name, results)
-            else:
-                for (partition, _), each in zip(work, admitted, strict=True):
-                    results.append(_count(partition, name, *each))
+            carry_out(
+                (_change(partition, name, *each) for (partition, _), each in zip(work, admitted, strict=True)),
+                add_result,
+            )
     finally:
         for (partition, _), result in zip(work, results, strict=False):
             _wake_after(partition, result)
@@ -79,20 +80,13 @@ def _wake_after(partition: Partition, result: PartResult) -> None:
         partition.wake()
 
 
-def _count(partition: Partition, name: PushName, duplicate: bool, contribution: Contribution) -> PartResult:
-    """Counts an admitted push. Called with the turn."""
-    if not duplicate and partition.steps is None:
-        results: list[PartResult] = []
-        _apply_alone([(partition, contribution)], name, results)
-        return results[0]
+def _change(partition: Partition, name: PushName, duplicate: bool, contribution: Contribution) -> Change:
+    """Returns what an admitted push changes in a partition. Raises TooLarge, having changed nothing."""
     if duplicate:
-        outcome = _repeated(partition, name)
-    else:
-        assert partition.steps is not None
-        outcome = sync_step.contribute(partition, partition.steps, name, contribution)
-    failpoint("push.after_partition")
-    with partition.lock:
-        return PartResult(partition.id, outcome, partition.ledger.next(name.key), partition.versions.newest)
+        return Change(partition, NO_ROWS, partial(_repeated, partition, name))
+    if partition.steps is not None:
+        return sync_step.contribute(partition, partition.steps, name, contribution)
+    return _change_alone(partition, name, contribution)
 
 
 def _admit(
@@ -142,41 +136,8 @@ def check_nothing() -> None:
 # ---- asynchronous
 
 
-class _Prepared(NamedTuple):
-    """A push to one partition, whose values are computed. `new`: None if it makes no version. `staleness`,
-    `is_compensated`: of a gradient that is corrected for its staleness."""
-
-    partition: Partition
-    contribution: Contribution
-    applied: Contribution
-    new: Bytes | None
-    stale: Staleness | None
-    staleness: int
-    is_compensated: bool
-
-
-def _apply_alone(work: Sequence[tuple[Partition, Contribution]], name: PushName, results: list[PartResult]) -> None:
-    """Applies a push of an asynchronous job as an update of each partition, and appends what became of it to `results`.
-    An empty push makes no version. If one partition refuses it, those before it have taken it."""
-    prepared: list[_Prepared] = []
-    try:
-        for partition, contribution in work:
-            prepared.append(_prepare(partition, contribution))
-    finally:
-        update_rows(
-            [
-                (partition, RowUpdate(applied.rows, applied.table_groups, applied.gone))
-                for partition, _, applied, *_ in prepared
-                if applied.rows or applied.gone
-            ]
-        )
-        with ExitStack() as publishing:  # what is computed is published, whatever happens after another partition
-            for each in reversed(prepared):
-                publishing.callback(_publish, each, name, results)
-
-
-def _prepare(partition: Partition, contribution: Contribution) -> _Prepared:
-    """Raises TooLarge, having changed nothing."""
+def _change_alone(partition: Partition, name: PushName, contribution: Contribution) -> Change:
+    """Returns the update that a push to an asynchronous job makes. An empty push makes no version."""
     makes = contribution.groups is not None and contribution.weight > 0
     stale = partition.stale if makes and not contribution.overflow else None
     staleness, compensated = 0, True
@@ -184,22 +145,17 @@ def _prepare(partition: Partition, contribution: Contribution) -> _Prepared:
     if stale is not None:
         applied, staleness, compensated = _correct(partition, stale, contribution)
     new = compute_values(partition, Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-    return _Prepared(partition, contribution, applied, new, stale, staleness, compensated)
 
-
-def _publish(prepared: _Prepared, name: PushName, results: list[PartResult]) -> None:
-    partition, contribution, applied, new, stale, staleness, is_compensated = prepared
-    with partition.lock:
+    def apply() -> Outcome:
         partition.ledger.advance(name)
-        if applied.rows or applied.gone:
-            end_rows(partition)
         if new is not None:
             publish(partition, new)
         if stale is not None:
-            stale.count(contribution.base, staleness, compensated=is_compensated)
+            stale.count(contribution.base, staleness, compensated=compensated)
             stale.passed(contribution.base)
-        results.append(PartResult(partition.id, Outcome.APPLIED, name.last + 1, partition.versions.newest))
-    failpoint("push.after_partition")
+        return Outcome.APPLIED
+
+    return Change(partition, RowUpdate(applied.rows, applied.table_groups, applied.gone), apply)
 
 
 def _correct(partition: Partition, stale: Staleness, contribution: Contribution) -> tuple[Contribution, int, bool]:

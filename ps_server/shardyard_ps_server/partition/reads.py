@@ -7,10 +7,8 @@ be read until the one after the next is made. A pin keeps a version for longer.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,20 +19,11 @@ from shardyard.domain.optimizers import PartitionSlots
 from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.tables.row_ids import Ids
 from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.partition_tables import RowsToRead, read_rows
 from shardyard_ps_server.rows.pushed_rows import Floats
 from shardyard_ps_server.rows.row_overlay import PinnedRows, merged, put_back, union
 from shardyard_ps_server.tables.cuts import Chunk
-from shardyard_ps_server.tables.table import TableRead, look_up_all
 from shardyard_ps_server.values.versions import Bytes, VersionPin
-
-
-class RowsToRead(NamedTuple):
-    """Rows of one table: ascending ids, shape (n,), and `out`, shape (n, dim), into which their values are written."""
-
-    table: int
-    ids: Ids
-    out: Floats
-
 
 # ---- values
 
@@ -117,20 +106,39 @@ def _passed(partition: Partition, number: int) -> NotFound:
 # ---- rows
 
 
-def look_up_newest(asked: Sequence[tuple[Partition, Sequence[RowsToRead]]]) -> None:
-    """Writes rows of several partitions, which have no versions, into `out` as they are now, each table in one call.
-    Raises NotReady."""
-    for partition, _ in asked:
-        partition.check_whole()
-    _read(asked)
-
-
 def look_up_rows(
-    partition: Partition, asked: Sequence[RowsToRead], number: int | None = None, until: float = 0.0
+    asked: Sequence[tuple[Partition, Sequence[RowsToRead]]], number: int | None = None, until: float = 0.0
 ) -> None:
-    """Writes rows into `out` as they are now. If rows have versions, all are of one version. `number`: that version;
-    the call waits for it until `until` (time.monotonic). Changes nothing. Raises NotReady if the version does not come
-    in time, NotFound (facts: newest) if it has passed, InvalidRequest if rows have no versions."""
+    """Writes rows of several partitions into `out` as they are now, each table in one call. If rows have versions, all
+    of a partition are of one version. `number`: that version; the call waits for it until `until` (time.monotonic).
+    Changes nothing. Raises NotReady if the version does not come in time, NotFound (facts: newest) if it has passed,
+    InvalidRequest if rows have no versions."""
+    while asked:
+        wanted = [_row_version(partition, number, until) for partition, _ in asked]
+        read_rows([(partition.rows, rows) for partition, rows in asked])
+        changed = [each for each, version in zip(asked, wanted, strict=True) if not _put_back(*each, version)]
+        if changed and number is not None:
+            raise _passed(changed[0][0], number)
+        asked = changed
+
+
+def _put_back(partition: Partition, rows: Sequence[RowsToRead], version: int | None) -> bool:
+    """Turns rows that were just read into those of a version; None: rows have none. Returns False if a step later than
+    the next was applied meanwhile."""
+    if version is None:
+        return True
+    with partition.lock:
+        diff = partition.overlay.last
+    if diff is None or diff.number < version:
+        return True
+    if diff.number == version:
+        for each in rows:
+            diff.put_back(each.table, each.ids, each.out)
+    return diff.number == version
+
+
+def _row_version(partition: Partition, number: int | None, until: float) -> int | None:
+    """Returns the version to read; None if rows have no versions."""
     partition.check_whole()
     if not partition.rules.rows_have_versions:
         if number is not None:
@@ -138,45 +146,20 @@ def look_up_rows(
                 f"rows of version {number} of partition {partition.id}, whose rows are updated as they come",
                 todo="look them up as they are",
             )
-        _read([(partition, asked)])
-        return
-    while True:
-        with partition.lock:
-            wanted = _row_version(partition, number, until)
-        _read([(partition, asked)])
-        with partition.lock:
-            diff = partition.overlay.last
-            if diff is not None and diff.number > wanted:  # a step was applied meanwhile
-                if number is not None:
-                    raise _passed(partition, number)
-                continue
-        if diff is not None and diff.number == wanted:
-            for each in asked:
-                diff.put_back(each.table, each.ids, each.out)
-        return
-
-
-def _row_version(partition: Partition, number: int | None, until: float) -> int:
-    if number is None:
-        return partition.versions.newest.number
-    missing = await_version(partition, number, until)
-    if missing is not None:
-        raise NotReady(
-            f"rows of version {number} of partition {partition.id}, which is at version {missing.have.number} and"
-            f" waits for {missing.waiting_for}"
-        )
-    oldest = partition.versions.newest.number if partition.overlay.last is None else partition.overlay.last.number
-    if number < oldest:
-        raise _passed(partition, number)
-    return number
-
-
-def _read(asked: Sequence[tuple[Partition, Sequence[RowsToRead]]]) -> None:
-    of_tables: dict[int, list[TableRead]] = {}
-    for partition, of_partition in asked:
-        for table, ids, out in of_partition:
-            of_tables.setdefault(table, []).append(partition.rows.read(table, ids, out))
-    look_up_all(list(itertools.chain.from_iterable(of_tables.values())))
+        return None
+    with partition.lock:
+        if number is None:
+            return partition.versions.newest.number
+        missing = await_version(partition, number, until)
+        if missing is not None:
+            raise NotReady(
+                f"rows of version {number} of partition {partition.id}, which is at version {missing.have.number} and"
+                f" waits for {missing.waiting_for}"
+            )
+        last = partition.overlay.last
+        if number < (partition.versions.newest.number if last is None else last.number):
+            raise _passed(partition, number)
+        return number
 
 
 def read_table(partition: Partition, table: int) -> Iterator[Chunk]:
@@ -264,7 +247,7 @@ def look_up_pinned(partition: Partition, asked: Sequence[RowsToRead], pin: Versi
     VersionPassed if its rows are not kept any more, InvalidRequest if it was pinned without rows."""
     partition.check_whole()
     pinned = _pinned_rows(partition, pin)
-    _read([(partition, asked)])
+    read_rows([(partition.rows, asked)])
     with partition.lock:  # what changed before or during the read is in a diff by now
         diffs = pinned.diffs()
     fewer = merged(diffs)

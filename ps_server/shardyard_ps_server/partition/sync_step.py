@@ -26,22 +26,24 @@ from shardyard.domain.push_names import PushName, RankSource, SourceKey
 from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.next_version import (
+    NO_ROWS,
+    Change,
     RowUpdate,
+    carry_out,
     compute_values,
-    end_rows,
     gather,
     publish,
     step_rows,
-    update_rows,
 )
-from shardyard_ps_server.partition.partition import Partition, SyncSteps
+from shardyard_ps_server.partition.partition import Partition, SyncSteps, take_turns
 from shardyard_ps_server.partition.step_gate import Groups, StepGate, Verdict, scale_of, verdict
 from shardyard_ps_server.rows import row_sums
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 
 
-def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribution: Contribution) -> Outcome:
-    """Records a rank's contribution, or applies the step with it. Raises TooLarge, having changed nothing."""
+def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribution: Contribution) -> Change:
+    """Returns what a rank's contribution changes: it is recorded, or the step is applied with it. Raises TooLarge,
+    having changed nothing."""
     source, gate = name.key.source, steps.gate
     assert isinstance(source, RankSource)
     at_once: RowUpdate | None = None
@@ -55,17 +57,17 @@ def contribute(partition: Partition, steps: SyncSteps, name: PushName, contribut
         partition.ledger.advance(name)
         if counts_rows:
             partition.ledger.advance_rows(name)
-        end_rows(partition)
 
     if gate.completes(source.rank):
         return _complete(partition, steps, gate.with_last(source.rank, contribution), advance, at_once)
     kept = _keep(partition, steps, contribution)
-    if at_once is not None:
-        update_rows([(partition, at_once)])
-    with partition.lock:
+
+    def record() -> Outcome:
         gate.record(source.rank, kept)
         advance()
-    return Outcome.RECORDED
+        return Outcome.RECORDED
+
+    return Change(partition, at_once or NO_ROWS, record)
 
 
 def _rows_of_one(partition: Partition, contribution: Contribution) -> RowUpdate:
@@ -94,24 +96,26 @@ def _complete(
     contributions: Sequence[Contribution],
     advance: Callable[[], object],
     at_once: RowUpdate | None = None,
-) -> Outcome:
-    """Completes the step, because all contributions that count are here. `advance` is called in the moment in which
-    that becomes visible."""
+) -> Change:
+    """Returns what completes the step, because all contributions that count are here. `advance` is called in the moment
+    in which that becomes visible."""
     taken = verdict(contributions)
     rows, groups = _mean_rows(partition, taken)
     if partition.rules.clipping.norm and not taken.skips:  # a step that is skipped is skipped everywhere
         mean, own = gather(partition, steps, taken)
         square_norm = partition.dense.square_norm(mean) + row_sums.square_norm(rows)
-        with partition.lock:
+
+        def await_verdict() -> Outcome:
             advance()
             steps.gate.gather(square_norm)
             steps.mean = mean._replace(rows=rows, table_groups=groups)
+            steps.free_buffers()
+            steps.kept = [own]
             partition.changed.notify_all()
-        steps.free_buffers()
-        steps.kept = [own]
-        return Outcome.RECORDED
-    _apply(partition, steps, taken, at_once or step_rows(partition, rows, groups), advance)
-    return Outcome.APPLIED
+            return Outcome.RECORDED
+
+        return Change(partition, NO_ROWS, await_verdict)
+    return _apply(partition, steps, taken, at_once or step_rows(partition, rows, groups), advance)
 
 
 def _mean_rows(partition: Partition, taken: Verdict[Contribution]) -> tuple[Sequence[PushedTableRows], Groups]:
@@ -130,16 +134,19 @@ def _apply(
     rows: RowUpdate,
     advance: Callable[[], object],
     scale: float = 1.0,
-) -> None:
-    """Makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
+) -> Change:
+    """Returns what makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
     new = compute_values(partition, taken, scale)
-    update_rows([(partition, rows)])
-    with partition.lock:
+
+    def apply() -> Outcome:
         advance()
         steps.gate.next_step()
         steps.mean = None
+        steps.free_buffers()
         publish(partition, new)
-    steps.free_buffers()
+        return Outcome.APPLIED
+
+    return Change(partition, rows, apply)
 
 
 # ---- verdicts that workers bring
@@ -152,25 +159,35 @@ def awaits_verdict(partition: Partition, verdict: StepVerdict) -> bool:
         return _awaiting(partition, verdict) is not None
 
 
-def take_verdict(partition: Partition, verdict: StepVerdict, check_current: Callable[[], None]) -> None:
-    """Applies the step that waits for this verdict. Does nothing if it was applied before. Raises Refused errors,
-    InvalidRequest and TooLarge, having changed nothing."""
-    with partition.turn:
-        with partition.lock:
-            check_current()
-            steps = _awaiting(partition, verdict)
-        if steps is None:
-            return
-        if steps.gate.awaits_members:
-            _take_members(partition, steps, verdict.members)
-        elif steps.mean is not None:
-            mean = steps.mean
-            assert verdict.square_norm is not None
-            scale = scale_of(verdict.square_norm, partition.rules.clipping.norm)
-            taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
-            rows = step_rows(partition, row_sums.scaled(mean.rows, scale), mean.table_groups)
-            _apply(partition, steps, taken, rows, lambda: None, scale)
-    partition.wake()
+def take_verdict(partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]) -> None:
+    """Applies the step of those partitions that wait for this verdict; in the others it was applied before. Raises
+    Refused errors, InvalidRequest and TooLarge. If one partition refuses to change, those before it have changed."""
+    waiting: list[tuple[Partition, SyncSteps]] = []
+    try:
+        with take_turns(partitions):
+            for partition in partitions:
+                with partition.lock:
+                    check_current()
+                    steps = _awaiting(partition, verdict)
+                if steps is not None:
+                    waiting.append((partition, steps))
+            carry_out((_judged(*each, verdict) for each in waiting), lambda *_: None)
+    finally:
+        for partition, _ in waiting:
+            partition.wake()
+
+
+def _judged(partition: Partition, steps: SyncSteps, verdict: StepVerdict) -> Change:
+    """Returns what a verdict that the partition waits for changes. Raises TooLarge, having changed nothing."""
+    if steps.gate.awaits_members:
+        return _take_members(partition, steps, verdict.members)
+    mean = steps.mean
+    assert mean is not None
+    assert verdict.square_norm is not None
+    scale = scale_of(verdict.square_norm, partition.rules.clipping.norm)
+    taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
+    rows = step_rows(partition, row_sums.scaled(mean.rows, scale), mean.table_groups)
+    return _apply(partition, steps, taken, rows, lambda: None, scale)
 
 
 def gathered_part(partition: Partition, step: int) -> GatheredPart | None:
@@ -188,15 +205,18 @@ def _awaiting(partition: Partition, verdict: StepVerdict) -> SyncSteps | None:
     return steps if steps.gate.judges(verdict) else None
 
 
-def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank]) -> None:
-    """Takes a verdict that names the ranks that count (backup workers)."""
+def _take_members(partition: Partition, steps: SyncSteps, members: Sequence[Rank]) -> Change:
+    """Returns what a verdict changes that names the ranks that count (backup workers)."""
     present = steps.gate.present(members)
     if present is not None:
-        _complete(partition, steps, present, lambda: _close(partition, steps.gate, members))
-        return
-    with partition.lock:
+        return _complete(partition, steps, present, lambda: _close(partition, steps.gate, members))
+
+    def await_members() -> Outcome:
         _close(partition, steps.gate, members)
         partition.changed.notify_all()
+        return Outcome.RECORDED
+
+    return Change(partition, NO_ROWS, await_members)
 
 
 def _close(partition: Partition, gate: StepGate[Contribution], members: Sequence[Rank]) -> None:

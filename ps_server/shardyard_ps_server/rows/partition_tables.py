@@ -17,6 +17,7 @@ Which rows expire is decided in one of three ways:
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -40,7 +41,7 @@ from shardyard_ps_server.rows.table_states import Tables, make_tables
 from shardyard_ps_server.tables import table
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.memory.budget import Budget
-from shardyard_ps_server.tables.table import Table, TableRead, TableUpdate, push_all
+from shardyard_ps_server.tables.table import Table, TableRead, TableUpdate, look_up_all, push_all
 
 HOMES_PER_ROW: Final = 2
 """For each row that is pushed, so many ids of the table are examined for expiry."""
@@ -98,10 +99,12 @@ class PartitionTables:
 
     # ---- reads
 
-    def read(self, number: int, ids: Ids, out: Floats) -> TableRead:
-        """A look-up, for `look_up_all`, that writes row ids[i] of a table into out[i]. Raises NotReady if the partition
-        has left."""
-        return TableRead(self._at(number), ids, out)
+    def read(self, number: int, ids: Ids, out: Floats) -> Iterator[TableRead]:
+        """Yields the look-ups that write row ids[i] of a table into out[i], in pieces of the size that a table takes in
+        one call. Raises NotReady if the partition has left."""
+        of = self._at(number)
+        for part in _parts(ids.size):
+            yield TableRead(of, ids[part], out[part])
 
     def items(self, number: int) -> Iterator[Chunk]:
         """Yields all rows of a table, as they are when the first is taken. Raises NotReady if the partition has left,
@@ -109,8 +112,8 @@ class PartitionTables:
         yield from self._at(number).cuts.items()
 
     def set_aside(self, rows: Sequence[PushedTableRows | ExpiredIds], number: int) -> RowDiff:
-        """Copies the present values of these rows, which are those of version `number`. Each id of a table comes once.
-        Raises TooLarge."""
+        """Allocates a copy of these rows as they are in version `number`, which `read_rows` fills. Each id of a table
+        comes once. Raises TooLarge."""
         changing: dict[int, list[Ids]] = {}
         for each in rows:
             changing.setdefault(each.table, []).append(each.ids)
@@ -123,8 +126,6 @@ class PartitionTables:
             except MemoryError:
                 n = sum([part.size for part in parts])
                 raise TooLarge(f"no memory for a copy of {n} rows of {of.settings.name!r}") from None
-            for part in _parts(ids.size):
-                of.look_up(ids[part], values[part])
             found[index] = ids, values
         return RowDiff(number, found)
 
@@ -274,6 +275,24 @@ class RowPush(NamedTuple):
     step: int
     gone: Sequence[ExpiredIds] = ()
     before_expiry: Callable[[ExpiredIds], None] | None = None
+
+
+class RowsToRead(NamedTuple):
+    """Rows of one table: ascending ids, shape (n,), and `out`, shape (n, dim), into which their values are written."""
+
+    table: int
+    ids: Ids
+    out: Floats
+
+
+def read_rows(asked: Sequence[tuple[PartitionTables, Sequence[RowsToRead]]]) -> None:
+    """Looks up rows of different partitions as they are now, each table in one call. Raises NotReady if a partition has
+    left."""
+    of_tables: dict[int, list[TableRead]] = {}
+    for tables, of_partition in asked:
+        for number, ids, out in of_partition:
+            of_tables.setdefault(number, []).extend(tables.read(number, ids, out))
+    look_up_all(list(itertools.chain.from_iterable(of_tables.values())))
 
 
 def push_rows(pushes: Sequence[RowPush]) -> None:

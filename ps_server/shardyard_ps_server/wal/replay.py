@@ -173,9 +173,7 @@ def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> N
 
 def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
     verdict, numbers = push_messages.given_from_wire(wire.VerdictGiven.FromString(record.head))
-    for number in numbers:
-        if number in partitions:
-            try:
-                take_verdict(partitions[number], verdict, check_nothing)
-            except MemoryError as error:
-                raise TooLarge(f"{verdict}, for which there is no memory now") from error
+    try:
+        take_verdict([partitions[number] for number in numbers if number in partitions], verdict, check_nothing)
+    except MemoryError as error:
+        raise TooLarge(f"{verdict}, for which there is no memory now") from error

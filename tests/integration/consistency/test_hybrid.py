@@ -18,7 +18,6 @@ import shardyard as sy
 from shardyard.domain import errors
 from shardyard.runtime.failpoints import armed
 from shardyard_ps_server.hosting import lookups
-from shardyard_ps_server.partition.partition import Partition
 from shardyard_worker.exchange.row_reads import RowReads
 from tests.integration.tables.test_look_ahead import SPREAD, Drawn, Model, optimizer_of
 from tests.integration.tables.test_sync_tables import DEADLINE_S, NEVER, SETTINGS, digest, learn, together
@@ -211,25 +210,20 @@ def test_promise_5_rows_lack_no_push_of_the_steps_before() -> None:
 
 
 def test_a_hybrid_job_asks_for_no_version_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    newest: list[int] = []
-    of_versions: list[Partition] = []
-    real, real_of_versions = lookups.look_up_newest, lookups.look_up_rows
+    asked: list[int | None] = []
+    real = lookups.look_up_rows
 
-    def watched(asked: Sequence[Any]) -> None:
-        newest.append(len(asked))
-        real(asked)
+    def watched(of_partitions: Sequence[Any], number: int | None, until: float) -> None:
+        asked.append(number)
+        real(of_partitions, number, until)
 
-    def watched_of_versions(partition: Partition, *given: Any) -> None:
-        of_versions.append(partition)
-        real_of_versions(partition, *given)
-
-    monkeypatch.setattr(lookups, "look_up_newest", watched)
-    monkeypatch.setattr(lookups, "look_up_rows", watched_of_versions)
+    monkeypatch.setattr(lookups, "look_up_rows", watched)
     together({"yard.servers": 2, "job.consistency.mode": "hybrid"}, 2)
-    assert newest
-    assert not of_versions
+    assert set(asked) == {None}
+    asked.clear()
     together({"yard.servers": 2, "job.consistency.mode": "sync"}, 2)
-    assert of_versions
+    assert None not in asked
+    assert asked
 
 
 # ---- counted once

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -346,9 +347,9 @@ def test_a_look_up_is_of_the_version_that_the_parameters_have(monkeypatch: pytes
     asked: list[tuple[int | None, int]] = []
     real = lookups.look_up_rows
 
-    def watched(partition: Partition, *given: Any) -> None:
-        asked.append((given[1], partition.describe()[0].number))
-        real(partition, *given)
+    def watched(of_partitions: Sequence[tuple[Partition, Any]], number: int | None, until: float) -> None:
+        asked.extend((number, partition.describe()[0].number) for partition, _ in of_partitions)
+        real(of_partitions, number, until)
 
     monkeypatch.setattr(lookups, "look_up_rows", watched)
     together({"yard.servers": 2}, 2)

@@ -407,7 +407,7 @@ def members(step: int, *ranks: int) -> StepVerdict:
 
 
 def decide(partition: Partition, step: int, *ranks: int) -> None:
-    take_verdict(partition, members(step, *ranks), verdicts.current)
+    take_verdict([partition], members(step, *ranks), verdicts.current)
 
 
 def give(partition: Partition, rank: int, step: int, value: float) -> Outcome:
@@ -450,7 +450,7 @@ def test_verdict_is_taken_once_and_another_one_is_refused() -> None:
         with pytest.raises(InvalidRequest):
             decide(partition, step, *ranks)
     with pytest.raises(InvalidRequest):
-        take_verdict(partition, StepVerdict(0, 4.0), verdicts.current)
+        take_verdict([partition], StepVerdict(0, 4.0), verdicts.current)
     decide(partition, 0, 0, 1)
     decide(partition, 0, 0, 1)
     with pytest.raises(InvalidRequest, match="others were named before"):
@@ -488,7 +488,7 @@ def test_the_mean_of_the_members_is_clipped() -> None:
     assert gathered_part(partition, 0) == GatheredPart(verdicts.PARTITION, 0, 8.0)
     decide(partition, 0, 0, 2)
     assert give(partition, 1, 0, 1.0) is Outcome.DROPPED
-    take_verdict(partition, StepVerdict(0, 100.0, (R0, R2)), verdicts.current)
+    take_verdict([partition], StepVerdict(0, 100.0, (R0, R2)), verdicts.current)
     assert verdicts.values(partition)[:8] == [-1.0 / (10.0 + 1e-6)] * 8
 
 

@@ -33,8 +33,9 @@ from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push
-from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows
+from shardyard_ps_server.partition.reads import look_up_rows
 from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import RowsToRead
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.values.versions import aligned_empty
 
@@ -153,7 +154,7 @@ class Run:
         for partition in self.partitions:
             mine = partition_of(IDS, len(PARTS)) == partition.id
             out = np.empty((int(mine.sum()), 1), np.float32)
-            look_up_rows(partition, [RowsToRead(0, IDS[mine], out)])
+            look_up_rows([(partition, [RowsToRead(0, IDS[mine], out)])])
             found[mine] = out
         return [float(value) for value in found[:, 0]]
 

@@ -28,10 +28,11 @@ from shardyard.domain.tables.table_settings import Admission, AdmissionSettings,
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push
-from shardyard_ps_server.partition.reads import RowsToRead, look_up_rows, read_table
+from shardyard_ps_server.partition.reads import look_up_rows, read_table
 from shardyard_ps_server.partition.step_gate import scale_of
 from shardyard_ps_server.partition.sync_step import gathered_part, take_verdict
 from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import RowsToRead
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.values.versions import aligned_empty
 from tests.support.plain_table import PlainTable
@@ -178,7 +179,7 @@ class Partitions:
         if self.job.clipping.norm and all(each is not None for each in told):
             norm = self.norms[step] = sum([each.square_norm for each in told if each is not None], 0.0)
         if members or norm is not None:
-            take_verdict(partition, StepVerdict(step, norm, members), lambda: None)
+            take_verdict([partition], StepVerdict(step, norm, members), lambda: None)
 
     def read(self, partition: Partition, number: int | None) -> list[dict[int, bytes]]:
         ids = np.arange(IDS, dtype=np.int64)
@@ -187,7 +188,7 @@ class Partitions:
             RowsToRead(table, ids, np.full((ids.size, settings_.dim), np.nan, F))
             for table, settings_ in enumerate(self.job.tables)
         ]
-        look_up_rows(partition, asked, number)
+        look_up_rows([(partition, asked)], number)
         return [dict(zip(ids.tolist(), map(np.ndarray.tobytes, each.out), strict=True)) for each in asked]
 
 

@@ -209,7 +209,7 @@ def test_step_waits_for_its_verdict_and_the_mean_is_scaled_by_it() -> None:
     assert push(partition, 1, 0, gradient([1.0] * 8, 3.0, buffer=5.0)) is Outcome.RECORDED
     assert partition.describe()[0].number == 0
     assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 8 * 1.5**2)  # of parameters alone
-    take_verdict(partition, StepVerdict(0, 100.0), current)
+    take_verdict([partition], StepVerdict(0, 100.0), current)
     scale = 1.0 / (10.0 + 1e-6)
     assert values(partition) == [-1.5 * scale] * 8 + [4.0] * 2
     assert partition.describe()[0].number == 1
@@ -219,22 +219,22 @@ def test_verdict_counts_once_and_never_for_another_step() -> None:
     partition = clipped(1)
     push(partition, 0, 0, gradient([1.0] * 8))
     for _ in range(3):
-        take_verdict(partition, StepVerdict(0, 16.0), current)
+        take_verdict([partition], StepVerdict(0, 16.0), current)
     after = values(partition)
     assert partition.describe()[0].number == 1
     push(partition, 0, 1, gradient([1.0] * 8))
     assert not awaits_verdict(partition, StepVerdict(0, 16.0))
-    take_verdict(partition, StepVerdict(0, 16.0), current)
+    take_verdict([partition], StepVerdict(0, 16.0), current)
     assert (values(partition), partition.describe()[0].number) == (after, 1)
     with pytest.raises(InvalidRequest, match="a verdict on step 2"):
-        take_verdict(partition, StepVerdict(2, 16.0), current)
+        take_verdict([partition], StepVerdict(2, 16.0), current)
 
 
 def test_verdict_before_all_ranks_are_there_is_refused() -> None:
     partition = clipped()
     push(partition, 0, 0, gradient([1.0] * 8))
     with pytest.raises(InvalidRequest, match="a verdict is made of what all partitions have gathered"):
-        take_verdict(partition, StepVerdict(0, 16.0), current)
+        take_verdict([partition], StepVerdict(0, 16.0), current)
     assert push(partition, 1, 0, gradient([1.0] * 8)) is Outcome.RECORDED
 
 
@@ -246,7 +246,7 @@ def test_verdict_under_an_earlier_map_changes_nothing() -> None:
         raise StaleGeneration("generation 1; this server is at 2")
 
     with pytest.raises(StaleGeneration):
-        take_verdict(partition, StepVerdict(0, 16.0), stale)
+        take_verdict([partition], StepVerdict(0, 16.0), stale)
     assert gathered_part(partition, 0) is not None
     assert partition.describe()[0].number == 0
 
@@ -255,7 +255,7 @@ def test_job_that_does_not_clip_by_norm_takes_no_verdict() -> None:
     for partition in (clipped(1, norm=0.0), clipped(1, norm=0.0, value=1.0)):
         assert push(partition, 0, 0, gradient([1.0] * 8)) is Outcome.APPLIED
         with pytest.raises(InvalidRequest, match="whose steps need none"):
-            take_verdict(partition, StepVerdict(0, 8.0), current)
+            take_verdict([partition], StepVerdict(0, 8.0), current)
 
 
 def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() -> None:
@@ -270,7 +270,7 @@ def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() ->
             push(bounded, rank, step, made)
         told = gathered_part(bounded, step)
         assert told is not None
-        take_verdict(bounded, StepVerdict(step, told.square_norm), current)
+        take_verdict([bounded], StepVerdict(step, told.square_norm), current)
         assert values(bounded) == values(plain)
 
 
@@ -278,7 +278,7 @@ def test_elements_are_clipped_before_the_norm_is_told() -> None:
     partition = clipped(1, norm=100.0, value=2.0)
     push(partition, 0, 0, gradient([5.0, -5.0, 1.0, -1.0, 2.0, -2.0, 0.0, math.inf], buffer=9.0))
     assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 5 * 4.0 + 2 * 1.0)
-    take_verdict(partition, StepVerdict(0, 22.0), current)
+    take_verdict([partition], StepVerdict(0, 22.0), current)
     assert values(partition) == [-2.0, 2.0, -1.0, 1.0, -2.0, 2.0, 0.0, -2.0, 9.0, 9.0]
 
 
@@ -298,12 +298,12 @@ def test_gradient_that_is_not_finite_goes_as_in_torch() -> None:
     told = gathered_part(partition, 0)
     assert told is not None
     assert told.square_norm == math.inf
-    take_verdict(partition, StepVerdict(0, math.inf), current)
+    take_verdict([partition], StepVerdict(0, math.inf), current)
     found = values(partition)
     assert math.isnan(found[0])
     assert found[1:] == [0.0] * 9
     push(partition, 0, 1, gradient([math.nan, 1.0]))
-    take_verdict(partition, StepVerdict(1, math.nan), current)
+    take_verdict([partition], StepVerdict(1, math.nan), current)
     assert all(map(math.isnan, values(partition)[:8]))
 
 
@@ -312,7 +312,7 @@ def test_step_of_empty_pushes_has_a_norm_of_zero_and_changes_nothing() -> None:
     for rank in range(2):
         push(partition, rank, 0, EMPTY)
     assert gathered_part(partition, 0) == GatheredPart(PARTITION, 0, 0.0)
-    take_verdict(partition, StepVerdict(0, 9.0), current)
+    take_verdict([partition], StepVerdict(0, 9.0), current)
     assert (values(partition), partition.describe()[0].number) == ([0.0] * 10, 1)
 
 
@@ -322,7 +322,7 @@ def test_what_a_push_brought_may_be_written_again_while_the_step_waits() -> None
     for rank, each in enumerate(made):
         push(partition, rank, 0, each)
         each.payload[:] = 0xFF
-    take_verdict(partition, StepVerdict(0, 32.0), current)
+    take_verdict([partition], StepVerdict(0, 32.0), current)
     assert values(partition)[0] == pytest.approx(-2.0 / math.sqrt(32.0))
 
 
@@ -353,7 +353,7 @@ def test_checkpoint_of_a_step_has_nothing_of_one_that_waits_for_its_verdict() ->
     cut.release()
     name_cut(partition, 1)
     assert await_named_cut(partition, time.monotonic()) is None
-    take_verdict(partition, StepVerdict(0, 9.0), current)
+    take_verdict([partition], StepVerdict(0, 9.0), current)
     cut_after = await_named_cut(partition, time.monotonic())
     assert cut_after is not None
     assert (cut_after.version.number, {mark.next for mark in cut_after.marks}) == (1, {1})
@@ -376,6 +376,6 @@ def test_no_memory_for_the_mean_or_the_next_values_changes_nothing(monkeypatch: 
     assert push(partition, 1, 0, gradient([1.0])) is Outcome.RECORDED
     monkeypatch.setattr(partition.versions, "_memory", lambda nbytes: refuse(nbytes))
     with pytest.raises(TooLarge):
-        take_verdict(partition, StepVerdict(0, 9.0), current)
+        take_verdict([partition], StepVerdict(0, 9.0), current)
     assert partition.describe()[0].number == 0
     assert gathered_part(partition, 0) is not None

@@ -29,9 +29,9 @@ from shardyard_ps_server.partition import next_version, reads
 from shardyard_ps_server.partition import partition as partitions
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.push import apply_push
-from shardyard_ps_server.partition.reads import RowsToRead, look_up_pinned, pin_version, read_pinned_table, unpin
+from shardyard_ps_server.partition.reads import look_up_pinned, pin_version, read_pinned_table, unpin
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import PartitionTables
+from shardyard_ps_server.rows.partition_tables import PartitionTables, RowsToRead
 from shardyard_ps_server.rows.row_overlay import FAN, PinnedRows, RowDiff, merged, put_back
 from shardyard_ps_server.values.versions import VersionPin
 from tests.support import rows_in_steps as steps_of
@@ -449,14 +449,14 @@ def test_a_pin_that_is_released_while_rows_are_read_gives_none(monkeypatch: pyte
     """What is pushed from then on is set aside for nobody."""
     store = server()
     pulls.pin(store, wish())
-    real = reads._read
+    real = reads.read_rows
 
     def between(*given: Any) -> None:
         pulls.unpin(store, JOB, PIN)
         push_ones(store, 0)
         real(*given)
 
-    monkeypatch.setattr(reads, "_read", between)
+    monkeypatch.setattr(reads, "read_rows", between)
     with pytest.raises(VersionPassed, match="released"):
         pinned(store)
 

@@ -227,7 +227,7 @@ def test_a_look_up_of_what_waits_for_a_verdict_is_answered_at_once() -> None:
 def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = partition_of(1)
     push(partition, 0, 0, work({0: 1.0}))
-    real = reads.look_up_all
+    real = reads.read_rows
     steps = iter(range(1, 100))
 
     def overtaken(given: Any) -> None:
@@ -238,7 +238,7 @@ def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(mon
             push(partition, 0, next(steps), work({1: 1.0}))
 
     overtakes: list[int] = []
-    monkeypatch.setattr(reads, "look_up_all", overtaken)
+    monkeypatch.setattr(reads, "read_rows", overtaken)
     with pytest.raises(NotFound, match="version 1 of partition 0, whose newest is"):
         read(partition, 1)
     overtakes.clear()
@@ -284,7 +284,7 @@ def test_squares_of_rows_belong_to_the_norm_and_rows_are_scaled() -> None:
     assert told is not None
     assert told.square_norm == 16 * 1.0 + 2 * (2.0**2 + 4.0**2)
     assert moved(partition) == {}
-    take_verdict(partition, StepVerdict(0, told.square_norm), current)
+    take_verdict([partition], StepVerdict(0, told.square_norm), current)
     scale = np.float32(1.0 / (told.square_norm**0.5 + 1e-6))
     assert moved(partition) == pytest.approx({0: -2.0 * scale, 1: -4.0 * scale})
     assert moved(partition, 0) == {}
@@ -303,7 +303,7 @@ def test_rows_of_a_rank_that_came_late_change_nothing() -> None:
     partition = partition_of(3, backup_workers=1)
     push(partition, 0, 0, work({0: 2.0}))
     push(partition, 2, 0, work({1: 2.0}))
-    take_verdict(partition, StepVerdict(0, None, (Rank(0), Rank(1))), current)
+    take_verdict([partition], StepVerdict(0, None, (Rank(0), Rank(1))), current)
     assert moved(partition) == {}
     assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
     assert push(partition, 1, 0, work({3: 4.0})) is Outcome.APPLIED

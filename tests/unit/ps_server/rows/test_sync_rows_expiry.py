@@ -29,9 +29,10 @@ from shardyard_ps_server.checkpoint.saver import SaveRequest
 from shardyard_ps_server.hosting import orders
 from shardyard_ps_server.hosting.hosted_job import CreateRequest
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.reads import RowsToRead, look_up_pinned, look_up_rows, pin_version, read_table
+from shardyard_ps_server.partition.reads import look_up_pinned, look_up_rows, pin_version, read_table
 from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.rows import partition_tables, row_sums
+from shardyard_ps_server.rows.partition_tables import RowsToRead
 from shardyard_ps_server.rows.pushed_rows import PushedTableRows
 from shardyard_ps_server.rows.row_overlay import RowDiff
 from shardyard_ps_server.tables import checks, expiry
@@ -183,7 +184,7 @@ def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.Monke
     assert partition.tables["wide"].rows == 1
     for place in range(0, 16, 2):
         out = np.empty((2, 2), np.float32)
-        look_up_rows(partition, [RowsToRead(0, IDS[place : place + 2], out)], 6)
+        look_up_rows([(partition, [RowsToRead(0, IDS[place : place + 2], out)])], 6)
         moved_by = (out - INITIAL[place : place + 2])[:, 0]
         assert moved_by.tolist() == pytest.approx([-5.0 if at == 7 else -1.0 * (at < 7) for at in (place, place + 1)])
 
