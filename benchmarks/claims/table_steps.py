@@ -4,8 +4,8 @@ One worker, one server, one thread a process. The peer is torch's embedding and 
 torch.distributed.rpc, in its fastest form, in which a push can also return the next rows. Before the measurement, the
 rows of all sides after some steps equal those of a plain model. In a second measurement both sides compute a batch
 during the push before it, on rows that lack that push. In a third, each call to a server takes 5 ms more, and
-look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1. In a fifth two workers take
-steps on the same table at the same time.
+look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1, with asynchronous and with
+synchronous steps. In a fifth two workers take steps on the same table at the same time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from harness.measuring.pairs import Figures, column, measure_pairs, ratios, spre
 from harness.measuring.report import Panel
 from harness.processes.sides import Side, peer_side, shardyard_side
 from harness.workloads.rows import Task, check
+from shardyard.domain.consistency import UpdateMode
 from sides.torch_peers.rows_rpc import FORMS
 
 FIGURE = "tables-steps"
@@ -58,10 +59,18 @@ def one_measurement(side: Side, seconds: float) -> Figures:
 
 @contextmanager
 def our_side(
-    task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0, workers: int = 1
+    task: Task,
+    *,
+    ahead: bool,
+    delay_ms: int = 0,
+    partitions: int = 1,
+    window: int = 0,
+    workers: int = 1,
+    mode: UpdateMode = UpdateMode.ASYNC,
 ) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
     settings = {"job.partitions": partitions, "worker.exchange": ("blocking", "delayed")[window]}
+    settings["job.consistency.mode"] = mode.value
     with shardyard_side("shardyard.rows", *arguments, workers=workers, settings=settings) as side:
         yield side
 
@@ -121,11 +130,13 @@ def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Fi
     return measure_all(sides, task, pairs, seconds)
 
 
-def measure_partitions(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def measure_partitions(
+    task: Task, pairs: int, seconds: float, mode: UpdateMode = UpdateMode.ASYNC
+) -> dict[str, list[Figures]]:
     """Compares one partition with several."""
     sides = {
-        "1 partition": our_side(task, ahead=False),
-        f"{PARTITIONS} partitions": our_side(task, ahead=False, partitions=PARTITIONS),
+        f"{mode.value}, 1 partition": our_side(task, ahead=False, mode=mode),
+        f"{mode.value}, {PARTITIONS} partitions": our_side(task, ahead=False, partitions=PARTITIONS, mode=mode),
     }
     return measure_all(sides, task, pairs, seconds)
 
@@ -153,6 +164,8 @@ def measure(pairs: int, seconds: float) -> Found:
     before, after = delayed.values()
     parted = measure_partitions(Task(), pairs, seconds)
     one, several = parted.values()
+    parted_steps = measure_partitions(Task(), pairs, seconds, UpdateMode.SYNC)
+    one_sync, several_sync = parted_steps.values()
     found = {
         "tables_steps": ratios(ahead, theirs, "steps_per_s"),
         "tables_steps_without": ratios(plain, theirs, "steps_per_s"),
@@ -160,6 +173,7 @@ def measure(pairs: int, seconds: float) -> Found:
         "tables_steps_window": ratios(window, theirs_window, "steps_per_s"),
         "prefetch": ratios(after, before, "steps_per_s"),
         "partitions": ratios(several, one, "steps_per_s"),
+        "partitions_sync": ratios(several_sync, one_sync, "steps_per_s"),
     }
     all_steps = steps | windows
     panels = [
@@ -169,7 +183,7 @@ def measure(pairs: int, seconds: float) -> Found:
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
     ]
     return Found(
-        {"steps": steps, "workers": pair, "window": windows, "delayed": delayed, "partitions": parted},
+        {"steps": steps, "workers": pair, "window": windows, "delayed": delayed, "partitions": parted | parted_steps},
         found,
         {FIGURE: panels},
     )
