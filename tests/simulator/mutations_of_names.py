@@ -148,7 +148,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
     patch.setattr(checkpointing, "end", end)
 
 
-@mutation("A10", "sync-checkpoint", 10)
+@mutation("A10", "sync-checkpoint", 17)
 def lives_are_alike(patch: Patch) -> None:
     """a restored partition does not begin a new life"""
     real = recovery.Recovery.begin

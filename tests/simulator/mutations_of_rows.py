@@ -68,20 +68,20 @@ def filters_do_not_come_back(patch: Patch) -> None:
     patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
 
 
-@mutation("A1", "hybrid-checkpoint", 71)
+@mutation("A1", "hybrid-checkpoint", 205)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows of a contribution count again if they counted before the checkpoint and its variables did not"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 71)
+@mutation("A1", "hybrid-checkpoint", 205)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not record which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
-@mutation("A1", "hybrid-checkpoint", 71)
+@mutation("A1", "hybrid-checkpoint", 205)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint records that no rows of the next step have counted"""
 
@@ -91,7 +91,7 @@ def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     change_cuts(patch, end_with_step)
 
 
-@mutation("A1", "hybrid-checkpoint", 6)
+@mutation("A1", "hybrid-checkpoint", 10)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
     """a checkpoint records that all rows of the next step have counted"""
 
@@ -159,7 +159,7 @@ def rows_of_a_step_that_is_skipped_count(patch: Patch) -> None:
     patch.setattr(sync_step, "_mean_rows", lambda partition, taken: real(partition, taken._replace(skips=False)))
 
 
-@mutation("B6", "sync-backup-rows", 3)
+@mutation("B6", "sync-backup-rows", 9)
 def rows_of_who_came_late_count(patch: Patch) -> None:
     """rows of a rank that a verdict leaves out count in partitions that have them"""
     real = sync_step._complete
@@ -183,7 +183,7 @@ def rows_are_not_in_the_log(patch: Patch) -> None:
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
-@mutation("promise 4", "async", 227)
+@mutation("promise 4", "async", 15)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server accepts calls of fenced workers"""
     nobody_is_fenced(patch)

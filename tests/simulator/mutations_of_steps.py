@@ -94,7 +94,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "with_last", with_last)
 
 
-@mutation("B6", "sync-clip", 22)
+@mutation("B6", "sync-clip", 6)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict combines the partitions' newest norms, also of different steps"""
 
@@ -106,13 +106,13 @@ def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     patch.setattr(NormSums, "add", add)
 
 
-@mutation("B6", "sync-clip", 271)
+@mutation("B6", "sync-clip", 179)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes a verdict of another step"""
     patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
-@mutation("B6", "sync-wal-clip", 10)
+@mutation("B6", "sync-wal-clip", 129)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     """a partition does not repeat the norm of a finished step, which other partitions still need for their verdict"""
     real = gate.StepGate.gathered
@@ -123,7 +123,7 @@ def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     patch.setattr(gate.StepGate, "gathered", gathered)
 
 
-@mutation("C1", "sync-wal-clip", 3)
+@mutation("C1", "sync-wal-clip", 10)
 def a_verdict_is_not_in_the_log(patch: Patch) -> None:
     """a verdict takes effect without a log record"""
 
@@ -195,7 +195,7 @@ def state_of_the_next_step(patch: Patch) -> None:
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 16)
+@mutation("B7", "sync-checkpoint", 214)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint's ledger has contributions to the next step, which the checkpoint lacks"""
     change_cuts(patch, lambda partition, marks: partition.ledger.marks())
