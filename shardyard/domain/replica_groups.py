@@ -109,12 +109,16 @@ class ReplicaGroup:
     def place_of(self, worker: Incarnation) -> int | None:
         return self.members.index(worker) if worker in self.members else None
 
-    def ranks_at(self, place: int, ranks: int) -> tuple[Rank, ...]:
+    def ranks_at(self, place: int, ranks: int, workers_per_rank: int = 1) -> tuple[Rank, ...]:
         """The logical ranks that the member at this place computes: neighbours, evenly many.
+        `workers_per_rank`: so many neighbours compute a rank together.
 
         >>> ReplicaGroup(1, (Incarnation(7), Incarnation(9))).ranks_at(1, ranks=5)
         (3, 4)
+        >>> ReplicaGroup(1, (Incarnation(7), Incarnation(9))).ranks_at(1, ranks=2, workers_per_rank=2)
+        (0, 1)
         """
-        size = len(self.members)
-        first, end = (-(-ranks * each // size) for each in (place, place + 1))
+        together = min(workers_per_rank, len(self.members))
+        count, at = len(self.members) // together, place // together
+        first, end = (-(-ranks * each // count) for each in (at, at + 1))
         return tuple(Rank(rank) for rank in range(first, end))

@@ -25,6 +25,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Membership._agents": "workers of an agent that has registered again since are lost with their lease",
     "JobState.reads_steps": "servers are asked again",
     "ReplicaBook._asking": "workers that wait ask again every moment",
+    "ReplicaBook._hosts": "workers that wait ask again every moment",
     "ReplicaBook._asked_since_ms": "the expected workers are waited for anew",
     "ReplicaBook._is_fresh": "the next checkpoint may have the state that was published last",
     "ReplicaBook._asked_for_ms": "members that wait for a checkpoint go on, and publish for the next one",

@@ -5,7 +5,7 @@ A replica is the list of steps that it has taken, each with its group. A collect
 none; each member takes its result by itself, later, or fails if another member is gone by then. With tables each member
 contributes, then pushes the rows of its ranks to each partition, and takes the result when all partitions have all
 rows; and servers are lost, so that all partitions go back to a checkpoint. In
-a pipeline each member has a stage of one replica, so nobody can give it to another.
+a pipeline each member has a stage of one replica, so only members of other pipelines can give it to another.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Yard:
             del self.zombies[worker.number]  # the coordinator says that it is no member
             return
         step = None if worker.history is None else len(worker.history)
-        self.book.ask(worker.number, worker.left, step, self.now)
+        self.book.ask(worker.number, worker.left, step, self.now, "box")
         if self.book.has_lost_all(self.living):
             self.go_back()
         formed = self.book.form(self.living, self.now)
@@ -364,15 +364,22 @@ class Yard:
 
 
 class YardOfStages(Yard):
-    """A pipeline: a member takes part in a step when its gradients are there, and keeps them until it has the result
-    or the next group."""
+    """A pipeline, or several side by side: a member takes part in a step when its gradients are there, and keeps them
+    until it has the result or the next group."""
 
-    def __init__(self, seed: int, *, keeps_gradients: bool = True) -> None:
+    pipelines: ClassVar[int] = 1
+
+    def __init__(self, seed: int, *, keeps_gradients: bool = True, was_there: bool = True) -> None:
         super().__init__(seed)
         self._keeps_gradients = keeps_gradients
+        self._was_there = was_there
+        """Whether only members of the group before have a replica."""
+        self.stages: dict[Incarnation, int] = {}
+        """Of which stage each worker has the variables."""
 
     def _new_book(self) -> ReplicaBook:
-        return ReplicaBook(members_max=STAGES, workers_expected=STAGES, grace_ms=5, stages=STAGES)
+        count = STAGES * self.pipelines
+        return ReplicaBook(members_max=count, workers_expected=count, grace_ms=5, replica_size=STAGES)
 
     def step(self, worker: Worker) -> None:
         assert worker.group is not None
@@ -380,19 +387,53 @@ class YardOfStages(Yard):
         worker.kept = (*worker.history, worker.group.generation)
         super().step(worker)
 
+    def _check_formed(self, group: ReplicaGroup) -> None:
+        super()._check_formed(group)
+        self.sources = {number: self._known(self.workers[number], group) for number in self.sources}
+        for number, history in self.sources.items():
+            kept = self.workers[number].kept
+            if history is not None and kept is not None and len(kept) == group.step:
+                self.sources[number] = kept
+        for stage in range(STAGES if group.step is not None else 0):
+            numbers = group.members[stage::STAGES]
+            lost = [number for number in numbers if number not in self.sources]
+            if not lost and not any(len(self.sources[number] or ()) == group.step for number in numbers):
+                raise Violation(f"no member has stage {stage} at step {group.step} of group {group.generation}")
+
+    def _known(self, worker: Worker, group: ReplicaGroup) -> History | None:
+        """What the worker has of its stage in this group."""
+        was_there = worker.left == group.generation - 1 or not self._was_there
+        stage = group.members.index(worker.number) % STAGES
+        return worker.history if was_there and self.stages.get(worker.number) == stage else None
+
     def _taken_from(self, worker: Worker, group: ReplicaGroup) -> History | None:
-        if worker.kept is None or len(worker.kept) != group.step:
-            raise Violation(f"a stage cannot continue from step {group.step} of group {group.generation}")
-        return worker.kept
+        """It takes the step with the gradients that it has kept; or the stage of another member, which has done so."""
+        if worker.history is not None:
+            if worker.kept is None or len(worker.kept) != group.step:
+                raise Violation(f"a stage cannot continue from step {group.step} of group {group.generation}")
+            return worker.kept
+        living, stage = {*self.workers, *self.zombies}, group.members.index(worker.number) % STAGES
+        given = [self.sources.get(each) for each in group.members[stage::STAGES] if each in living]
+        return next((each for each in given if each is not None and len(each) == group.step), None)
 
     def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        if group.step is not None:
+            worker.history = self._known(worker, group)
         super()._join(worker, group)
-        worker.kept = None
+        if worker.group is not None:
+            self.stages[worker.number] = group.members.index(worker.number) % STAGES
+            worker.kept = None
 
     def _leave_group(self, worker: Worker) -> None:
         super()._leave_group(worker)
         if not self._keeps_gradients:
             worker.kept = None
+
+
+class YardOfPipelines(YardOfStages):
+    """Two of them."""
+
+    pipelines = 2
 
 
 class YardOfShards(YardOfStages):
@@ -409,7 +450,13 @@ class YardOfShards(YardOfStages):
         """Workers whose group ends when it has published."""
 
     def _new_book(self) -> ReplicaBook:
-        return ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5, stages=None)
+        return ReplicaBook(members_max=MEMBERS_MAX, workers_expected=2, grace_ms=5, replica_size=None)
+
+    def _check_formed(self, group: ReplicaGroup) -> None:
+        Yard._check_formed(self, group)
+
+    def _known(self, worker: Worker, group: ReplicaGroup) -> History | None:
+        return worker.history
 
     def leave(self) -> None:
         members = [each.number for each in self.workers.values() if each.group == self.book.group]
@@ -559,7 +606,13 @@ class YardWithRows(Yard):
             raise Violation(f"a checkpoint of step {len(self.checkpoint)} with {[each.version for each in self.rows]}")
 
 
-KINDS = {"variables": Yard, "rows": YardWithRows, "stages": YardOfStages, "shards": YardOfShards}
+KINDS = {
+    "variables": Yard,
+    "rows": YardWithRows,
+    "stages": YardOfStages,
+    "pipelines": YardOfPipelines,
+    "shards": YardOfShards,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -620,6 +673,22 @@ def stages_keep_no_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]
     return {"keeps_gradients": False}
 
 
+def replica_of_an_earlier_group_counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """a worker that was not in the group before goes on with the stage that it had (rule D7)"""
+    return {"was_there": False}
+
+
+def members_get_any_stage(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """members do not keep their stages (rule D7)"""
+
+    def placed(self: ReplicaBook, former: Any, came: Any) -> list[Incarnation]:
+        workers = [*former, *came]
+        return workers[: self._in_replicas(min(len(workers), self._members_max))]
+
+    monkeypatch.setattr(ReplicaBook, "_placed", placed)
+    return {}
+
+
 def others_go_on_without_a_stage(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """the stages that are left are a replica (rule D7)"""
 
@@ -649,9 +718,9 @@ def newcomers_come_at_any_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, boo
     real = ReplicaBook.form
 
     def form(self: ReplicaBook, living: Any, now_ms: int) -> Any:
-        self._stages = 1
+        self._replica_size = 1
         formed = real(self, living, now_ms)
-        self._stages = None
+        self._replica_size = None
         return formed
 
     monkeypatch.setattr(ReplicaBook, "form", form)
@@ -668,6 +737,10 @@ def newcomers_come_at_any_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, boo
         (YardOfStages, stages_keep_no_gradients),
         (YardOfStages, others_go_on_without_a_stage),
         (YardOfStages, goes_back_while_a_stage_is_in_its_group),
+        (YardOfPipelines, stages_keep_no_gradients),
+        (YardOfPipelines, others_go_on_without_a_stage),
+        (YardOfPipelines, replica_of_an_earlier_group_counts),
+        (YardOfPipelines, members_get_any_stage),
         (YardOfShards, begins_with_any_published_state),
         (YardOfShards, newcomers_come_at_any_step),
         (YardWithRows, takes_a_step_without_the_rows_of_others),

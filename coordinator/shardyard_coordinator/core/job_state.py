@@ -16,7 +16,6 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import Consistency, Durability, UpdateMode
 from shardyard.domain.ids import Incarnation, JobId, RunName
 from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSource
-from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.core.effects import Effect, JobPhase, records_of
 from shardyard_coordinator.members.evaluations import Evaluations
 from shardyard_coordinator.members.nonfinite import NotFinite
@@ -247,7 +246,7 @@ def new_replicas(settings: JobSettings) -> ReplicaBook | None:
         members_max=settings.logical_rank_count * settings.workers_per_rank,
         workers_expected=settings.workers_expected,
         grace_ms=settings.rank_grace_ms,
-        stages=None if settings.strategy is Strategy.SHARDED else settings.workers_per_rank,
+        replica_size=settings.workers_per_replica,
     )
 
 

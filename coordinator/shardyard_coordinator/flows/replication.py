@@ -18,14 +18,14 @@ from shardyard_coordinator.placement.deployment import Stage
 from shardyard_coordinator.work.replica_book import ReplicaBook
 
 
-def ask(job: JobState, asked: ReplicaGroupAsked, now_ms: int) -> list[Effect]:
-    """A worker waits for the next group. Raises InvalidRequest, NotReady."""
+def ask(job: JobState, asked: ReplicaGroupAsked, host: str, now_ms: int) -> list[Effect]:
+    """A worker on this machine waits for the next group. Raises InvalidRequest, NotReady."""
     if job.replicas is None and job.mode.has_switched_partitions:
         return [Reply(ReplicaGroupAnswer(None, f"{job.title} to have its partitions in mode {job.mode.latest}"))]
     book, worker = book_of(job), asked.caller.incarnation
     if job.deployment.stage is not Stage.OPEN:
         raise NotReady(f"{job.title} has no variables on the servers yet", todo="call job.prepare first")
-    book.ask(worker, asked.left, asked.step, now_ms)
+    book.ask(worker, asked.left, asked.step, now_ms, host)
     effects: list[Effect] = []
     is_over = _is_over(job, book)
     if book.has_lost_all(job.workers) and not is_over and not job.recovery.needed:

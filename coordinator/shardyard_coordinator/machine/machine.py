@@ -208,7 +208,8 @@ class Machine:
             case events.MakeupRequested(caller, feed, step):
                 return work_verdicts.read_make_up(self.require_job(caller), feed, step)
             case events.ReplicaGroupAsked(caller):
-                return replication.ask(self.require_job(caller), event, now_ms)
+                host = self._members.require(caller.incarnation).registration.host
+                return replication.ask(self.require_job(caller), event, host, now_ms)
             case events.ReplicasPublished(caller):
                 return replication.published(self.require_job(caller), event, now_ms)
             case events.RebaseRequested(caller):

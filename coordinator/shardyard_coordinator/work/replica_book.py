@@ -6,19 +6,21 @@ so no two groups train at a time, and the newest step that any survivor has is k
 step (D2). If no replica is left, the servers go back to a checkpoint, from which the next group continues (D3). If the
 servers go back in a job with tables, no replica counts any more, since their rows are not of its step (D6).
 
-In a pipeline each member has a stage of the model, by its place. A group has a member for each stage, and a job that
-has lost a stage has lost its replica: the other stages go back with it. In a sharded job all members have one replica
-together, however many they are (D8). Other members cut it in another way, so they begin with what the servers have:
-after the members have published their newest step, or after the servers have gone back.
+In a pipeline each member has a stage of the model, by its place: so many neighbours have one replica together, and a
+group has one or several such replicas side by side. In the next group members keep their stage where they can; one that
+gets another stage, or comes, takes it from a member that has it. If all members with a stage are lost, no replica is
+left: the other stages go back with it (D7). In a sharded job all members may have one replica together, however many
+they are (D8). Other members cut it in another way, so they begin with what the servers have: after the members have
+published their newest step, or after the servers have gone back.
 
 Owns: the newest group, and who asks for the next one. Invariants: generations only grow; members are living workers; a
-group has at most as many members as the job has logical ranks, since each computes at least one. Pure. Must not know:
-what a replica is, how workers reach each other, the clock.
+group has at most as many members as can compute the job's logical ranks. Pure. Must not know: what a replica is, how
+workers reach each other, the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -33,16 +35,18 @@ CHECKPOINT_BEGINS_MS: Final = 2_000
 
 
 class ReplicaBook:
-    """`members_max`: how many workers compute the logical ranks. `stages`: how many members have a replica together;
-    None: all of a group, of any size."""
+    """`members_max`: how many workers compute the logical ranks. `replica_size`: how many members have a replica
+    together; None: all of a group, of any size."""
 
-    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, stages: int | None = 1) -> None:
-        self._members_max = members_max
-        self._workers_expected = min(workers_expected, members_max)
+    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, replica_size: int | None = 1) -> None:
+        self._replica_size = replica_size
+        self._members_max = self._in_replicas(members_max)
+        self._workers_expected = min(workers_expected, self._members_max)
         self._grace_ms = grace_ms
-        self._stages = stages
         self._asking: dict[Incarnation, int | None] = {}
         """The step of the replica of each worker that waits for the next group; None: it has none."""
+        self._hosts: dict[Incarnation, str] = {}
+        """Their machines."""
         self._asked_since_ms: int | None = None
         self.group = ReplicaGroup(0, ())
         """The newest group; without members before the first."""
@@ -58,9 +62,9 @@ class ReplicaBook:
         self.is_to_publish = False
         """Whether members are to give the servers their state."""
 
-    def ask(self, worker: Incarnation, left: int, step: int | None, now_ms: int) -> None:
-        """A living worker has left group `left` (0: none) and waits for the next one. `step`: that of its replica;
-        None: it has none. Raises InvalidRequest for a group that was not formed."""
+    def ask(self, worker: Incarnation, left: int, step: int | None, now_ms: int, host: str) -> None:
+        """A living worker on `host` has left group `left` (0: none) and waits for the next one. `step`: that of its
+        replica; None: it has none. Raises InvalidRequest for a group that was not formed."""
         if left <= self.group.void_until:
             step = None
         if left > self.group.generation:
@@ -70,14 +74,15 @@ class ReplicaBook:
                 self._has_trained = self._had_trained  # without this member the group has taken no step
             if self._asked_since_ms is None:
                 self._asked_since_ms = now_ms
-            self._asking[worker] = step
+            self._asking[worker], self._hosts[worker] = step, host
 
     def lose(self, worker: Incarnation, others: Collection[Incarnation], *, is_done: bool) -> None:
         """A worker is no living worker of the job any more, `others` are. `is_done`: its script has ended well, and the
         servers have its replica. If it was the last one, they have one state for certain; of a pipeline, its stage."""
         self._asking.pop(worker, None)
+        self._hosts.pop(worker, None)
         members = self.group.members
-        if is_done and self._stages == 1 and worker in members and not any(each in others for each in members):
+        if is_done and self._replica_size == 1 and worker in members and not any(each in others for each in members):
             self._has_trained = self._had_trained = False
 
     def group_of(self, worker: Incarnation) -> ReplicaGroup | None:
@@ -89,9 +94,12 @@ class ReplicaBook:
         return any(self.group.is_void or each not in living or each in self._asking for each in self.group.members)
 
     def has_room(self, living: Collection[Incarnation]) -> bool:
-        """Whether another worker waits, and the newest group has fewer members than it may."""
-        waits = any(each in living and each not in self.group.members for each in self._asking)
-        return 0 < len(self.group.members) < self._members_max and waits
+        """Whether other workers wait, enough for one more replica, and the newest group has fewer members than it
+        may."""
+        members = self.group.members
+        waiting = sum(each in living and each not in members for each in self._asking)
+        room = self._members_max - len(members)
+        return bool(members) and self._in_replicas(min(waiting, room)) > 0
 
     def has_lost_all(self, living: Collection[Incarnation]) -> bool:
         """Whether no replica is left, and the servers' state may be one of several steps. The stages that are left of a
@@ -116,19 +124,24 @@ class ReplicaBook:
     def _has_replica(self, living: Collection[Incarnation]) -> bool:
         """Whether living members of the newest group have a replica, of all stages. One that has asked says so itself:
         it may have lost the group before it got one."""
-        stages = len(self.group.members) if self._stages is None else self._stages
+        size = self._replica_size or len(self.group.members)
         found = {
-            place % stages
+            place % size
             for place, each in enumerate(self.group.members)
             if each in living and (each not in self._asking or self._asking[each] is not None)
         }
-        return not self.group.is_void and len(found) == stages > 0
+        return not self.group.is_void and len(found) == size > 0
+
+    def _in_replicas(self, members: int) -> int:
+        """As many of so many members as have whole replicas together."""
+        size = self._replica_size or 1
+        return members // size * size
 
     def _have_servers_newest(self) -> bool:
         """Of a sharded job: whether the servers have the newest step that living members say that they have. A member
         that is gone may have taken one more, which nobody has published, since it needs all of them (D8)."""
         steps = [step for worker, step in self._asking.items() if step is not None and worker in self.group.members]
-        return self._stages is None and bool(steps) and max(steps) == self.published
+        return self._replica_size is None and bool(steps) and max(steps) == self.published
 
     def form(self, living: Collection[Incarnation], now_ms: int, *, is_over: bool = False) -> ReplicaGroup | None:
         """Forms the next group, if it is due. None: workers go on waiting. `is_over`: no living member is left, and the
@@ -138,34 +151,51 @@ class ReplicaBook:
             return None  # D3
         if not self._asking or any(each not in self._asking for each in former):
             return None  # D1
-        came = sorted(each for each in self._asking if each not in self.group.members)
-        has_replica = not is_over and (self._stages == 1 or self._has_replica(living))
-        if self._stages is None and came and has_replica:
+        others = (each for each in self._asking if each not in self.group.members)
+        came = sorted(others, key=lambda each: (self._hosts[each], each))  # neighbours have a short way to each other
+        has_replica = not is_over and (self._replica_size == 1 or self._has_replica(living))
+        if self._replica_size is None and came and has_replica:
             if self._have_servers_newest():
                 has_replica = self._has_trained = False
             else:
                 came = []  # they come after a step that is published
-        chosen = [*former, *came][: self._members_max]
+        chosen = self._placed(former, came)
         if not former and len(chosen) < self._workers_expected:
             assert self._asked_since_ms is not None
             if now_ms - self._asked_since_ms < self._grace_ms:
                 return None
-        if len(chosen) < (self._stages or 1):
-            if not is_over:
-                return None
-            chosen = chosen[:1]
-        steps = {each: self._asking[each] if has_replica else None for each in chosen}
+        if is_over:
+            chosen = chosen or came[:1]
+        if not chosen:
+            return None
+        steps = {each: self._asking[each] if has_replica and each in former else None for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
         self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor, self.group.void_until))
         return self.group
+
+    def _placed(self, former: Sequence[Incarnation], came: Sequence[Incarnation]) -> list[Incarnation]:
+        """The members of the next group. A former one keeps its stage if it can, first those with the newest step."""
+        workers, size = [*former, *came], self._replica_size or 1
+        count = self._in_replicas(min(len(workers), self._members_max))
+        if size == 1:
+            return workers[:count]
+        found: list[Incarnation | None] = [None] * count
+        steps = {each: step for each in former if (step := self._asking[each]) is not None}
+        for each in sorted(steps, key=steps.__getitem__, reverse=True):
+            stage = self.group.members.index(each) % size
+            free = [at for at in range(stage, count, size) if found[at] is None]
+            if free:
+                found[free[0]] = each
+        others = iter([each for each in workers if each not in found])
+        return [next(others) if each is None else each for each in found]
 
     def waits_for(self, living: Collection[Incarnation]) -> str:
         """What the next group waits for, in words."""
         late = [each for each in self.group.members if each in living and each not in self._asking]
         if late:
             return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
-        return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._stages or 1)} are here"
+        return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._replica_size or 1)} are here"
 
     def publish(self, step: int, now_ms: int) -> None:
         """All servers have the state of that step."""

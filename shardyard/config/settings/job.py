@@ -218,6 +218,13 @@ class JobSettings(Section):
             return self.pipeline.stages
         return self.tensor.size if self.strategy is Strategy.TENSOR else 1
 
+    @property
+    def workers_per_replica(self) -> int | None:
+        """How many workers have one replica of the variables together; None: all workers of the job."""
+        if self.strategy is Strategy.SHARDED:
+            return None if self.sharded.size == "auto" else self.sharded.size
+        return self.workers_per_rank
+
     @model_validator(mode="before")
     @classmethod
     def _strategy_sets_the_mode(cls, given: Any) -> Any:
@@ -225,11 +232,15 @@ class JobSettings(Section):
         if not isinstance(given, dict):
             return given
         strategy, consistency = given.get("strategy"), given.get("consistency") or {}
-        for each, name, default in ((Strategy.PIPELINE, "stages", STAGES), (Strategy.TENSOR, "size", TENSOR_SIZE)):
+        for each, name, default in (
+            (Strategy.PIPELINE, "stages", STAGES),
+            (Strategy.TENSOR, "size", TENSOR_SIZE),
+            (Strategy.SHARDED, "size", 1),
+        ):
             if strategy in (each, each.value) and "workers_expected" not in given:
                 section = given.get(each.value) or {}
                 size = section.get(name) if isinstance(section, dict) else getattr(section, name, None)
-                given = {**given, "workers_expected": default if size is None else size}
+                given = {**given, "workers_expected": default if size in (None, "auto") else size}
         mode = next((each.mode for each in Strategy if strategy in (each, each.value)), None)
         if mode is None or not isinstance(consistency, dict) or "mode" in consistency:
             return given
@@ -269,33 +280,33 @@ class JobSettings(Section):
 
     def _group_fits(self) -> None:
         """Of a strategy whose workers have parts of the variables."""
-        strategy, size = self.strategy, self.workers_per_rank
+        strategy, size = self.strategy, self.workers_per_replica
         if not strategy.is_spread:
             return
-        name, each = ("pipeline.stages", "stages") if strategy is Strategy.PIPELINE else ("tensor.size", "parts")
-        if size > 1 and self.workers_expected != size:
+        name = "pipeline.stages" if strategy is Strategy.PIPELINE else f"{strategy.value}.size"
+        if size is not None and self.workers_expected % size:
             raise impossible(
                 ("workers_expected", name),
-                f"workers_expected {size}, one worker for each of {size} {each}; more workers wait in reserve",
+                f"workers_expected {size} or a multiple, one worker for each part of a replica; others wait in reserve",
                 f"workers_expected {self.workers_expected}",
             )
-        for other, found, wanted in (
-            ("collectives", self.collectives, GLOO),
-            ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value),
-            ("deterministic", str(self.deterministic).lower(), "false"),
+        if size is not None and size > self.logical_rank_count * self.workers_per_rank:
+            raise impossible(
+                ("consistency.logical_ranks", name),
+                f"at least {size} logical ranks with {name} {size}, one for each worker",
+                f"consistency.logical_ranks {self.logical_rank_count}",
+            )
+        for other, found, wanted, is_fixed in (
+            ("collectives", self.collectives, GLOO, True),
+            ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value, size is None),
+            ("deterministic", str(self.deterministic).lower(), "false", not size or self.logical_rank_count > 1),
         ):
-            if found != wanted and (strategy is Strategy.SHARDED or other == "collectives"):
+            if found != wanted and is_fixed:
                 raise impossible(
                     (other, "strategy"),
                     f"{other} {wanted} with strategy {strategy.value}, whose workers have parts of the variables",
                     f"{other} {found}",
                 )
-        if size > 1 and self.logical_rank_count != 1:
-            raise impossible(
-                ("consistency.logical_ranks", "strategy"),
-                f"consistency.logical_ranks 1 with strategy {strategy.value}, whose workers compute a batch together",
-                f"consistency.logical_ranks {self.logical_rank_count}",
-            )
 
     @model_validator(mode="after")
     def _pushes_that_do_not_wait_have_no_order(self) -> Self:

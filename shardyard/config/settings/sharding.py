@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from shardyard.config.settings.values import ModuleNames, Section
+from shardyard.config.settings.values import Auto, ModuleNames, Section
 
 TENSOR_SIZE = 2
-TENSOR_SIZE_MAX = 1_024
+SIZE_MAX = 1_024
 
 
 class ShardedSettings(Section):
     """How job.strategy sharded cuts a model. See docs/guides/sharding.md."""
 
+    size: Annotated[int, Field(ge=2, le=SIZE_MAX)] | Auto = Field(
+        default="auto",
+        description="The number of workers over which parameters are cut. With more workers, so many of them have"
+        " one replica together, beside others (hybrid sharding). auto: all workers of the job.",
+    )
     modules: ModuleNames = Field(
         default="",
         description="The modules whose parameters are gathered one by one, as by fully_shard(module); in each part"
@@ -36,7 +43,7 @@ class TensorSettings(Section):
     size: int = Field(
         default=TENSOR_SIZE,
         ge=2,
-        le=TENSOR_SIZE_MAX,
+        le=SIZE_MAX,
         description="The number of workers over which layers are cut.",
     )
     colwise: ModuleNames = Field(

@@ -66,8 +66,7 @@ class MirroredStrategy(GroupStrategy):
         self._buffer_means.join(self._collectives)
 
     def _copy_from(self, group: ReplicaGroup) -> None:
-        """The donor gives its replica to all that have another step. All take part, since the operations are of the
-        whole group; the others have nothing to wait for."""
+        """The donor gives its replica to all that have another step."""
         collectives, donor = self._collectives, group.donor
         assert collectives is not None
         assert donor is not None
@@ -76,15 +75,8 @@ class MirroredStrategy(GroupStrategy):
             stale = torch.zeros(collectives.size)
             stale[collectives.place] = is_stale
             collectives.wait(collectives.sum(stale))
-            takers = stale.nonzero().flatten().tolist()
-            if not takers:
-                return
-            has_part = is_stale or collectives.place == donor
-            packed = self.replica.packed() if has_part else self.replica.nothing_packed()
-            for work in [collectives.give(each, donor, takers) for each in packed]:
-                collectives.wait(work)
+            self._copy_replica(collectives, donor, stale.nonzero().flatten().tolist())
         if is_stale:
-            self.replica.unpack(packed)
             log.info("took the replica of worker %d, of step %d", group.members[donor], group.step)
 
     def _leave_sums(self, collectives: Collectives | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Rank, Token
@@ -138,7 +138,7 @@ class GroupStrategy(SyncStrategy):
     def _join(self, group: ReplicaGroup) -> None:
         place = group.place_of(self._session.caller.incarnation)
         assert place is not None, group
-        if self._left <= group.void_until:
+        if self._left <= group.void_until or self._left != group.generation - 1:  # it was not in the one before
             self._replica_step = None
         self._left = group.generation
         self._is_to_leave = False
@@ -166,6 +166,18 @@ class GroupStrategy(SyncStrategy):
     def _copy_from(self, group: ReplicaGroup) -> None:
         """All members call this when the group continues from a step that one of them has. Then this one has it."""
 
+    def _copy_replica(self, collectives: Collectives, donor: int, takers: Sequence[int]) -> None:
+        """The member at place `donor` gives its replica to those at `takers`. All of these members call it, since the
+        operations are of all."""
+        if not takers:
+            return
+        has_part = collectives.place in (donor, *takers)
+        packed = self.replica.packed() if has_part else self.replica.nothing_packed()
+        for work in [collectives.give(each, donor, takers) for each in packed]:
+            collectives.wait(work)
+        if collectives.place in takers:
+            self.replica.unpack(packed)
+
     @abstractmethod
     def _leave_sums(self, collectives: Collectives | None) -> None:
         """Ends the group's collectives, and drops what was summed."""
@@ -182,7 +194,7 @@ class GroupStrategy(SyncStrategy):
         return self._collectives.place, self._collectives.size
 
     def _ranks_at(self, group: ReplicaGroup, place: int) -> tuple[Rank, ...]:
-        return group.ranks_at(place, self._session.logical_ranks)
+        return group.ranks_at(place, self._session.logical_ranks, self._settings.workers_per_rank)
 
     def _load_from_servers(self) -> int:
         """Loads what the servers have. Returns its step."""

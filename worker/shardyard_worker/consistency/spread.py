@@ -1,7 +1,8 @@
 """Synchronous steps of a replica that is spread over the members of a group: the base of `pipeline`, `sharded` and
 `tensor` (docs/internals/ledger.md, rules D1 to D5, D7 and D8).
 
-`run` computes gradients together with the other members, and leaves each with those of its own variables. Then the
+`run` computes gradients together with the other members of this worker's replica, and leaves each with those of its own
+variables. If there are several replicas side by side, members with the same variables add up their gradients. Then all
 members sum a few facts. A member that has the sum knows that all gradients are there, and takes the step with its own
 optimizer. One that has lost the group before keeps its gradients until the next group, in case another member has taken
 the step.
@@ -16,7 +17,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -29,8 +30,10 @@ from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_worker.consistency.replica_group import GroupStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
+from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.training.clipping import NORM_EPS
 from shardyard_worker.training.table_binding import Upcoming
@@ -39,9 +42,14 @@ from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
-WEIGHT, LOSS, SQUARE_NORM, LEAVE, PUBLISH = range(5)
+WEIGHT, SQUARE_NORM, LEAVE, PUBLISH, ODD = range(5)
+"""ODD: above 0 if gradients are not finite."""
 FACTS: Final = 5
-"""Behind them is a place for each member: whether its gradients are not finite."""
+"""Behind them each member has a place for what it says of ODD, and then each one for its part of its batch's loss."""
+
+
+def count_of_facts(members: int) -> int:
+    return FACTS + 2 * members
 
 
 @dataclass(frozen=True)
@@ -56,34 +64,53 @@ class Gradients:
 class SpreadStrategy(GroupStrategy):
     """`model`: what this worker updates a part of."""
 
-    publishes_to_change: ClassVar[bool] = False
-    """Whether the next group may have other members, which begin with what the servers have."""
+    computes_alone: ClassVar[bool] = False
+    """Whether each member has batches of its own; else the members of a replica compute each batch together."""
 
     def __init__(self, trainer: Trainer, model: SpreadModel) -> None:
         super().__init__(trainer, model.replica)
         self._model = model
+        self._members: SideBySide | None = None
+        self._buffer_means = BufferMeans(model.replica.buffers)
         self._lost: GroupLost | None = None
         """The computation has met the loss of a member."""
+        self._passes = 0
+        """How many batches were computed in the step at hand."""
+        self._weight = 0.0
+        """Of these, added up."""
         self._has_run = False
         """Whether gradients of the work at hand were computed."""
+        self._own_loss = 0.0
+        """Of the last batch: what this member has computed of it."""
+        self._has_odd_loss = False
+        """Whether that of a batch of this step is not finite."""
         self._gradients: Gradients | None = None
         self._facts: list[float] = []
-        """Of the last step that this worker has taken."""
+        """Of the last step that this worker has taken, or was told of."""
         self.loss = float("nan")
         """Of the last batch; NaN if it did not count."""
 
     # ---- the group
 
+    @property
+    def publishes_to_change(self) -> bool:
+        """Whether the next group may have other members, which begin with what the servers have."""
+        return False
+
     def _connect(self, group: ReplicaGroup, place: int) -> None:
         before = self.replica
         self._collectives = Collectives(self._session, group, place, self._model.fingerprint)
-        self._begin_group(self._collectives)
+        size = min(self._settings.workers_per_replica or len(group.members), len(group.members))
+        self._members = members = SideBySide(self._collectives, size)
+        self._begin_group(members)
         self.replica = self._publisher.replica = self._model.replica
         if self.replica is not before:
             self._replica_step = None
+        self._buffer_means = BufferMeans(self.replica.buffers)
+        members.begin_sums(self._settings, self.replica.targets)
 
     @abstractmethod
-    def _begin_group(self, collectives: Collectives) -> None:
+    def _begin_group(self, members: SideBySide) -> None:
         """Makes this worker's part of the model ready to compute with these members."""
 
     def _is_to_change(self, collectives: Collectives) -> bool:
@@ -92,29 +119,41 @@ class SpreadStrategy(GroupStrategy):
 
     @abstractmethod
     def _end_group(self) -> None:
-        """Ends what `_begin_group` has begun, and drops gradients."""
+        """Ends what `_begin_group` has begun."""
 
     def _copy_from(self, group: ReplicaGroup) -> None:
-        """All members continue. One that lacks the group's step has kept its gradients (rule D7), and takes the step by
-        the facts of the donor."""
-        collectives = self._collectives
-        assert collectives is not None
+        """A member that lacks the group's step has kept its gradients (rule D7), and takes the step by the facts of the
+        donor. Then those without a replica get it from members with the same variables."""
+        members = self._members
+        assert members is not None
+        with self._session.wait_registry.over(lambda: "the replica of another worker"):
+            said = torch.zeros(2, members.all.size)
+            said[0, members.all.place] = self._replica_step is None
+            said[1, members.all.place] = self._replica_step not in (None, group.step)
+            members.all.wait(members.all.sum(said))
+            if said[1].any():
+                self._take_facts(members.all, group)
+            without = members.with_same_variables(said[0].bool().tolist())
+            takers = [place for place, lacks in enumerate(without) if lacks]
+            if takers:
+                self._copy_replica(members.beside, without.index(False), takers)
+        if self._replica_step is None:
+            log.info("took its part of a replica of step %s from another worker", group.step)
+        self._gradients = None
+
+    def _take_facts(self, collectives: Collectives, group: ReplicaGroup) -> None:
         assert group.donor is not None
         assert group.step is not None
-        with self._session.wait_registry.over(lambda: "the facts of the last step"):
-            stale = torch.tensor([float(self._replica_step != group.step)])
-            collectives.wait(collectives.sum(stale))
-            if float(stale):
-                has_facts = len(self._facts) == FACTS + collectives.size
-                facts = torch.tensor(self._facts if has_facts else [0.0] * (FACTS + collectives.size)).double()
-                others = [place for place in range(collectives.size) if place != group.donor]
-                collectives.wait(collectives.give(facts, group.donor, others))
-                if self._replica_step != group.step:
-                    if self._gradients is None or self._gradients.step != group.step - 1:
-                        raise Internal(f"a member at step {self._replica_step} in a group of step {group.step}")
-                    self._apply(self._gradients, facts.tolist())
-                    log.info("takes step %d with the gradients that it has kept", group.step - 1)
-        self._gradients = None
+        gives = collectives.place == group.donor
+        facts = torch.tensor(self._facts if gives else [0.0] * FACTS, dtype=torch.float64)
+        others = [place for place in range(collectives.size) if place != group.donor]
+        collectives.wait(collectives.give(facts, group.donor, others))
+        if self._replica_step not in (None, group.step):
+            if self._gradients is None or self._gradients.step != group.step - 1:
+                raise Internal(f"a member at step {self._replica_step} in a group of step {group.step}")
+            self._apply(self._gradients, facts.tolist())
+            log.info("takes step %d with the gradients that it has kept", group.step - 1)
+        self._facts = facts.tolist()
 
     def _load_from_servers(self) -> int:
         self._gradients = None
@@ -124,10 +163,19 @@ class SpreadStrategy(GroupStrategy):
         return step
 
     def _leave_sums(self, collectives: Collectives | None) -> None:
+        members, self._members = self._members, None
         self._lost, self._has_run = None, False
+        self._forget_step()
         self._end_group()
-        if collectives is not None:
+        if members is not None:
+            members.leave()
+        elif collectives is not None:
             collectives.leave()
+
+    def _forget_step(self) -> None:
+        self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
+        self._model.drop_gradients()
+        self._buffer_means.clear()
 
     def has_moved(self) -> bool:
         if super().has_moved():
@@ -163,20 +211,34 @@ class SpreadStrategy(GroupStrategy):
     def run(self, inputs: Sequence[Any], target: Any) -> None:
         """Computes the gradients of a batch with the other members. Raises InvalidRequest, UnsupportedModel. If a
         member is lost, `contribute` says so."""
-        step = self.versions.current
-        if self._collectives is None:
+        step, weight = self.versions.current, self.weight_of_work()
+        if self._members is None:
             raise InvalidRequest("job.train_step without a place in the group", todo="call it for each batch")
+        if weight is None:
+            raise InvalidRequest(
+                "job.train_step twice for one batch",
+                why="a batch is one piece of work, and counts once",
+                todo="call it once for each batch of job.batches",
+            )
         self._model.is_whole = False
         try:
             with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
-                self._run(inputs, target)
+                self._own_loss = self._run(inputs, target, weight)
         except GroupLost as error:
             self._lost = error
+        self._passes += 1
+        self._weight += weight
+        self._has_odd_loss |= not math.isfinite(self._own_loss)
         self._has_run = True
 
     @abstractmethod
-    def _run(self, inputs: Sequence[Any], target: Any) -> None:
-        """Raises as `run` does, and GroupLost."""
+    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        """Adds the gradients of a batch, times `weight`, to those of this worker's parameters. Returns what it has
+        computed of the batch's loss. Raises as `run` does, and GroupLost."""
+
+    def drop(self) -> None:
+        super().drop()
+        self._forget_step()
 
     def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:  # noqa: ARG002
         """Whether gradients are finite is looked at once, by all members."""
@@ -203,28 +265,66 @@ class SpreadStrategy(GroupStrategy):
         pull: PullSpec | None,
     ) -> ExchangeResult:
         """Takes the step with this worker's last rank, if the gradients of all members are there. Raises GroupLost."""
-        collectives, step, session = self._collectives, self.versions.current, self._session
-        if collectives is None or self._lost is not None:
+        members, step, session = self._members, self.versions.current, self._session
+        if members is None or self._lost is not None:
             raise self._lost or GroupLost("this worker has left its replica group")
         assert step is not None
-        said = [0.0] * (FACTS + collectives.size)
         with session.wait_registry.over(lambda: f"step {step} of the other members"):
-            tensors, buffers = self._collected(sending, said, is_last=pull is not None)
+            self._add_buffers(sending)
             if pull is None:
-                self.loss = self._loss_of(said)
+                self.loss = self._loss_of_batch(members.inside)
                 return ExchangeResult()
-            said[FACTS + collectives.place] = self._not_finite(said)
-            said[LEAVE] = float(self._is_to_change(collectives))
+            said = [0.0] * count_of_facts(members.all.size)
+            self._gradients = gradients = self._added_up(members, step, said)
+            said[LEAVE] = float(self._is_to_change(members.all))
             said[PUBLISH] = float(session.is_to_publish)
-            self._gradients = gradients = Gradients(step, tensors, buffers)
-            facts = self._sum(collectives, said)
-        self._apply(gradients, facts)
-        self._report_nonfinite(name, sending, facts, gradients)
-        self.loss = self._loss_of(facts)
+            facts = self._sum(members.all, said)
+        self._apply(gradients, facts[:FACTS])
+        if facts[ODD] and self._settings.nonfinite is not NonFinite.ALLOW:
+            log.warning("step %d changes nothing: the gradient is not finite", step)
+            odd = facts[FACTS : FACTS + members.all.size]
+            if members.all.place == odd.index(max(odd)) and sending is not None:
+                self._trainer.pushes.may_count(name, self._reported(sending, gradients), step)
+        self.loss = self._loss_in(facts, members)
         if facts[PUBLISH] or (facts[LEAVE] and self.publishes_to_change):
-            self._publisher.publish(step + 1, collectives, self._share)
+            self._publisher.publish(step + 1, members.all, self._share)
         self._is_to_leave = bool(facts[LEAVE])
         return ExchangeResult()
+
+    def _add_buffers(self, sending: StepInput | None) -> None:
+        """Those that a rank's forward has made."""
+        buffers = self.replica.buffers
+        if sending is not None and buffers:
+            given = [sending.tensors[at] for at in self.replica.places[len(self.replica.targets) :]]
+            own = [None if one is None else each.found for one, each in zip(given, buffers, strict=True)]
+            self._buffer_means.add(own, sending.weight)
+
+    def _added_up(self, members: SideBySide, step: int, said: list[float]) -> Gradients:
+        """The gradients and buffers of all replicas. Writes the weight, the square norm, the loss and whether gradients
+        are finite into `said`. Raises GroupLost."""
+        place, count = members.all.place, members.all.size
+        if self.computes_alone or members.inside.place == 0:
+            said[WEIGHT] = self._weight
+        said[FACTS + count + place] = self._own_loss if self._passes else 0.0
+        self._before_sums(members.all)
+        tensors, buffers = members.sum(self._model.gradients), None
+        if self.replica.buffers:
+            self._buffer_means.add_up(members.all if self.computes_alone else members.beside)
+            buffers = self._buffer_means.means()
+        norm = square_norm(self._apart(tensors, members))
+        if members.beside.place == 0:
+            said[SQUARE_NORM] = norm
+        if not math.isfinite(norm):  # most often because of the loss of a batch, whose member reports it
+            said[ODD] = said[FACTS + place] = 1.0 + self._has_odd_loss
+        self._forget_step()
+        return Gradients(step, tensors, buffers)
+
+    def _before_sums(self, collectives: Collectives) -> None:
+        """This worker's ranks were computed."""
+
+    def _apart(self, gradients: Sequence[torch.Tensor | None], members: SideBySide) -> Sequence[torch.Tensor | None]:  # noqa: ARG002
+        """Those of which no other member of this replica speaks."""
+        return gradients
 
     def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:
         """The facts of all members. Returns when all have called this."""
@@ -233,63 +333,44 @@ class SpreadStrategy(GroupStrategy):
         facts: list[float] = found.tolist()
         return facts
 
-    @abstractmethod
-    def _collected(
-        self, sending: StepInput | None, said: list[float], *, is_last: bool
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor] | None]:
-        """The gradients of this worker's parameters, and its buffers after the step. Writes the weight, the loss and
-        the square norm of the gradients into `said`. `is_last`: of this worker's ranks. Raises GroupLost."""
+    def _loss_of_batch(self, inside: Collectives) -> float:
+        """Of a batch after which this worker computes another one for the step."""
+        found = torch.tensor([self._own_loss], dtype=torch.float64)
+        inside.wait(inside.sum(found))
+        return float(found)
 
-    def _loss_of(self, facts: Sequence[float]) -> float:
-        return facts[LOSS]
-
-    def _divisor(self, facts: Sequence[float]) -> float:  # noqa: ARG002
-        """What gradients are divided by, so that they are of the mean over the samples of the step."""
-        return 1.0
+    def _loss_in(self, facts: Sequence[float], members: SideBySide) -> float:
+        """The loss of the last batch, of which the members of this replica say their parts."""
+        return sum(facts[FACTS + members.all.size :][members.places])
 
     def _apply(self, gradients: Gradients, facts: list[float]) -> None:
-        """Takes the step. `facts`: of all members."""
+        """Takes the step. `facts`: of all members, added up."""
         if facts[WEIGHT]:
             self.replica.keep_buffers(gradients.buffers)
-        is_finite = self._settings.nonfinite is NonFinite.ALLOW or not any(facts[FACTS:])
-        if facts[WEIGHT] and is_finite:
-            self._scale(gradients.tensors, facts)
-            self.replica.step(gradients.tensors)
+            if not facts[ODD] or self._settings.nonfinite is NonFinite.ALLOW:
+                self._scale(gradients.tensors, facts)
+                self.replica.step(gradients.tensors)
         self._facts = facts
         self._gradients = None
         self._replica_step = gradients.step + 1
 
     @torch.no_grad()
     def _scale(self, gradients: Sequence[torch.Tensor | None], facts: Sequence[float]) -> None:
-        """Divides the gradients, and clips them."""
-        limit, divisor = self._settings.clip.norm, self._divisor(facts)
-        scale = 1.0 / divisor
+        """Divides the gradients, so that they are of the mean over the samples of the step, and clips them."""
+        limit, weight = self._settings.clip.norm, facts[WEIGHT]
+        scale = 1.0 / weight
         if limit:
-            scale *= min(1.0, limit / (facts[SQUARE_NORM] ** 0.5 / divisor + NORM_EPS))
+            scale *= min(1.0, limit / (facts[SQUARE_NORM] ** 0.5 / weight + NORM_EPS))
         for each in gradients:
             if each is not None and scale != 1.0:
                 each.mul_(scale)
 
-    def _not_finite(self, said: Sequence[float]) -> float:
-        """Above 0 if this worker's gradients are not finite; the member with the most reports the step."""
-        return float(not math.isfinite(said[SQUARE_NORM]))
-
-    def _report_nonfinite(
-        self, name: PushName, sending: StepInput | None, facts: Sequence[float], gradients: Gradients
-    ) -> None:
-        odd = facts[FACTS:]
-        if not any(odd) or self._settings.nonfinite is NonFinite.ALLOW:
-            return
-        step = self._replica_step
-        log.warning("step %s changes nothing: the gradient is not finite", None if step is None else step - 1)
-        collectives = self._collectives
-        reports = collectives is not None and collectives.place == odd.index(max(odd))
-        if reports and sending is not None and step is not None:
-            self._trainer.pushes.may_count(name, self._reported(sending, gradients), step - 1)
-
-    def _reported(self, sending: StepInput, gradients: Gradients) -> StepInput:  # noqa: ARG002
-        """What this worker has computed, for a report."""
-        return sending
+    def _reported(self, sending: StepInput, gradients: Gradients) -> StepInput:
+        """With the gradients of this worker's parameters, for a report."""
+        tensors = [*sending.tensors]
+        for place, each in zip(self.replica.places, gradients.tensors, strict=False):
+            tensors[place] = each
+        return replace(sending, tensors=tensors)
 
 
 def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:

@@ -96,8 +96,7 @@ class TrainStep:
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
-        self._optimizer.zero_grad()
-        return torch.tensor(strategy.loss)
+        return torch.tensor(strategy.loss)  # the strategy drops gradients, after the last of this worker's ranks
 
     def _check_source(self, strategy: SpreadStrategy) -> None:
         """Raises InvalidRequest if the members may not come to this batch together."""
@@ -108,10 +107,12 @@ class TrainStep:
                 why="all workers compute the same batch, with the same random numbers",
                 todo="go through the data by job.batches",
             )
-        if isinstance(strategy, ShardedStrategy) and self._loop.sampled is not None:
+        if self._loop.sampled is None:
+            return
+        if isinstance(strategy, ShardedStrategy) or self._loop.session.logical_ranks > 1:
             raise InvalidRequest(
-                f"job.sampler in a job whose job.strategy is {name}",
-                why="a worker may get a batch that does not count, which the others would have to compute too",
+                f"job.sampler in a job whose job.strategy is {name}, with {self._loop.session.logical_ranks} ranks",
+                why="a worker may get a batch that does not count, and its gradients are added up with those of others",
                 todo="go through the data by job.batches",
             )
 

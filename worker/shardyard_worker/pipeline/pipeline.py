@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from shardyard.config.settings import PipelineSettings
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
@@ -74,10 +75,18 @@ class Pipeline(SpreadModel):
             self.replica = Replica(parameters, buffers, self._optimizer, self._spec, places)
         return self.replica
 
-    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:  # noqa: ARG002
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [target.grad for target in self.replica.targets]
+
+    def drop_gradients(self) -> None:
+        for target in self.replica.targets:
+            target.grad = None
+
+    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
         """Raises InvalidRequest if a batch of an epoch cannot be cut into micro-batches."""
-        count = self.settings.microbatches
-        for size in (batch_size, *(() if drop_last or not samples % batch_size else (samples % batch_size,))):
+        count, rest = self.settings.microbatches, EpochPlan(samples, batch_size, ranks, drop_last).samples_per_epoch
+        for size in (batch_size, rest % batch_size or batch_size):
             if size % count:
                 last = " (the last one of an epoch)" if size != batch_size else ""
                 raise InvalidRequest(

@@ -85,14 +85,15 @@ class _Transfer:
 
 
 class StageGroup(dist.ProcessGroup):
-    """Of the member at this place of a replica group of at least two. For the thread that trains."""
+    """Of a worker with a stage. For the thread that trains. `inside`: the workers of this pipeline, at least two.
+    `everyone`: the members of the replica group, which may have other pipelines beside it."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, inside: Collectives, everyone: Collectives) -> None:
         """Raises InvalidRequest if the script uses torch.distributed itself."""
-        super().__init__(collectives.place, collectives.size)  # type: ignore[call-arg]
-        self._gloo = collectives.process_group
-        self._collectives = collectives
-        self._default = DefaultGroup(collectives, self)
+        super().__init__(inside.place, inside.size)  # type: ignore[call-arg]
+        self._gloo = inside.process_group
+        self._everyone = everyone
+        self._default = DefaultGroup(inside, self, everyone)
         self._waiter = _Waiter(self._check)
         self._checks = 0
         self._facts = torch.zeros(0)
@@ -101,15 +102,21 @@ class StageGroup(dist.ProcessGroup):
         self._sending: list[_Transfer] = []
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
-        sent = tensors[0].detach().contiguous()
-        return self._begun(lambda: self._gloo.send([sent], dst, tag), sent)
+        return self._sent(self._gloo, tensors[0].detach().contiguous(), dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
         into = tensors[0].detach()
         if into.is_contiguous():
-            return self._begun(lambda: self._gloo.recv([into], src, tag), into)
-        received = torch.empty(into.shape, dtype=into.dtype)
-        return self._begun(lambda: self._gloo.recv([received], src, tag), received, into)
+            return self._received(self._gloo, into, src, tag)
+        return self._received(self._gloo, torch.empty(into.shape, dtype=into.dtype), src, tag, into)
+
+    def _sent(self, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> _Transfer:
+        return self._begun(lambda: gloo.send([tensor], place, tag), tensor)
+
+    def _received(
+        self, gloo: Any, tensor: torch.Tensor, place: int, tag: int, into: torch.Tensor | None = None
+    ) -> _Transfer:
+        return self._begun(lambda: gloo.recv([tensor], place, tag), tensor, into)
 
     def _begun(self, begin: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> _Transfer:
         try:
@@ -123,15 +130,16 @@ class StageGroup(dist.ProcessGroup):
             return
         for each in self._sending:
             each.wait()
-        self._facts = torch.zeros(self.size(), count, dtype=torch.float64)
-        self._receiving = [self.recv([self._facts[at]], at, _TAG_OF_FACTS) for at in self._others]
+        self._facts = torch.zeros(self._everyone.size, count, dtype=torch.float64)
+        gloo = self._everyone.process_group
+        self._receiving = [self._received(gloo, self._facts[at], at, _TAG_OF_FACTS) for at in self._others]
 
     def sum_facts(self, said: list[float]) -> list[float]:
         """The sum over all members, of the same bits in each. Returns when all have called this."""
         self.receive_facts(len(said))
-        own = torch.tensor(said, dtype=torch.float64)
-        self._sending = [self.send([own], at, _TAG_OF_FACTS) for at in self._others]
-        self._facts[self.rank()] = own
+        own, gloo = torch.tensor(said, dtype=torch.float64), self._everyone.process_group
+        self._sending = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
+        self._facts[self._everyone.place] = own
         for each in self._receiving:
             each.wait()
         self._receiving = []
@@ -140,7 +148,7 @@ class StageGroup(dist.ProcessGroup):
 
     @property
     def _others(self) -> list[int]:
-        return [at for at in range(self.size()) if at != self.rank()]
+        return [at for at in range(self._everyone.size) if at != self._everyone.place]
 
     def wait(self, work: Any) -> None:
         """Returns when the transfer has ended. Raises GroupLost."""
@@ -151,11 +159,11 @@ class StageGroup(dist.ProcessGroup):
 
     def _check(self) -> None:
         """Raises GroupLost if the group lacks a member, RuntimeError if a connection is closed."""
-        self._collectives.check()
+        self._everyone.check()
         self._checks += 1
         if self._checks % _CHECKS_EACH == 0:
             for at in self._others:
-                self._gloo.recv([torch.empty(1)], at, _TAG_OF_NOTHING)
+                self._everyone.process_group.recv([torch.empty(1)], at, _TAG_OF_NOTHING)
 
     def lost(self, error: RuntimeError) -> GroupLost:
         return self._default.lost(error)

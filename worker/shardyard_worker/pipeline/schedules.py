@@ -89,12 +89,15 @@ class StageRunner:
         self.numbers = settings.schedule.stages_at(group.rank(), settings.stages, settings.stages_each)
         self.has_last = len(stages) - 1 in self.numbers
         self._schedules: dict[Any, Any] = {}
+        self._weight = 0.0
+        """Of each micro-batch of the batch at hand."""
 
-    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor) -> float:
-        """Computes the gradients of a batch, added to those of this worker's parameters. Returns the batch's loss in
-        the worker with the last stage; 0 in the others. Raises InvalidRequest, UnsupportedModel."""
+    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
+        """Computes the gradients of a batch, times `weight`, added to those of this worker's parameters. Returns the
+        batch's loss in the worker with the last stage; 0 in the others. Raises InvalidRequest, UnsupportedModel."""
         given = (*inputs, target)
         self._check(given)
+        self._weight = weight / self._settings.microbatches
         autocast = Autocast.now(self._device)
         key = tuple((tuple(each.shape), each.dtype) for each in given), autocast
         if key not in self._schedules:
@@ -107,7 +110,7 @@ class StageRunner:
                 losses=losses if self.has_last else None,
                 return_outputs=False,
             )
-        return float(torch.stack(losses).detach().double().mean()) if losses else 0.0
+        return float(torch.stack(losses).detach().double().sum()) / weight if losses else 0.0
 
     def _check(self, given: Sequence[Any]) -> None:
         count = self._settings.microbatches
@@ -149,10 +152,12 @@ class StageRunner:
             with autocast():
                 found = self._loss(output, target)
             check_loss(found)
-            return found
+            return found * self._weight
 
         made = get_schedule_class(settings.schedule.value)
-        return made(stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss)
+        return made(
+            stages if settings.schedule.is_looped else stages[0], count, loss_fn=part_of_loss, scale_grads=False
+        )
 
     def _shapes(self, inputs: Sequence[torch.Tensor], autocast: Autocast) -> list[Metas]:
         """What goes into each stage for one micro-batch, and what comes out of the last one, without data."""

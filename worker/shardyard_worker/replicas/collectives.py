@@ -37,26 +37,39 @@ TIMEOUT: Final = datetime.timedelta(seconds=60)
 
 class Collectives:
     """Of the member at `place` of a group. For one thread. Raises GroupLost where the group cannot go on.
-    `fingerprint`: of what members sum; all must have the same, since gloo ends a process that is sent another size."""
+    `fingerprint`: of what members sum; all must have the same, since gloo ends a process that is sent another size.
+    `among`: the places of the members that take part, of which this is one; None: all. `place` is that among them."""
 
-    def __init__(self, session: Session, group: ReplicaGroup, place: int, fingerprint: str) -> None:
+    def __init__(
+        self, session: Session, group: ReplicaGroup, place: int, fingerprint: str, among: range | None = None
+    ) -> None:
         """Raises ConfigurationError if another member sums something else."""
+        self._among = range(len(group.members)) if among is None else among
         self._session = session
+        self._fingerprint = fingerprint
         self.group = group
-        self.place = place
-        self.size = len(group.members)
+        self.place = self._among.index(place)
+        self.size = len(self._among)
         self._pending: list[Any] = []
         self._group: Any = None
         if self.size > 1:
             self._group = self._connect(f"torch {torch.__version__}, {fingerprint}")
 
+    def among(self, places: range) -> Collectives:
+        """Those of some of these members, which all call this. This if they are all."""
+        if places == self._among:
+            return self
+        return Collectives(self._session, self.group, self._among[self.place], self._fingerprint, places)
+
     def _connect(self, fingerprint: str) -> Any:
-        store = GroupStore(self._session, self.group, self.check)
+        among = self._among
+        store = GroupStore(self._session, self.group, self.check, f"{among.start}:{among.stop}:{among.step}/")
         store.set(f"fingerprint/{self.place}", fingerprint)
         found = [each.decode() for each in store.multi_get([f"fingerprint/{each}" for each in range(self.size)])]
         if found[0] != fingerprint:
+            first = self.group.members[among[0]]
             raise ConfigurationError(
-                f"this worker has {fingerprint}; worker {self.group.members[0]} of its replica group has {found[0]}",
+                f"this worker has {fingerprint}; worker {first} of its replica group has {found[0]}",
                 why="members of a group sum their gradients with each other",
                 todo="start all workers with the same release of torch, the same script, and devices of one kind",
             )

@@ -45,13 +45,13 @@ def mesh_of(group: Any) -> DeviceMesh:
 
 
 class DefaultGroup:
-    """Of the member at this place of a replica group of at least two. For the thread that trains."""
+    """Of at least two members of a replica group, of which this is one. For the thread that trains."""
 
-    def __init__(self, collectives: Collectives, group: Any) -> None:
-        """`group`: what torch calls; the collectives' own process group, or one that is built on it. Raises
-        InvalidRequest if the script uses torch.distributed itself."""
+    def __init__(self, collectives: Collectives, group: Any, *others: Collectives) -> None:
+        """`group`: what torch calls; the collectives' own process group, or one that is built on it. `others`: what is
+        waited for in the same way. Raises InvalidRequest if the script uses torch.distributed itself."""
         self._collectives = collectives
-        self._gloo = collectives.process_group
+        self._gloo = {each: each.process_group for each in (collectives, *others)}
         self._has_ended = threading.Event()
         if dist.is_initialized():
             raise InvalidRequest(
@@ -92,9 +92,10 @@ class DefaultGroup:
 
     def _close_connections(self) -> None:
         """gloo ends all transfers of a group when one is not there in time; so this waits for one that never comes."""
-        nobody = (self._collectives.place + 1) % self._collectives.size
-        with contextlib.suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1)], nobody, _TAG_OF_NOTHING).wait(datetime.timedelta(milliseconds=1))
+        for each, gloo in self._gloo.items():
+            nobody = (each.place + 1) % each.size
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.empty(1)], nobody, _TAG_OF_NOTHING).wait(datetime.timedelta(milliseconds=1))
 
 
 _TAG_OF_NOTHING: Final = 1 << 30

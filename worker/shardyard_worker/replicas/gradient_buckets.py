@@ -83,6 +83,7 @@ class GradientBuckets:
         self._hooks = [
             target.register_post_accumulate_grad_hook(partial(self._take_early, index))  # type: ignore[no-untyped-call]
             for index, target in enumerate(targets)
+            if target.requires_grad  # a shard does not: what computes has another tensor
         ]
 
     @property

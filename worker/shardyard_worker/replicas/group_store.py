@@ -40,17 +40,20 @@ def while_newest() -> Iterator[None]:
 
 class GroupStore(Store):
     """For one group. torch's backends call it while they connect. `check` is called in waits; what it raises ends
-    them."""
+    them. `prefix`: of all keys."""
 
-    def __init__(self, session: Session, group: ReplicaGroup, check: Callable[[], None]) -> None:
+    def __init__(self, session: Session, group: ReplicaGroup, check: Callable[[], None], prefix: str) -> None:
         super().__init__()
         self._session = session
         self._generation = group.generation
         self._check = check
+        self._prefix = prefix
 
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        request = wire.PutGroupKeyRequest(caller=self._caller, generation=self._generation, key=key, value=content)
+        request = wire.PutGroupKeyRequest(
+            caller=self._caller, generation=self._generation, key=self._prefix + key, value=content
+        )
         with while_newest():
             self._session.ask(methods.PUT_GROUP_KEY, request, check=self._check)
 
@@ -58,7 +61,8 @@ class GroupStore(Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._generation, keys=keys)
+        names = [self._prefix + key for key in keys]
+        request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._generation, keys=names)
         give_up = time.monotonic() + CONNECT_S
         with self._session.wait_registry.over(lambda: f"members of replica group {self._generation} to connect"):
             while True:

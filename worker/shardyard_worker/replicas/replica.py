@@ -102,6 +102,17 @@ class Replica:
 
     def state(self) -> dict[int, VariableState]:
         """The optimizer's state of the variables that were updated, by number. Buffers have a count only."""
+        return self._own_state()
+
+    def set_state(self, states: Mapping[int, VariableState]) -> None:
+        """Replaces the optimizer's state. Variables that are left out were not updated."""
+        self._set_own_state(states)
+
+    def values(self) -> list[torch.Tensor]:
+        """The values of parameters and buffers, in the dtypes of the variables, on the CPU."""
+        return self._own_values()
+
+    def _own_state(self) -> dict[int, VariableState]:
         found = {}
         for at, count in enumerate(self._counts):
             slots: Mapping[str, Any] = {}
@@ -113,8 +124,7 @@ class Replica:
             found.update({at: VariableState(count, slots)} if count else {})
         return found
 
-    def set_state(self, states: Mapping[int, VariableState]) -> None:
-        """Replaces the optimizer's state. Variables that are left out were not updated."""
+    def _set_own_state(self, states: Mapping[int, VariableState]) -> None:
         self._counts = [states[at].count if at in states else 0 for at in range(len(self._counts))]
         self._optimizer.state.clear()
         for at, state in states.items():
@@ -129,24 +139,23 @@ class Replica:
                     for name, value in as_torch.items()
                 }
 
-    def values(self) -> list[torch.Tensor]:
-        """The values of parameters and buffers, in the dtypes of the variables, on the CPU."""
+    def _own_values(self) -> list[torch.Tensor]:
         return [widened(each.target).detach().cpu().reshape(-1) for each in (*self.parameters, *self.buffers)]
 
     @torch.no_grad()
     def packed(self) -> list[torch.Tensor]:
         """Everything in a few flat tensors on the CPU, one for each dtype, of the same sizes in all replicas."""
-        states = self.state()
+        states = self._own_state()
         found: dict[torch.dtype, list[torch.Tensor]] = {}
         found[torch.int64] = [torch.tensor(self._counts)]
-        for value in self.values():
+        for value in self._own_values():
             found.setdefault(value.dtype, []).append(value)
         for at, name, initial in self._slots():
             if at in states and name in states[at].slots:
                 array = torch.from_numpy(states[at].slots[name])
             else:
-                spec = self.parameters[at].spec
-                array = torch.full((spec.elements,), initial, dtype=TORCH_DTYPES[spec.dtype])
+                dtype = TORCH_DTYPES[self.parameters[at].spec.dtype]
+                array = torch.full((self.targets[at].numel(),), initial, dtype=dtype)
             found.setdefault(array.dtype, []).append(array)
         return [torch.cat(each) for _, each in sorted(found.items(), key=lambda item: str(item[0]))]
 
@@ -167,13 +176,13 @@ class Replica:
 
         counts = take(torch.int64, len(self._counts)).tolist()
         for variable in (*self.parameters, *self.buffers):
-            values = take(TORCH_DTYPES[variable.spec.dtype], variable.spec.elements)
+            values = take(TORCH_DTYPES[variable.spec.dtype], variable.target.numel())
             variable.target.copy_(values.view(variable.target.shape))
         slots: dict[int, dict[str, Any]] = {at: {} for at in range(len(counts))}
         for at, name, _ in self._slots():
-            spec = self.parameters[at].spec
-            slots[at][name] = take(TORCH_DTYPES[spec.dtype], spec.elements).numpy()
-        self.set_state({at: VariableState(count, slots[at]) for at, count in enumerate(counts) if count})
+            dtype = TORCH_DTYPES[self.parameters[at].spec.dtype]
+            slots[at][name] = take(dtype, self.targets[at].numel()).numpy()
+        self._set_own_state({at: VariableState(count, slots[at]) for at, count in enumerate(counts) if count})
 
     def _slots(self) -> Iterator[tuple[int, str, float]]:
         """The place of each parameter, with the name and the first value of each of its state arrays."""

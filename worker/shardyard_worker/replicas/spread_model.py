@@ -38,6 +38,14 @@ class SpreadModel(ABC):
 
     @property
     @abstractmethod
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of this worker's parameters, in their order, as far as they were computed."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None: ...
+
+    @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """What all members must have alike."""
 

@@ -123,7 +123,7 @@ class ShardedReplica(Replica):
     def set_state(self, states: Mapping[int, VariableState]) -> None:
         """`states`: of whole variables."""
         self.take_values()
-        super().set_state({at: self._part_of(at, state) for at, state in states.items()})
+        self._set_own_state({at: self._part_of(at, state) for at, state in states.items()})
 
     def _part_of(self, at: int, state: VariableState) -> VariableState:
         found = {}
@@ -133,7 +133,7 @@ class ShardedReplica(Replica):
         return VariableState(state.count, found)
 
     def state(self) -> dict[int, VariableState]:
-        found = super().state()
+        found = self._own_state()
         for at, name, initial in self._slots():  # in this order in all members, whatever their shards have
             if at in found:
                 part = found[at].slots.get(name)

@@ -35,12 +35,13 @@ class Yard(MachineYard):
         tables: tuple[TableSettings, ...] = (),
         strategy: Strategy = Strategy.MULTI_WORKER_MIRRORED,
         ranks: int = 2,
+        workers: int = 2,
     ) -> None:
         super().__init__(lease_ms=LEASE_MS)
         self.server = self.register(MemberRole.SERVER, "s:1")
         self.settings = JobSettings(
             strategy=strategy,
-            workers_expected=2,
+            workers_expected=workers,
             consistency=ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=ranks),
             rank_grace_ms=GRACE_MS,
             checkpoint=CheckpointSettings(url=checkpoints, every_s=0, every_steps=10),
@@ -49,8 +50,8 @@ class Yard(MachineYard):
         spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
         self.open_job(self.first, (VariableSpec("v", DType.FLOAT64, (8,)),), spec, tables)
 
-    def hire(self) -> Caller:
-        return self.join_as(self.register(MemberRole.WORKER), self.settings)
+    def hire(self, host: str = "box") -> Caller:
+        return self.join_as(self.register(MemberRole.WORKER, host=host), self.settings)
 
     def ask(self, caller: Caller, left: int = 0, step: int | None = None) -> ReplicaGroup | None:
         answer = self.handle(events.ReplicaGroupAsked(caller, left, step))
@@ -303,6 +304,42 @@ def test_rule_d6_no_replica_counts_after_servers_with_rows_have_gone_back(restar
     group = ReplicaGroup(2, both, void_until=1)
     assert yard.ask(yard.second, left=1, step=10) == group, "from the servers' state"
     assert yard.ask(yard.second, left=1, step=10) == group, "whose answer was lost"
+
+
+def test_rule_d7_members_keep_their_stages_in_the_next_group() -> None:
+    """Of two pipelines on two machines: that which has lost a worker ends, and one that comes gets its stage."""
+    yard = Yard(checkpoints="never", strategy=Strategy.TENSOR, workers=4)
+    a, b = yard.first, yard.second
+    c, d = yard.hire(host="other"), yard.hire(host="other")
+    for each in (c, a, d):
+        assert yard.ask(each) is None
+    places = (a.incarnation, b.incarnation, c.incarnation, d.incarnation)
+    assert yard.ask(b) == ReplicaGroup(1, places), "neighbours are on one machine"
+    yard.kill(a.incarnation)
+    assert yard.ask(b, left=1, step=3) is None
+    assert yard.ask(d, left=1, step=4) is None
+    assert yard.ask(c, left=1, step=3) == ReplicaGroup(2, (c.incarnation, d.incarnation), step=4, donor=1), (
+        "the newest step goes on"
+    )
+    assert yard.ask(b, left=1, step=3) is None, "it waits in reserve"
+    assert yard.beat(c.incarnation).replica_generation == 2, "one that waits is not enough for another pipeline"
+    newcomer = yard.hire(host="other")
+    assert yard.ask(newcomer) is None
+    assert yard.beat(c.incarnation).replica_generation == 3
+    ready = [yard.ask(each, left=left, step=step) for each, left, step in ((b, 1, 30), (c, 2, 9), (d, 2, 9))]
+    places = (c.incarnation, d.incarnation, b.incarnation, newcomer.incarnation)
+    assert ready[-1] == ReplicaGroup(3, places, step=9, donor=0), "what worker b had does not count"
+
+
+def test_rule_d7_nobody_goes_on_without_a_stage() -> None:
+    yard = Yard(checkpoints="never", strategy=Strategy.TENSOR, workers=4)
+    c, d = yard.hire(), yard.hire()
+    yard.form(yard.first, yard.second, c, d)
+    for each in (yard.first, c):
+        yard.kill(each.incarnation)
+    assert yard.ask(yard.second, left=1, step=3) is None
+    with pytest.raises(errors.WorkerFailed, match="lost all its replicas, and has no checkpoint"):
+        yard.form(d, left=1, step=3)
 
 
 def sharded() -> Yard:

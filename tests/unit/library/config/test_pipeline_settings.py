@@ -16,9 +16,8 @@ def load(**given: object) -> configuration.Loaded:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("workers_expected", 1, "workers_expected 2, one worker for each of 2 stages"),
-        ("workers_expected", 3, "workers_expected 2, one worker for each of 2 stages"),
-        ("consistency__logical_ranks", 2, r"consistency\.logical_ranks 1 with strategy pipeline"),
+        ("workers_expected", 1, "workers_expected 2 or a multiple, one worker for each part of a replica"),
+        ("workers_expected", 3, "workers_expected 2 or a multiple, one worker for each part of a replica"),
         ("consistency__mode", "async", r"consistency\.mode sync with strategy pipeline"),
         ("collectives", "other", "collectives gloo with strategy pipeline"),
         ("durability", "wal", "durability checkpoint with strategy pipeline"),
@@ -46,3 +45,8 @@ def test_schedule_says_what_it_needs(given: dict[str, object], message: str) -> 
 def test_a_pipeline_expects_a_worker_for_each_stage() -> None:
     job = load(pipeline__stages=3, pipeline__schedule="LoopedBFS", pipeline__microbatches=3).settings.job
     assert (job.workers_expected, job.logical_rank_count, job.pipeline.stages_in_all) == (3, 1, 6)
+
+
+def test_pipelines_are_side_by_side() -> None:
+    job = load(workers_expected=6, pipeline__stages=3, pipeline__microbatches=3, all_reduce="bf16").settings.job
+    assert (job.logical_rank_count, job.workers_per_replica) == (2, 3)

@@ -55,7 +55,7 @@ def stand_still(store: Path) -> None:
 
 def send(store: Path, lost: Path) -> None:
     members: Any = Members(store, lost.exists)
-    group = StageGroup(members)
+    group = StageGroup(members, members)
     begun = group.send([torch.empty(LARGE)], 1, TAG)
     with contextlib.suppress(GroupLost):
         begun.wait()
