@@ -75,6 +75,8 @@ def job_settings(plan: Plan) -> dict[str, object]:
         parts["job.pipeline.schedule"] = plan.schedule.value
     elif plan.strategy is Strategy.TENSOR:
         parts = {"job.tensor.size": plan.parts}
+    elif plan.strategy is Strategy.SHARDED and plan.replicas > 1:
+        parts = {"job.sharded.size": plan.parts}
     return {
         "job.strategy": plan.strategy.value,
         "job.durability": "wal" if plan.wal else "checkpoint",

@@ -93,7 +93,7 @@ def check_scripts(plan: Plan, outcome: Outcome) -> None:
         check_counts_of_worker(result)
         if plan.tables:
             assert wrong(result[ROWS]) == {}, "rows of samples, as a worker has looked them up"
-    least = EPOCHS * plan.parts
+    least = EPOCHS * (1 if plan.strategy is Strategy.SHARDED else plan.parts)
     missing = {sample: outcome.computed[sample] for sample in range(SAMPLES) if outcome.computed[sample] < least}
     assert missing == {}, "samples that were computed less than once an epoch, by each part of the model"
 

@@ -175,8 +175,8 @@ class Plan:
     """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
-    admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `schedule`: of a
-    pipeline."""
+    admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `replicas`: how many
+    times, side by side; `schedule`: of a pipeline."""
 
     sync: bool
     wal: bool
@@ -196,6 +196,7 @@ class Plan:
     forgetful: bool = False
     strategy: Strategy = Strategy.PARAMETER_SERVER
     parts: int = 1
+    replicas: int = 1
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 
     @property
@@ -211,7 +212,7 @@ class Plan:
 
     @property
     def workers_expected(self) -> int:
-        return self.parts if self.parts > 1 else self.workers + 1
+        return self.parts * self.replicas if self.parts > 1 else self.workers + 1
 
     @property
     def server_names(self) -> tuple[str, ...]:
@@ -244,6 +245,7 @@ class Plan:
                 ("look-ahead", self.looks_ahead),
                 ("rows that go", self.forgetful),
                 (f"{self.schedule.value} in {self.parts} stages", self.strategy is Strategy.PIPELINE),
+                (f"{self.replicas} replicas side by side", self.replicas > 1),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
             if chosen
@@ -347,7 +349,7 @@ COMING_AND_GOING: tuple[tuple[str, Draw], ...] = (
 """A schedule of each of these strategies has both too, if its workers have connections to each other."""
 STRATEGIES = (Strategy.SHARDED, Strategy.PIPELINE, Strategy.TENSOR, Strategy.MIRRORED, Strategy.CENTRAL_STORAGE)
 """Of seeds in a row. The next faults are dealt when each has had a turn, so in 40 seeds each meets every kind."""
-PARTS = {Strategy.PIPELINE: (2, 2, 3), Strategy.TENSOR: (2,)}
+PARTS = {Strategy.PIPELINE: (2, 2, 3), Strategy.TENSOR: (2,), Strategy.SHARDED: (2,)}
 
 
 def dealt(turn: int) -> tuple[str, ...]:
@@ -386,11 +388,16 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
     if strategy is Strategy.CENTRAL_STORAGE:
         return replace(plan, servers=2, same_host=True, jumping=())
     plan = replace(plan, wal=False, overlap=False, tables=False)
-    if strategy not in PARTS:
+    if not strategy.is_spread:
         return plan
     parts = min(chance.choice(PARTS[strategy]), plan.workers + 1)
     schedules = [each for each in PipelineSchedule if parts == 2 or not each.is_looped]
-    return replace(plan, logical_ranks=1, parts=parts, schedule=chance.choice(schedules))
+    plan = replace(plan, parts=parts, schedule=chance.choice(schedules))
+    if plan.parts == 2 and random.Random(f"{plan} replicas").random() < 0.5:
+        plan = replace(plan, replicas=2, workers=3)
+    if strategy is Strategy.SHARDED:
+        return replace(plan, logical_ranks=4) if plan.replicas > 1 else replace(plan, parts=1)
+    return replace(plan, logical_ranks=plan.replicas)
 
 
 def _plan(seed: int) -> Plan:

@@ -163,7 +163,8 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
     for strategy in STRATEGIES:
         plans = [each.plan for each in drawn if each.plan.strategy is strategy]
         assert len(plans) == EIGHT
-        waits = {plan.workers + 1 > max(plan.parts, plan.logical_ranks) for plan in plans}
+        waits = {plan.workers + 1 > max(plan.parts * plan.replicas, plan.logical_ranks) for plan in plans}
+        assert {plan.replicas for plan in plans} == ({1, 2} if strategy.is_spread else {1})
         assert waits == {True, False} or not strategy.is_spread, "whether a worker waits in reserve"
     turns = {(seed % len(STRATEGIES), dealt(seed // len(STRATEGIES))) for seed in range(SEEDS)}
     assert len(turns) == SEEDS
