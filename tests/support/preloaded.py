@@ -202,6 +202,9 @@ def load() -> None:
         "shardyard_worker.agent.bootstrap",
         "shardyard_worker.job.connect",
         "torch._dynamo",  # the first optimizer of torch imports it, for two seconds
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
     ):
         importlib.import_module(name)
     from shardyard.codecs.format import finiteness

@@ -40,6 +40,7 @@ def settings(yard: LocalCluster, job: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.long("killed-variables", "frozen-rows of tables")
 @COUNTS
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_promise_2_each_sample_counts_once_when_members_go(
@@ -109,6 +110,7 @@ def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
     assert max(each["computed"] for each in results) < SAMPLES * EPOCHS // (RANKS * 4), "it did not begin at step 0"
 
 
+@pytest.mark.long("model-to servers", "words-from servers")
 @pytest.mark.parametrize(
     "strategies",
     [("multi_worker_mirrored", "parameter_server"), ("parameter_server", "multi_worker_mirrored")],

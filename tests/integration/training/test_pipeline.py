@@ -94,6 +94,7 @@ def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
         assert finish(script, out)["counts"] == WANTED
 
 
+@pytest.mark.long("to servers")
 @pytest.mark.parametrize(
     "strategies",
     [("pipeline", "parameter_server"), ("parameter_server", "pipeline")],

@@ -71,6 +71,7 @@ def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
     return [probes.start(*given, **common) for _ in range(workers)]
 
 
+@pytest.mark.long("sharded-2", "tensor-4")
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_losses_are_those_of_one_process(
@@ -126,6 +127,7 @@ def test_members_with_fewer_ranks_compute_as_often(
     assert losses == pytest.approx(sorted(wanted[4]), rel=1e-5)
 
 
+@pytest.mark.long("sharded-killed", "tensor-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_promise_2_each_sample_counts_once_when_a_member_is_lost(
@@ -166,6 +168,7 @@ def test_a_worker_comes_and_another_leaves_without_a_step_back(
     assert any("has place 1 of 2" in line for line in newcomer[0].lines)
 
 
+@pytest.mark.long("to servers-sharded", "from servers-tensor")
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["to servers", "from servers"])
 def test_checkpoint_is_restored_under_another_strategy(
@@ -219,6 +222,7 @@ def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes, strat
         assert finish(script, out)["errors"] == {name: what for name, what in expected.items() if what}
 
 
+@pytest.mark.long("sharded")
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes, strategy: str) -> None:
     """As with replicas: one member says which work it was."""

@@ -250,7 +250,7 @@ OPERATIONS = st.lists(
 
 @pytest.mark.long("True")
 @pytest.mark.parametrize("bounded", [False, True])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(given_settings=table_settings(), operations=OPERATIONS)
 def test_what_is_read_back_is_the_table_that_was_cut(
     bounded: bool, given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]

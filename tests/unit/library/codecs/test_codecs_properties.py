@@ -230,20 +230,20 @@ def check_refused_or_filled(code: bytes, n: int, dtype: str) -> None:
     assert guarded.tobytes()[-edge:] == before[-edge:]
 
 
-@settings(max_examples=1_500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(ODD_BYTES, st.integers(0, 300), st.sampled_from(["float32", "float64", "int64", "bool"]))
 def test_any_bytes_are_refused_or_fill_the_array(code: bytes, n: int, dtype: str) -> None:
     check_refused_or_filled(code, n, dtype)
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 8), st.integers(0, 9), st.binary(min_size=1, max_size=8), st.integers(1, 300))
 def test_any_indices_are_refused_or_within_the_array(count: int, rice: int, indices: bytes, n: int) -> None:
     head = bytes((CodeId.TOPK,)) + varint(n) + varint(count) + bytes((rice, 0)) + varint(len(indices))
     check_refused_or_filled(head + indices + bytes(4 * count), n, "float32")
 
 
-@settings(max_examples=3_000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(spoilt(), st.sampled_from([100, 100, 100, 800, 99]), st.sampled_from(["float32", "float32", "float64"]))
 def test_spoilt_codes_are_refused_or_fill_the_array(code: bytes, n: int, dtype: str) -> None:
     check_refused_or_filled(code, n, dtype)

@@ -55,7 +55,7 @@ def spoilt(draw: st.DrawFn) -> bytes:
     return bytes(code)
 
 
-@settings(max_examples=2_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.one_of(
         spoilt(),
@@ -86,7 +86,7 @@ def test_rows_come_back_within_the_bound_of_their_code(code: RowCode, n: int, di
     assert (np.abs(found - rows) <= bound).all()
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400), st.sampled_from([0, 1, 3]), st.integers(0, 20), st.integers(1, 20))
 def test_any_bytes_are_refused_or_fill_the_rows(rest: bytes, kind: int, n: int, dim: int) -> None:
     with contextlib.suppress(MalformedPayload, TooLarge):
@@ -129,7 +129,7 @@ def one_by_one(codes: list[bytes], counts: list[int]) -> np.ndarray | None:
     return np.concatenate(found)
 
 
-@settings(max_examples=2_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.one_of(spoilt(), COUNTED), st.integers(-1, 1)), min_size=1, max_size=4))
 def test_any_bytes_of_several_codes_are_what_each_is_by_itself(given_codes: list[tuple[bytes, int]]) -> None:
     codes = [code for code, _ in given_codes]

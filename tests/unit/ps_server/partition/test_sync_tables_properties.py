@@ -221,7 +221,7 @@ def play(job: Job, seed: int) -> tuple[Partitions, list[tuple[int, int, list[dic
     raise AssertionError("it does not come to an end")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_rule_b1_rows_have_the_bits_of_one_process_and_a_look_up_those_of_its_version(seed: int) -> None:
     job = made(seed)
@@ -250,7 +250,7 @@ def test_rule_b1_rows_have_the_bits_of_one_process_and_a_look_up_those_of_its_ve
         }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_rule_b1_bits_of_rows_do_not_depend_on_the_number_of_partitions_or_who_came_first(seed: int) -> None:
     job = made(seed)._replace(clipping=NO_CLIPPING)
