@@ -19,6 +19,9 @@ VERSIONS: Final = 3
 """Copies of the values on servers: two versions that workers may pull, and the one that is being made."""
 
 
+SPREAD: Final = (Strategy.PIPELINE, Strategy.SHARDED, Strategy.TENSOR)
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """`worker`: bytes of memory in each worker. `servers`: in all servers together. `busiest`: bytes that a step moves,
@@ -59,7 +62,8 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     copies = model.fixed + 2 * values
     mirrored = copies + 2 * gradients + model.state
     clips_rows = bool(model.tables and model.settings.clip.norm)
-    part = model.parameters - model.cut + model.cut // workers
+    stages, shards, parts = (_in_replica(model, each, workers) for each in SPREAD)
+    part = model.parameters - model.cut + model.cut // parts
     has_tables = "it has embedding tables" if model.tables else ""
     is_whole = f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
     refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
@@ -69,11 +73,11 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         ),
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
-        Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, 4 * gradients * (workers - 1) // workers, refused),
+        Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, _all_reduced(gradients, workers), refused),
         # the whole model, its values as they come from servers, and what its own stage needs
         Cost(
             Strategy.PIPELINE,
-            copies + (gradients + model.state) // workers,
+            copies + (_with_sums(gradients, workers, stages) + model.state) // stages,
             stored,
             None,
             has_tables,
@@ -81,20 +85,45 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         # the values as they come from servers, and a shard of everything else; parameters are gathered twice
         Cost(
             Strategy.SHARDED,
-            model.fixed + values + model.buffers + (2 * gradients + model.state) // workers,
+            model.fixed
+            + values
+            + model.buffers
+            + (gradients + _with_sums(gradients, workers, shards) + model.state) // shards,
             stored,
-            6 * gradients * (workers - 1) // workers,
+            6 * gradients * (shards - 1) // shards + _all_reduced(gradients // shards, workers // shards),
             has_tables or is_whole,
         ),
         # layers that are cut are in the workers in parts, with their gradients and state
         Cost(
             Strategy.TENSOR,
-            model.fixed + values + model.buffers + 2 * part + model.state * part // max(1, model.parameters),
+            model.fixed
+            + values
+            + model.buffers
+            + part
+            + _with_sums(part, workers, parts)
+            + model.state * part // max(1, model.parameters),
             stored,
             None,
             has_tables or is_whole or model.uncut,
         ),
     ]
+
+
+def _in_replica(model: PlannedModel, strategy: Strategy, workers: int) -> int:
+    """How many workers have a replica together: as many as the settings say, if they choose this strategy."""
+    settings = model.settings
+    chosen = settings.workers_per_replica if settings.strategy is strategy else None
+    return min(chosen or workers, workers)
+
+
+def _all_reduced(nbytes: int, members: int) -> int:
+    """What a member of a ring sends and gets."""
+    return 4 * nbytes * (members - 1) // members
+
+
+def _with_sums(gradients: int, workers: int, in_replica: int) -> int:
+    """Gradients, and the buckets in which those of several replicas are added up."""
+    return gradients * (2 if workers > in_replica else 1)
 
 
 def choose(costs: Sequence[Cost], workers: int, memory: int) -> Choice:

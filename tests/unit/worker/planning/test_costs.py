@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from shardyard.config.settings import ClipSettings, JobSettings
+from shardyard.config.settings import ClipSettings, JobSettings, ShardedSettings
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.planning import costs, dry_run
 from shardyard_worker.planning.costs import choose, costs_of
@@ -44,6 +44,21 @@ def test_a_shard_takes_its_part_of_everything_but_the_values_that_come() -> None
     assert by_strategy[Strategy.SHARDED].worker == 4_000 + (4_000 + 4_000 + 8_000) // 4
     half = replace(model_of(4_000, state=8_000), cut=2_000)
     assert costs_of(half, workers=4, servers=1)[-1].worker == 4_000 + (4_000 + 4_000 + 8_000) * 5 // 8
+
+
+def test_replicas_side_by_side_are_as_large_as_the_settings_say() -> None:
+    """Four workers in two replicas, which add up their gradients in memory of their own."""
+    for strategy, settings in (
+        (Strategy.PIPELINE, JobSettings(strategy=Strategy.PIPELINE)),
+        (Strategy.SHARDED, JobSettings(strategy=Strategy.SHARDED, sharded=ShardedSettings(size=2))),
+        (Strategy.TENSOR, JobSettings(strategy=Strategy.TENSOR)),
+    ):
+        model = replace(model_of(4_000, state=8_000), cut=4_000, settings=settings)
+        by_workers = (costs_of(model, workers, servers=1) for workers in (2, 4))
+        one, two = (next(each for each in found if each.strategy is strategy) for found in by_workers)
+        assert two.worker == one.worker + 4_000 // 2, strategy
+        if strategy is Strategy.SHARDED:
+            assert (one.busiest, two.busiest) == (6 * 4_000 // 2, 6 * 4_000 // 2 + 4 * 2_000 // 2)
 
 
 def test_strategies_that_cut_say_what_they_cannot_cut() -> None:
