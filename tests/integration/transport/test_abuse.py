@@ -392,8 +392,8 @@ def test_one_caller_has_so_many_open_calls_and_others_are_served(
     with identities.serving(coordinator(), Role.COORDINATOR) as address:
         ada, eve = (raw_channel(address, "coordinator", identities.of(Role.OPERATOR, name)) for name in ("ada", "eve"))
         with ada, eve:
-            status = ada.unary_unary(methods.STATUS.path)
-            calls = [ada.stream_unary(methods.STATUS.path).future(silent(stop)) for _ in range(5)]
+            status, ask = ada.unary_unary(methods.STATUS.path), ada.stream_unary(methods.STATUS.path)
+            calls = [ask.future(silent(stop)) for _ in range(5)]
 
             def refused() -> bool:
                 try:
@@ -402,7 +402,12 @@ def test_one_caller_has_so_many_open_calls_and_others_are_served(
                     return "operator ada has 5 open calls" in str(error)
                 return False
 
-            wait_until(refused, "all calls to be open")
+            def all_open() -> bool:
+                """A call that came while this asks was one too many, and is made again."""
+                calls[:] = [ask.future(silent(stop)) if call.done() else call for call in calls]
+                return refused()
+
+            wait_until(all_open, "all calls to be open")
             eve.unary_unary(methods.STATUS.path)(b"", timeout=5)
             for call in calls:
                 call.cancel()
