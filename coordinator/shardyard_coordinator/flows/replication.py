@@ -43,8 +43,8 @@ def ask(job: JobState, asked: ReplicaGroupAsked, host: str, now_ms: int) -> list
 
 
 def _is_over(job: JobState, book: ReplicaBook) -> bool:
-    """Whether workers that are gone have taken all steps, and the servers have the state after the last one. Rows of
-    tables alone may be of that step."""
+    """Whether workers that are gone have taken all steps, and the servers have the state after the last one. Never in a
+    job with tables: its servers may have the rows of the last step without the variables."""
     if job.has_tables or not job.roster.goodbyes or any(each in job.workers for each in book.group.members):
         return False
     return job.feeds.finished or job.stopping.is_over(book.published)

@@ -19,13 +19,11 @@ VERSIONS: Final = 3
 """Copies of the values on servers: two versions that workers may pull, and the one that is being made."""
 
 
-SPREAD: Final = (Strategy.PIPELINE, Strategy.SHARDED, Strategy.TENSOR)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """`worker`: bytes of memory in each worker. `servers`: in all servers together. `busiest`: bytes that a step moves,
-    both ways, at the machine that moves the most, if each process has a machine of its own; None: activations only.
+    both ways, at the machine that moves the most, if each process has a machine of its own; None: mostly activations,
+    which are not counted.
     `refused`: why the model cannot be trained so; empty if it can."""
 
     strategy: Strategy
@@ -62,7 +60,9 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     copies = model.fixed + 2 * values
     mirrored = copies + 2 * gradients + model.state
     clips_rows = bool(model.tables and model.settings.clip.norm)
-    stages, shards, parts = (_in_replica(model, each, workers) for each in SPREAD)
+    stages = _in_replica(model, Strategy.PIPELINE, workers)
+    shards = _in_replica(model, Strategy.SHARDED, workers)
+    parts = _in_replica(model, Strategy.TENSOR, workers)
     part = model.parameters - model.cut + model.cut // parts
     has_tables = "it has embedding tables" if model.tables else ""
     is_whole = f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
