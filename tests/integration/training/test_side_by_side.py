@@ -168,3 +168,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probe
         assert len(told) == 1
     assert found[1] == [pytest.approx(each, rel=1e-5, nan_ok=True) for each in found[0]]
     assert "nan" in str(losses[next(at for at, (script, _) in enumerate(started) if script is told[0])])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "what"),
+    [
+        ("twice", "job.train_step twice for one batch"),
+        ("sampler", "job.sampler in a job whose job.strategy is pipeline, with 2 ranks"),
+    ],
+)
+def test_what_cannot_be_taken_out_of_a_sum_is_refused(
+    yard: LocalCluster, probes: Probes, mistake: str, what: str
+) -> None:
+    common = settings(yard, f"mistake-{mistake}", "pipeline", 2, job__consistency__logical_ranks=2)
+    for script, out in start(probes, 2, "cut-mistakes", "--mistakes", mistake, **common):
+        assert finish(script, out)["errors"] == {mistake: what}

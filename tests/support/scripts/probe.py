@@ -176,11 +176,22 @@ def make_mistakes_with_shards(job: sy.Job, options: argparse.Namespace) -> dict[
         for batch in job.batches(batches, batch_size=4, drop_last=True):
             job.train_step(*batch)
 
+    def train_twice() -> None:
+        for batch in job.batches(batches, batch_size=4, drop_last=True):
+            job.train_step(*batch)
+            job.train_step(*batch)
+
+    def sample() -> None:
+        for batch in DataLoader(batches, batch_sampler=job.sampler(batches, batch_size=4, drop_last=True)):
+            job.train_step(*batch)
+
     mistakes = {
         "step": optimizer.step,
         "forward": lambda: model(x.double()),
         "state": optimizer.state_dict,
         "accumulated": accumulate,
+        "twice": train_twice,
+        "sampler": sample,
         "last": lambda: job.batches(batches, batch_size=14),
         "own data": lambda: job.train_step(x[:8].double(), y[:8]),
         "values": model.state_dict,
