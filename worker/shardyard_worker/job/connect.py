@@ -45,7 +45,7 @@ def connect(
     CoordinatorUnavailable, ConfigurationError, JobFailed. Raises SystemExit(0) if this process was started again after
     the run of its launch was finished.
     """
-    tune_malloc()
+    tune_malloc(tensors=True)
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     membership = _membership(os.environ)

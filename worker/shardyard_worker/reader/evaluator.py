@@ -90,7 +90,7 @@ class Snapshot:
 def follow(settings: Settings, *, name: str, network: Network | None = None) -> Run:
     """Waits for the job `name` (empty: the only one) in the yard at `settings.coordinator`. `network`: how to reach it,
     gRPC by default. Raises CoordinatorUnavailable, InvalidRequest, NotFound, ConfigurationError."""
-    tune_malloc()
+    tune_malloc(tensors=True)
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     number = os.environ.get(FOLLOWS_VARIABLE, "")

@@ -1,0 +1,41 @@
+"""tune_malloc: memory that was freed is used again without new pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, resource
+from shardyard.runtime.malloc import tune_malloc
+
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def use(nbytes):
+    memory = libc.malloc(nbytes)
+    libc.memset(memory, 1, nbytes)
+    libc.free(memory)
+
+assert tune_malloc(tensors=TENSORS)
+use(NBYTES)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use(NBYTES)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def new_pages(nbytes: int, *, tensors: bool) -> int:
+    program = PROGRAM.replace("TENSORS", str(tensors)).replace("NBYTES", str(nbytes))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(("mib", "tensors", "kept"), [(16, False, True), (64, False, False), (64, True, True)], ids=str)
+def test_freed_memory_is_kept_for_messages_and_for_tensors_where_there_are_any(
+    mib: int, tensors: bool, kept: bool
+) -> None:
+    assert (new_pages(mib << 20, tensors=tensors) <= 8) is kept
