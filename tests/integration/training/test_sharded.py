@@ -127,19 +127,28 @@ def test_members_with_fewer_ranks_compute_as_often(
     assert losses == pytest.approx(sorted(wanted[4]), rel=1e-5)
 
 
+def test_members_with_fewer_ranks_accumulate_as_often(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "uneven-batches", "sharded", 3, job__consistency__logical_ranks=4)
+    given = ("stage-counts", "--samples", "64", "--epochs", "2", "--ranks", "4", "--accumulate", "2")
+    for script, out in start(probes, 3, *given, **common):
+        assert finish(script, out)["counts"] == [[2.0] * 64] * 2
+
+
 @pytest.mark.long("sharded-killed", "tensor-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_promise_2_each_sample_counts_once_when_a_member_is_lost(
     yard: LocalCluster, probes: Probes, tmp_path: Path, how: signal.Signals, strategy: str
 ) -> None:
-    """The others go back to the newest checkpoint: of tensor with a worker in reserve, of sharded without it."""
+    """The others go back to the newest checkpoint: of tensor with a worker in reserve, of sharded without it. One that
+    freezes does that between the two batches of a step."""
     common = settings(yard, f"lost-{how.name}-{strategy}", strategy, 2) | {
         "job__checkpoint__url": tmp_path,
         "job__checkpoint__every_steps": 5,
     }
     mode = "stage-counts" if strategy == "sharded" else "tensor-counts"
-    given = (mode, *COUNTED, "--ranks", str(ranks_of(strategy, 2)))
+    accumulate = "2" if how is signal.SIGSTOP else "1"
+    given = (mode, *COUNTED, "--ranks", str(ranks_of(strategy, 2)), "--accumulate", accumulate)
     started = start(probes, 2 if strategy == "sharded" else 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 7")
     in_place = [any("has place 1 of 2" in line for line in script.lines) for script, _ in started]
@@ -208,7 +217,7 @@ def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes, strat
         "step": f"optimizer.step() in a job whose job.strategy is {strategy}",
         "forward": "the forward of the whole model while its group trains",
         "state": f"optimizer.state_dict() in a job whose job.strategy is {strategy}",
-        "accumulated": f"accumulated batches in a job whose job.strategy is {strategy}",
+        "accumulated": f"job.no_sync in a job whose job.strategy is {strategy}",
     }
     if strategy == "sharded":
         expected["own data"] = ""  # a step, after which a worker has its shards only

@@ -14,6 +14,7 @@ from tests.support.scripts import equivalence
 from tests.support.yards import SCRIPTS, Script, running_yard
 
 RANKS: Mapping[str, object] = {"consistency__mode": "sync", "consistency__logical_ranks": 4}
+ACCUMULATE = "accumulate"
 STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "parameter_server": RANKS,
     "central_storage": RANKS,
@@ -31,8 +32,18 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     },
     "two-sharded": {"strategy": "sharded", "sharded__size": 2, **RANKS},
     "two-tensor": {"strategy": "tensor", "tensor__size": 2, "consistency__logical_ranks": 2},
+    # two batches a step
+    **{
+        f"accumulated-{name}": {"strategy": name, **settings, ACCUMULATE: 2}
+        for name, settings in {
+            "multi_worker_mirrored": RANKS,
+            "pipeline": {"pipeline__microbatches": 4},
+            "sharded": RANKS,
+            "tensor": {},
+        }.items()
+    },
 }
-WITHOUT_TABLES = ("pipeline", "sharded", "tensor", "two-pipelines", "two-sharded", "two-tensor")
+WITH_TABLES = ("parameter_server", "central_storage", "mirrored", "multi_worker_mirrored")
 OF_SEVERAL = {"pipeline": "pipeline__stages", "tensor": "tensor__size"}
 """What says how many workers have a part of the model each."""
 Taken = dict[int, list[tuple[float, list[int]]]]
@@ -41,8 +52,8 @@ CASES = [
     for model in equivalence.MODELS
     for strategy in STRATEGIES
     for processes in (1, 2, 4)
-    if (model != "recommender" or strategy not in WITHOUT_TABLES)
-    and (processes > 1 or strategy not in OF_SEVERAL)
+    if (model != "recommender" or strategy.removeprefix("accumulated-") in WITH_TABLES)
+    and (processes > 1 or strategy.removeprefix("accumulated-") not in OF_SEVERAL)
     and (processes == 4 or not strategy.startswith("two-"))
 ]
 
@@ -72,16 +83,20 @@ def taken(
 ) -> dict[int, list[tuple[float, list[int]]]]:
     """By step: the loss and the samples of each batch."""
     given = {"strategy": strategy, "workers_expected": processes, "checkpoint__url": "never", **STRATEGIES[strategy]}
-    given |= {OF_SEVERAL[strategy]: processes} if strategy in OF_SEVERAL else {}
+    accumulate = int(str(given.pop(ACCUMULATE, 1)))
+    several = OF_SEVERAL.get(str(given["strategy"]))
+    if several is not None:
+        given.setdefault(several, processes)
     environment = {
         "SHARDYARD_JOB": f"{model}-{strategy.replace('_', '-')}-{processes}",
         "SHARDYARD_COORDINATOR": yard.coordinator,
         "SHARDYARD__WORKER__THREADS": "1",
     } | {f"SHARDYARD__JOB__{name.upper()}": str(value) for name, value in given.items()}
-    batch = equivalence.STEP_SAMPLES // int(str(given.get("consistency__logical_ranks", 1)))
+    batch = equivalence.STEP_SAMPLES // int(str(given.get("consistency__logical_ranks", 1))) // accumulate
     outs = [folder / f"{number}.json" for number in range(processes)]
     command = [str(SCRIPTS / "equivalence.py"), model]
-    scripts = [Script([*command, str(out), "--batch-size", str(batch)], environment) for out in outs]
+    often = ["--batch-size", str(batch), "--accumulate", str(accumulate)]
+    scripts = [Script([*command, str(out), *often], environment) for out in outs]
     try:
         for script in scripts:
             assert script.wait() == 0, script.output
@@ -106,6 +121,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.mark.long(
     *("gpt-parameter_server-2", "recommender-multi_worker_mirrored-2", "digits-mirrored-4"),
     *("digits-pipeline-2", "gpt-sharded-2", "gpt-tensor-2", "gpt-two-pipelines-4"),
+    "digits-accumulated-pipeline-2",
 )
 @pytest.mark.parametrize(("model", "strategy", "processes"), CASES)
 def test_losses_are_those_of_plain_torch(

@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("out")
     parser.add_argument("--batch-size", type=int, default=STEP_SAMPLES)
+    parser.add_argument("--accumulate", type=int, default=1)
     options = parser.parse_args()
     data = TensorDataset(torch.arange(STEPS * STEP_SAMPLES), *data_of(options.model))
     taken = []
@@ -110,7 +111,8 @@ def main() -> None:
         job.prepare(
             model, optimizer_of(model.parameters()), loss=lambda found, target: loss_of(options.model, found, target)
         )
-        for samples, *inputs, target in job.batches(data, batch_size=options.batch_size, drop_last=True):
+        often = {"batch_size": options.batch_size, "accumulate": options.accumulate}
+        for samples, *inputs, target in job.batches(data, **often, drop_last=True):
             step = job.step
             loss = job.train_step(*inputs, target)
             taken.append([step, loss.item(), samples.tolist()])

@@ -11,8 +11,8 @@
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 `stages`: a deeper network in float64, by job.train_step; the loss of each step is written.
 `stage-mistakes`: what a script must not do with it; the errors are written.
-`stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`. With `--ranks`.
-`tensor-counts`: the same beside layers that can be cut.
+`stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`. With `--ranks` and
+`--accumulate`. `tensor-counts`: the same beside layers that can be cut.
 `cut-mistakes`: what a script must not do with shards, or with layers that are cut; the errors are written.
 """
 
@@ -252,11 +252,13 @@ class CountsBesideLayers(TwoCounts):
 
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model = (CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts)(options.samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks)  # of ranks with four samples each
+    # a step has four samples of each rank, or several times as many
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks * options.accumulate)
     job.prepare(model, optimizer, loss=lambda output, target: (target - output).mean())
     computed = 0
     index = torch.arange(options.samples)
-    for batch in job.batches(TensorDataset(index, torch.zeros(options.samples)), batch_size=4, epochs=options.epochs):
+    data = TensorDataset(index, torch.zeros(options.samples))
+    for batch in job.batches(data, batch_size=4, epochs=options.epochs, accumulate=options.accumulate):
         time.sleep(options.pause_ms / 1000)
         job.train_step(*batch)
         computed += 1

@@ -103,7 +103,7 @@ class GroupStrategy(SyncStrategy):
         self._publisher = Publisher(trainer, replica)
         self._has_rows = trainer.link.tables is not None
         self.weight_of_work: Callable[[], float | None] = lambda: None
-        """The samples of the work at hand; None: not known before the step."""
+        """The samples of the work at hand, for each of its batches; None: not known before the step."""
 
     # ---- the group
 

@@ -77,7 +77,7 @@ class ShardedStrategy(_CutStrategy):
 
     def _before_sums(self, collectives: Collectives) -> None:
         """Computes as often as the members with the most ranks. Buffers and the loss stay as they are."""
-        for _ in range(self._passes, -(-self._session.logical_ranks // collectives.size)):
+        for _ in range(self._passes, -(-self._session.logical_ranks // collectives.size) * self._accumulate):
             if self._newest is None:
                 raise InvalidRequest(
                     "a step in which this worker has no batch, before its first",

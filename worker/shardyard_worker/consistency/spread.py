@@ -76,6 +76,8 @@ class SpreadStrategy(GroupStrategy):
         """The computation has met the loss of a member."""
         self._passes = 0
         """How many batches were computed in the step at hand."""
+        self._accumulate = 1
+        """How many a rank has in a step."""
         self._weight = 0.0
         """Of these, added up."""
         self._has_run = False
@@ -208,9 +210,9 @@ class SpreadStrategy(GroupStrategy):
 
     # ---- a step
 
-    def run(self, inputs: Sequence[Any], target: Any) -> None:
-        """Computes the gradients of a batch with the other members. Raises InvalidRequest, UnsupportedModel. If a
-        member is lost, `contribute` says so."""
+    def run(self, inputs: Sequence[Any], target: Any, accumulate: int) -> None:
+        """Computes the gradients of a batch with the other members. A rank's part of a step has `accumulate` batches.
+        Raises InvalidRequest, UnsupportedModel. If a member is lost, `contribute` says so."""
         step, weight = self.versions.current, self.weight_of_work()
         if self._members is None:
             raise InvalidRequest("job.train_step without a place in the group", todo="call it for each batch")
@@ -221,15 +223,28 @@ class SpreadStrategy(GroupStrategy):
                 todo="call it once for each batch of job.batches",
             )
         self._model.is_whole = False
-        try:
-            with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
-                self._own_loss = self._run(inputs, target, weight)
-        except GroupLost as error:
-            self._lost = error
+        self._accumulate = accumulate
+        if self._lost is None:
+            try:
+                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
+                    self._own_loss = self._run(inputs, target, weight)
+            except GroupLost as error:
+                self._lost = error
         self._passes += 1
         self._weight += weight
         self._has_odd_loss |= not math.isfinite(self._own_loss)
         self._has_run = True
+
+    def loss_before_step(self) -> float:
+        """Of the last batch, after which others follow in the step; NaN if a member is lost."""
+        members, step = self._members, self.versions.current
+        if members is not None and self._lost is None:
+            try:
+                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
+                    return self._loss_of_batch(members.inside)
+            except GroupLost as error:
+                self._lost = error
+        return float("nan")
 
     @abstractmethod
     def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
@@ -334,7 +349,7 @@ class SpreadStrategy(GroupStrategy):
         return facts
 
     def _loss_of_batch(self, inside: Collectives) -> float:
-        """Of a batch after which this worker computes another one for the step."""
+        """Of a batch after which this replica computes another one for the step."""
         found = torch.tensor([self._own_loss], dtype=torch.float64)
         inside.wait(inside.sum(found))
         return float(found)

@@ -41,12 +41,14 @@ PAUSE_MS_MAX = 1_000
 
 @dataclass
 class Work:
-    """The work of the current batch. `samples` grows as batches are accumulated into one push. `due`: optimizer.step()
-    is due after this batch. `stepped`: it was called. `left`: later batches that belong to this work. `taken`: it was
-    pushed. `lost`: another worker has it."""
+    """The work of the current batch. `samples` grows as batches are accumulated into one push; in a synchronous job
+    they are known before, and so is the number of `batches`. `due`: optimizer.step() is due after this batch.
+    `stepped`: it was called. `left`: later batches that belong to this work. `taken`: it was pushed. `lost`: another
+    worker has it."""
 
     name: PushName
     samples: int
+    batches: int = 1
     due: bool = True
     left: int = 0
     stepped: bool = False

@@ -158,6 +158,7 @@ class SyncFeed(Feed):
                 self._contribute(work, None)
                 return
         batches = list(self._units.batches(len(chosen)))
+        work.batches = len(batches)
         for number, batch in enumerate(batches):
             if self._is_leaving:
                 return  # whoever gets the rank computes the whole step

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest
 from shardyard_worker.consistency.strategy import ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
@@ -40,8 +41,9 @@ def open_batches(
     _refuse_nesting(loop)
     settings.check(in_order=reader.in_order)
     if isinstance(loop.replica, SpreadModel):
-        ranks = loop.session.logical_ranks
-        loop.replica.check_batches(reader.samples, settings.batch_size, ranks, drop_last=settings.drop_last)
+        samples, ranks = reader.samples, loop.session.logical_ranks
+        plan = EpochPlan(samples, settings.batch_size, ranks, settings.drop_last, settings.accumulate)
+        loop.replica.check_batches(plan)
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:
         raise InvalidRequest(

@@ -68,7 +68,7 @@ class TrainStep:
             )
         *inputs, target = batch
         if isinstance(self._loop.strategy, SpreadStrategy):
-            return self._take_together(self._loop.strategy, inputs, target, is_single=is_due and accumulate == 1)
+            return self._take_together(self._loop.strategy, inputs, target, is_due=is_due, accumulate=accumulate)
         loss = self._loss(self._model(*inputs), target)
         check_loss(loss)
         torch.clear_autocast_cache()  # it has parameters from before the step
@@ -81,18 +81,14 @@ class TrainStep:
         return loss.detach()
 
     def _take_together(
-        self, strategy: SpreadStrategy, inputs: Sequence[Any], target: Any, *, is_single: bool
+        self, strategy: SpreadStrategy, inputs: Sequence[Any], target: Any, *, is_due: bool, accumulate: int
     ) -> torch.Tensor:
         """With the other members, each of which has a part of the variables."""
-        if not is_single:
-            raise InvalidRequest(
-                f"accumulated batches in a job whose job.strategy is {self._loop.session.job_settings.strategy.value}",
-                why="members compute each batch together, and each step follows one of them",
-                todo="give job.batches a larger batch_size without accumulate; a pipeline cuts it into micro-batches",
-            )
         self._check_source(strategy)
         with INTERRUPTS:
-            strategy.run(inputs, target)
+            strategy.run(inputs, target, accumulate)
+            if not is_due:
+                return torch.tensor(strategy.loss_before_step())
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
@@ -101,6 +97,12 @@ class TrainStep:
     def _check_source(self, strategy: SpreadStrategy) -> None:
         """Raises InvalidRequest if the members may not come to this batch together."""
         name = self._loop.session.job_settings.strategy.value
+        if self._loop.need_trainer().accumulates_by_hand:
+            raise InvalidRequest(
+                f"job.no_sync in a job whose job.strategy is {name}",
+                why="all members compute equally often in a step, and must know how often",
+                todo="give job.batches accumulate, the number of batches in a step",
+            )
         if isinstance(strategy, TensorStrategy) and self._loop.feed is None:
             raise InvalidRequest(
                 f"job.train_step outside of job.batches in a job whose job.strategy is {name}",

@@ -239,11 +239,12 @@ class TrainingLoop:
         self._end_own_step()
 
     def _weight_of_work(self) -> float | None:
-        """The samples of the step whose gradients are being computed; None: they are not known."""
+        """The samples of the work whose gradients are being computed, for each of its batches; None: they are not
+        known."""
         if self.feed is None:
             return 1.0
         work = self.feed.work
-        return None if work is None or work.taken or not work.due else float(work.samples)
+        return None if work is None or work.taken else work.samples / work.batches
 
     def _takes_step(self, sampled: Sampled) -> bool:
         """Whether the batch at hand counts. One of `job.sampler` may not."""

@@ -83,14 +83,16 @@ class Pipeline(SpreadModel):
         for target in self.replica.targets:
             target.grad = None
 
-    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
+    def check_batches(self, plan: EpochPlan) -> None:
         """Raises InvalidRequest if a batch of an epoch cannot be cut into micro-batches."""
-        count, rest = self.settings.microbatches, EpochPlan(samples, batch_size, ranks, drop_last).samples_per_epoch
-        for size in (batch_size, rest % batch_size or batch_size):
+        count, last_step = self.settings.microbatches, plan.per_epoch - 1
+        shares = [end - begin for begin, end in (plan.span(last_step, rank) for rank in range(plan.ranks))]
+        last = {batch.end - batch.begin for share in shares for batch in plan.batches(share)}
+        for size in (plan.batch_size, *sorted(last)):
             if size % count:
-                last = " (the last one of an epoch)" if size != batch_size else ""
+                where = " (in the last step of an epoch)" if size != plan.batch_size else ""
                 raise InvalidRequest(
-                    f"a batch of {size} samples{last}, and {count} micro-batches",
+                    f"a batch of {size} samples{where}, and {count} micro-batches",
                     why="the micro-batches of a pipeline have one shape",
                     todo="give a batch_size that is a multiple of job.pipeline.microbatches, and drop_last=True",
                 )

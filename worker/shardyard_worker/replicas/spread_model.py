@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.replicas.replica import Replica
@@ -50,8 +51,8 @@ class SpreadModel(ABC):
         """What all members must have alike."""
 
     @abstractmethod
-    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
-        """Raises InvalidRequest if the group cannot compute a batch of an epoch. `ranks`: the job's logical ranks."""
+    def check_batches(self, plan: EpochPlan) -> None:
+        """Raises InvalidRequest if the group cannot compute a batch of an epoch."""
 
     def about_to_load(self) -> None:  # noqa: B027 - most have memory for all values at any time
         """All values of the script's model are loaded next."""

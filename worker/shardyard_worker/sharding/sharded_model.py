@@ -237,12 +237,13 @@ class FullyShardedModel(ShardedModel):
         how = f"reshard_after_forward {self._settings.reshard_after_forward}"
         return f"shards of {elements} elements, with units {units or 'none'}, {how}"
 
-    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
-        plan = EpochPlan(samples, batch_size, ranks, drop_last)
+    def check_batches(self, plan: EpochPlan) -> None:
         rest = plan.samples_per_epoch % plan.samples_per_step
-        if 0 < rest <= batch_size * (ranks - 1):
+        begin, end = plan.span(plan.per_epoch - 1, plan.ranks - 1)
+        if rest and begin == end:
             raise InvalidRequest(
-                f"{rest} samples in the last step of an epoch, for {ranks} logical ranks with batches of {batch_size}",
+                f"{rest} samples in the last step of an epoch, for {plan.ranks} logical ranks with batches of"
+                f" {plan.batch_size}",
                 why="all members gather the parameters for each other's batches, so each needs one in each step",
                 todo="give drop_last=True, or another batch_size",
             )
@@ -275,7 +276,7 @@ class TensorParallelModel(ShardedModel):
     def fingerprint(self) -> str:
         return f"layers {', '.join(self._plan.colwise)} cut by outputs, {', '.join(self._plan.rowwise)} by inputs"
 
-    def check_batches(self, samples: int, batch_size: int, ranks: int, *, drop_last: bool) -> None:
+    def check_batches(self, plan: EpochPlan) -> None:
         """Any batch."""
 
     def begin(self, place: int, size: int, group: DefaultGroup | None) -> None:
