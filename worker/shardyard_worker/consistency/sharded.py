@@ -19,7 +19,7 @@ import torch
 from shardyard.domain.errors import InvalidRequest
 from shardyard_worker.consistency.spread import SpreadStrategy
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.default_group import DefaultGroup
+from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
 from shardyard_worker.training.trainer import Trainer
@@ -37,7 +37,7 @@ class _CutStrategy(SpreadStrategy):
     def _begin_group(self, members: SideBySide) -> None:
         inside = members.inside
         if inside.process_group is not None:
-            self._group = DefaultGroup(inside, inside.process_group)
+            self._group = DefaultGroup(CollectiveGroup(inside), inside)
         self._model.begin(inside.place, inside.size, self._group)
 
     def _end_group(self) -> None:

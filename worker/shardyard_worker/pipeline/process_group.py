@@ -93,7 +93,7 @@ class StageGroup(dist.ProcessGroup):
         super().__init__(inside.place, inside.size)  # type: ignore[call-arg]
         self._gloo = inside.process_group
         self._everyone = everyone
-        self._default = DefaultGroup(inside, self, everyone)
+        self._default = DefaultGroup(self, inside, everyone)
         self._waiter = _Waiter(self._check)
         self._checks = 0
         self._facts = torch.zeros(0)
@@ -166,7 +166,7 @@ class StageGroup(dist.ProcessGroup):
                 self._everyone.process_group.recv([torch.empty(1)], at, _TAG_OF_NOTHING)
 
     def lost(self, error: RuntimeError) -> GroupLost:
-        return self._default.lost(error)
+        return GroupLost(f"a member of the replica group is gone: {str(error).splitlines()[0][:200]}")
 
     def end(self) -> None:
         """Ends all transfers, and gives torch.distributed back."""

@@ -1,8 +1,7 @@
 """A replica group as torch.distributed's default group, for what torch runs over that: DTensor, FSDP2, pipelines.
 
-torch waits without a bound, in code that is not ours. A member that has died closes its connections, so the others fail
-at once. One that is frozen does not: then the coordinator declares it dead, and a thread here closes this worker's
-connections. So no wait outlives its group.
+torch waits without a bound, in code that is not ours. So what it waits for are works of this module, which wait as
+`Collectives` does: a wait ends when the group lacks a member, whatever gloo does meanwhile.
 
 Owns: torch.distributed's default group in this process while the replica group lasts. Must not know: what torch sends.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,20 +19,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardyard.domain.errors import InvalidRequest, ShardyardError
-from shardyard_worker.replicas.collectives import SLICE, Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.replicas.collectives import Collectives
 
 BACKEND: Final = "shardyard"
-_OF_CONNECTIONS: Final = ("/gloo/", "Application timeout caused pair closure")
-"""gloo has no class of its own for errors of connections. Their messages begin with its source file, but for one."""
-
-
-def is_of_connections(error: RuntimeError) -> bool:
-    """Whether gloo has raised it, since the group has lost a member."""
-    return any(words in str(error) for words in _OF_CONNECTIONS)
-
-
 _NUMBERS = itertools.count()
 
 
@@ -44,15 +33,95 @@ def mesh_of(group: Any) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"members_{next(_NUMBERS)}",))
 
 
+class _Work(dist.Work):
+    """Collectives under way. `then`: what follows when they have ended."""
+
+    def __init__(self, collectives: Collectives, works: Sequence[Any], then: Callable[[], object]) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._works = works
+        self._then = then
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002 - the group ends a wait
+        """Raises GroupLost."""
+        works, self._works = self._works, ()
+        for work in works:
+            self._collectives.wait(work)
+        if works:
+            self._then()
+        return True
+
+
+class CollectiveGroup(dist.ProcessGroup):
+    """What torch calls for collectives of at least two members. For the thread that trains."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives.place, collectives.size)  # type: ignore[call-arg]
+        self._collectives = collectives
+        self._name = ""
+        self._carries_out = dist.ProcessGroup(HashStore(), collectives.place, collectives.size)
+        gloo, kind = collectives.process_group, dist.ProcessGroup.BackendType.GLOO
+        self._carries_out._register_backend(torch.device("cpu"), kind, gloo)
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def _begin(self, name: str, *given: Any) -> _Work:
+        """Raises GroupLost."""
+        collectives, begin = self._collectives, getattr(self._carries_out, name)
+        return _Work(collectives, [collectives.begin(lambda: begin(*given))], lambda: None)
+
+    def reduce_and_cut(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], kind: Any) -> _Work:
+        """A reduce-scatter, which gloo has not: each member gets its part from all others, and reduces it by itself.
+        torch's own sums the whole tensors in each member, and waits for that without a bound. Raises GroupLost."""
+        size = self._collectives.size
+        reduce = next(reduce for op, reduce in _REDUCTIONS if kind == op)
+        parts = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in given]
+
+        def take() -> None:
+            for output, each in zip(outputs, parts, strict=True):
+                output.copy_(reduce(each.view(size, *output.shape), 0))
+
+        sizes = [[each.numel() // size] * size for each in given]
+        each_of = zip(parts, given, sizes, strict=True)
+        works = [self._collectives.exchange(part.view(-1), own.reshape(-1), n, n) for part, own, n in each_of]
+        return _Work(self._collectives, works, take)
+
+
+_REDUCTIONS: Final[tuple[tuple[Any, Callable[[torch.Tensor, int], torch.Tensor]], ...]] = (
+    (dist.ReduceOp.SUM, torch.sum),
+    (dist.ReduceOp.AVG, torch.mean),
+    (dist.ReduceOp.MAX, torch.amax),
+    (dist.ReduceOp.MIN, torch.amin),
+)
+
+
+def _forwarded(name: str) -> Callable[..., _Work]:
+    return lambda self, *given: self._begin(name, *given)
+
+
+for _name in (
+    *("allreduce", "broadcast", "scatter", "barrier", "all_gather_single", "all_gather_single_coalesced"),
+    *("_allgather_base", "allgather_into_tensor_coalesced"),  # of the last two, before torch 2.13
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(CollectiveGroup, _name, _forwarded(_name))
+for _name in ("reduce_scatter_single", "_reduce_scatter_base"):
+    setattr(CollectiveGroup, _name, lambda self, out, given, opts: self.reduce_and_cut([out], [given], opts.reduceOp))
+for _name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+    setattr(CollectiveGroup, _name, lambda self, outs, given, opts: self.reduce_and_cut(outs, given, opts.reduceOp))
+
+
 class DefaultGroup:
     """Of at least two members of a replica group, of which this is one. For the thread that trains."""
 
-    def __init__(self, collectives: Collectives, group: Any, *others: Collectives) -> None:
-        """`group`: what torch calls; the collectives' own process group, or one that is built on it. `others`: what is
-        waited for in the same way. Raises InvalidRequest if the script uses torch.distributed itself."""
-        self._collectives = collectives
-        self._gloo = {each: each.process_group for each in (collectives, *others)}
-        self._has_ended = threading.Event()
+    def __init__(self, group: dist.ProcessGroup, *collectives: Collectives) -> None:
+        """`group`: what torch calls, which is built on these. Raises InvalidRequest if the script uses
+        torch.distributed itself."""
+        self._gloo = {each: each.process_group for each in collectives}
         if dist.is_initialized():
             raise InvalidRequest(
                 "torch.distributed.init_process_group in a job that forms torch's default group itself",
@@ -62,40 +131,24 @@ class DefaultGroup:
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, lambda _, group: group, extended_api=True, devices=["cpu"])
         store = HashStore()  # members are connected already
-        size = collectives.size
-        dist.init_process_group(BACKEND, store=store, rank=collectives.place, world_size=size, pg_options=group)
+        dist.init_process_group(BACKEND, store=store, rank=group.rank(), world_size=group.size(), pg_options=group)
         self._world = dist.group.WORLD
-        threading.Thread(target=self._watch, name="default-group-watch", daemon=True).start()
 
     @property
     def world(self) -> Any:
         """torch's default group."""
         return self._world
 
-    def lost(self, error: RuntimeError) -> GroupLost:
-        return GroupLost(f"a member of the replica group is gone: {str(error).splitlines()[0][:200]}")
-
     def end(self) -> None:
-        """Ends all transfers, and gives torch.distributed back."""
-        self._has_ended.set()
-        self._close_connections()
-        if dist.is_initialized() and dist.group.WORLD is self._world:
-            dist.destroy_process_group()
-
-    def _watch(self) -> None:
-        while not self._has_ended.wait(SLICE.total_seconds()):
-            try:
-                self._collectives.check()
-            except (ShardyardError, GroupLost):
-                self._close_connections()
-                return
-
-    def _close_connections(self) -> None:
-        """gloo ends all transfers of a group when one is not there in time; so this waits for one that never comes."""
+        """Closes this worker's connections, so that the others need not wait for it, and gives torch.distributed
+        back."""
         for each, gloo in self._gloo.items():
+            # gloo closes all connections of a group when a transfer is not there in time: this one never comes
             nobody = (each.place + 1) % each.size
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1)], nobody, _TAG_OF_NOTHING).wait(datetime.timedelta(milliseconds=1))
+        if dist.is_initialized() and dist.group.WORLD is self._world:
+            dist.destroy_process_group()
 
 
 _TAG_OF_NOTHING: Final = 1 << 30

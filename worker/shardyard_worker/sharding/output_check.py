@@ -15,7 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardyard.domain.errors import UnsupportedModel
-from shardyard_worker.replicas.default_group import is_of_connections
 
 _ERROR_MAX: Final = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Of the largest element. Sums are in another order."""
@@ -32,8 +31,6 @@ def check_outputs(whole: torch.nn.Module, cut: torch.nn.Module, inputs: Sequence
     try:
         found = _outputs(cut, inputs)
     except RuntimeError as error:
-        if is_of_connections(error):
-            raise
         raise UnsupportedModel(
             f"a forward that fails with a part of its layers in each worker: {str(error).splitlines()[0][:200]}",
             why="it expects the whole output of a layer that is cut",

@@ -8,11 +8,10 @@ Owns: which part of the variables this worker updates. Must not know: groups, st
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from shardyard.domain.errors import InvalidRequest, UnsupportedModel, Unsupporte
 from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.pipeline.schedules import check_loss
-from shardyard_worker.replicas.default_group import DefaultGroup, is_of_connections
+from shardyard_worker.replicas.default_group import DefaultGroup
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel
 from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
 from shardyard_worker.sharding.output_check import check_outputs
@@ -179,23 +178,12 @@ class ShardedModel(SpreadModel):
         self._free()
         for module, own in zip(self._model.modules(), self.computes.modules(), strict=True):
             own.training = module.training
-        with self._of_connections():
-            loss = self.loss(self.computes(*inputs), target)
-            check_loss(loss)
-            torch.clear_autocast_cache()  # it has parameters from before the step
-            with torch.autocast(loss.device.type, enabled=False):  # a script's autocast is for the forward
-                torch.autograd.backward(loss * weight)
+        loss = self.loss(self.computes(*inputs), target)
+        check_loss(loss)
+        torch.clear_autocast_cache()  # it has parameters from before the step
+        with torch.autocast(loss.device.type, enabled=False):  # a script's autocast is for the forward
+            torch.autograd.backward(loss * weight)
         return float(loss.detach())
-
-    @contextlib.contextmanager
-    def _of_connections(self) -> Iterator[None]:
-        """Raises GroupLost in place of what gloo raises."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._group is None or not is_of_connections(error):
-                raise
-            raise self._group.lost(error) from error
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -291,7 +279,6 @@ class TensorParallelModel(ShardedModel):
 
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
         if self._group is not None and self._is_to_check:
-            with self._of_connections():
-                check_outputs(self._whole(), self.computes, inputs)
+            check_outputs(self._whole(), self.computes, inputs)
         self._is_to_check = False
         return super().compute(inputs, target, weight)

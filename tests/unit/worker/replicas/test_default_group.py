@@ -1,4 +1,4 @@
-"""Transfers between stages."""
+"""Transfers between stages, and collectives of FSDP2, with a member that is lost."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from shardyard_worker.pipeline.process_group import StageGroup
+from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.group_store import GroupLost
 from tests.support.waiting import is_gone, wait_until
 
@@ -32,35 +36,55 @@ def connect(store: Path, place: int) -> Any:
     return ProcessGroupGloo(FileStore(str(store), 2), place, 2, options)
 
 
-class Members:
+class Members(Collectives):
     """The first of two. `is_lost`: whether the coordinator says that the other one is gone."""
 
-    place, size = 0, 2
-
     def __init__(self, store: Path, is_lost: Callable[[], bool]) -> None:
+        self.place, self.size = 0, 2
         self._is_lost = is_lost
-        self.process_group = connect(store, 0)
+        self._group = connect(store, 0)
+        self._pending = []
 
     def check(self) -> None:
         if self._is_lost():
             raise GroupLost("the group lacks a member")
 
 
-def stand_still(store: Path) -> None:
+def of_stages(members: Collectives) -> None:
+    group = StageGroup(members, members)
+    try:
+        group.send([torch.empty(LARGE)], 1, TAG).wait()
+    finally:
+        group.end()
+
+
+def of_collectives(begin: Callable[[], object], members: Collectives) -> None:
+    group = DefaultGroup(CollectiveGroup(members), members)
+    try:
+        begin()
+    finally:
+        group.end()
+
+
+TRANSFERS: dict[str, Callable[[Collectives], None]] = {
+    "stage": of_stages,
+    "gather": partial(of_collectives, lambda: dist.all_gather_into_tensor(torch.empty(2 * LARGE), torch.zeros(LARGE))),
+    "cut": partial(of_collectives, lambda: dist.reduce_scatter_tensor(torch.empty(LARGE), torch.zeros(2 * LARGE))),
+}
+
+
+def stand_still(store: Path, name: str) -> None:
     """The second one, in the middle of a transfer."""
-    begun = connect(store, 1).recv([torch.empty(LARGE)], 0, TAG)
+    gloo, into = connect(store, 1), [torch.empty(LARGE)]
+    begun = gloo.recv(into, 0, TAG) if name == "stage" else gloo.allreduce([torch.zeros(1)])
     os.kill(os.getpid(), signal.SIGSTOP)
     begun.wait()
 
 
-def send(store: Path, lost: Path) -> None:
-    members: Any = Members(store, lost.exists)
-    group = StageGroup(members, members)
-    begun = group.send([torch.empty(LARGE)], 1, TAG)
+def transfer(store: Path, lost: Path, name: str) -> None:
     with contextlib.suppress(GroupLost):
-        begun.wait()
+        TRANSFERS[name](Members(store, lost.exists))
         return
-    group.end()
     os._exit(GIVEN_UP)
 
 
@@ -86,12 +110,14 @@ def fork() -> Iterator[Callable[..., int]]:
             os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_transfer_to_a_lost_stage_is_given_up(tmp_path: Path, fork: Callable[..., int], how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("stage", "frozen"), ("stage", "killed"), ("gather", "frozen"), ("cut", "frozen")]
+)
+def test_transfer_to_a_lost_member_is_given_up(tmp_path: Path, fork: Callable[..., int], name: str, how: str) -> None:
     """gloo waits on, since a part of it was sent."""
     store, lost = tmp_path / "store", tmp_path / "lost"
-    other = fork(stand_still, store)
-    sender = fork(send, store, lost)
+    other = fork(stand_still, store, name)
+    sender = fork(transfer, store, lost, name)
     os.waitpid(other, os.WUNTRACED)
     time.sleep(0.2)
     assert os.waitpid(sender, os.WNOHANG) == (0, 0), "it waits"
