@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class PlannedBatch(NamedTuple):
     due: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EpochPlan:
     """`batch_size` samples a batch, `accumulate` batches a step and logical rank, `local_steps` steps a round."""
 
@@ -46,23 +47,23 @@ class EpochPlan:
     accumulate: int = 1
     local_steps: int = 1
 
-    @property
+    @cached_property
     def samples_per_step(self) -> int:
         """Samples of a step, of all ranks together."""
         return self.ranks * self._share
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch; 0 if `drop_last` leaves none."""
         full, rest = divmod(self.samples, self.samples_per_step)
         return full if self.drop_last or not rest else full + 1
 
-    @property
+    @cached_property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch that are used."""
         return min(self.samples, self.steps_per_epoch * self.samples_per_step)
 
-    @property
+    @cached_property
     def per_epoch(self) -> int:
         """Rounds of an epoch. A round has one step, unless steps are local."""
         return -(-self.steps_per_epoch // self.local_steps)
@@ -104,13 +105,13 @@ class EpochPlan:
                 yield PlannedBatch(begin, end, due=number == count - 1)
                 begin = end
 
-    @property
+    @cached_property
     def _share(self) -> int:
         """Samples of one rank in one step."""
         return self.batch_size * self.accumulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """The steps, or rounds, of a data set from `first` on: `per_epoch` for each of `epochs`. If data shards were used
     before, `begun_epochs` epochs and the first `begun` samples of the next epoch are done already."""
@@ -122,7 +123,7 @@ class StepPlan:
     begun_epochs: int = 0
     begun: int = 0
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The step after the last one."""
         return self.first + self._left + self.per_epoch * (self.epochs - self._whole_from)
@@ -154,16 +155,16 @@ class StepPlan:
         in_rest = self._rest.samples_per_epoch if self.begun else 0
         return before + in_rest + units.samples_before(taken - self._left)
 
-    @property
+    @cached_property
     def _whole_from(self) -> int:
         """The first epoch of which nothing was done before."""
         return self.begun_epochs + (1 if self.begun else 0)
 
-    @property
+    @cached_property
     def _rest(self) -> EpochPlan:
         return replace(self.units, samples=self.units.samples - self.begun)
 
-    @property
+    @cached_property
     def _left(self) -> int:
         """Steps in the rest of the epoch that was begun."""
         return self._rest.per_epoch if self.begun else 0
