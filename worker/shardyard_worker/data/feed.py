@@ -48,7 +48,6 @@ class Work:
 
     name: PushName
     samples: int
-    batches: int = 1
     due: bool = True
     left: int = 0
     stepped: bool = False
@@ -56,6 +55,7 @@ class Work:
     lost: bool = False
     highest: int = 0
     """As in StepInput."""
+    batches: int = 1
 
 
 @dataclass(frozen=True)
