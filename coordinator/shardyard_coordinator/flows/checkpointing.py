@@ -62,7 +62,9 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
     if deployed.stage is not Stage.OPEN:
         return []
     waived = [] if job.may_acknowledge or logs is not None else _waive_first(job, now_ms)
-    if not book.is_due(now_ms, job.progress.step):
+    # without a worker, the servers have no more than replicas have given them last
+    step = job.progress.step if job.replicas is None or job.workers else job.replicas.published
+    if not book.is_due(now_ms, step):
         return waived
     if job.replicas is not None and job.workers and not job.replicas.take_published():
         return waived  # begun when the replicas have given the servers their state
@@ -76,7 +78,7 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
         # lower tokens belong to ended leases, and future tokens are higher
         floor = Token(min((lease.token for lease in job.feeds.leases), default=job.tokens.latest + 1))
     # no worker may have reported yet after a restart of the coordinator; then the newest checkpoint knows more
-    step = job.progress.step or (0 if book.committed is None else book.committed.step)
+    step = step or (0 if book.committed is None else book.committed.step)
     if job.replicas is not None:
         step = job.replicas.published
     draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone, leaving)

@@ -234,6 +234,20 @@ def test_rule_d4_checkpoint_waits_until_the_replicas_have_published() -> None:
     assert taken.draft.step == 13
 
 
+def test_rule_d4_checkpoint_is_not_taken_again_and_again_while_there_is_no_worker() -> None:
+    """Workers had taken more steps than a checkpoint is to have, and nobody has them any more."""
+    yard = Yard()
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    yard.form(yard.first, yard.second)
+    yard.beat(yard.first.incarnation, Report(step=12))
+    yard.kill(yard.first.incarnation)
+    yard.kill(yard.second.incarnation)
+    yard.latest.clear()
+    yard.pass_time(500)
+    assert effects.TakeCheckpoint not in yard.latest, "the newest checkpoint has all that there is"
+
+
 def publish(yard: Yard, group: ReplicaGroup, step: int) -> bool:
     """Returns whether members wait for a checkpoint."""
     answer = yard.handle(events.ReplicasPublished(yard.first, group.generation, step))
