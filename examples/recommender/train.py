@@ -53,6 +53,17 @@ class Scores:
         return auc(log_odds, labels)
 
 
+class ScoringLoss:
+    """Adds what the model gives to `scores`, before it is learned from."""
+
+    def __init__(self) -> None:
+        self.scores = Scores()
+
+    def __call__(self, log_odds: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.scores.add(log_odds, labels)
+        return F.binary_cross_entropy_with_logits(log_odds, labels)
+
+
 def tensors(clicks: Clicks) -> Tensors:
     return torch.from_numpy(clicks.numbers), torch.from_numpy(clicks.ids), torch.from_numpy(clicks.labels)
 
@@ -82,9 +93,9 @@ def last_day(options: argparse.Namespace) -> Iterator[Clicks]:
             yield Clicks(whole.numbers[part], whole.ids[part], whole.labels[part], whole.chances[part])
 
 
-def train(job: sy.Job, model: Model, optimizer: Any, day: Day, options: argparse.Namespace) -> Scores:
+def train(job: sy.Job, model: Model, loss_of: ScoringLoss, day: Day, options: argparse.Namespace) -> Scores:
     """One day. The scores of this worker's clicks, each from before it was learned from for the first time."""
-    before = Scores()
+    before = loss_of.scores = Scores()
     told, trained = time.monotonic(), 0
     for epoch in range(options.epochs):
         batches = job.batches(
@@ -93,15 +104,11 @@ def train(job: sy.Job, model: Model, optimizer: Any, day: Day, options: argparse
             collate_fn=day.collate,
             look_ahead=lambda batch: model.asked(batch[1]),
         )
+        if epoch:
+            loss_of.scores = Scores()  # of clicks that were learned from
         for numbers, ids, labels in batches:
-            log_odds = model(numbers, ids)
-            loss = F.binary_cross_entropy_with_logits(log_odds, labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = job.train_step(numbers, ids, labels)
             job.log(loss=loss)
-            if epoch == 0:
-                before.add(log_odds, labels)
             trained += len(labels)
             if (passed := time.monotonic() - told) >= TELL_EVERY_S:
                 print(f"step {job.step:,}: loss {loss.item():.3f}, {trained / passed:,.0f} clicks/s", flush=True)
@@ -163,9 +170,10 @@ def main() -> None:
     settings = {} if options.seed is None else {"job.seed": options.seed}
     with sy.connect(options.coordinator, config=options.config, job=options.job, settings=settings) as job:
         model = MODELS[options.model](options.dim, options.row_rate).to(job.device)
-        model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=options.rate))
+        loss_of = ScoringLoss()
+        job.prepare(model, torch.optim.Adam(model.parameters(), lr=options.rate), loss=loss_of)
         for day in days(options):
-            before = train(job, model, optimizer, day, options)
+            before = train(job, model, loss_of, day, options)
             if job.chief and len(before):
                 print(f"{day.name}: AUC {before.auc():.4f} of {len(before):,} clicks, before they were learned from")
 

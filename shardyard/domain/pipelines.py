@@ -27,6 +27,11 @@ class PipelineSchedule(enum.Enum):
         """Whether a worker may have several stages."""
         return self not in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B)
 
+    @property
+    def delays_weights(self) -> bool:
+        """Whether gradients of parameters are computed after those of inputs."""
+        return self in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+
     def stages_at(self, place: int, workers: int, each: int) -> tuple[int, ...]:
         """The stages of the worker at this place among so many, `each` for each.
 

@@ -175,6 +175,6 @@ def replica_group_from_wire(message: coordinator.ReplicaGroup) -> ReplicaGroup:
     )
     step = message.step if message.HasField("step") else None
     donor = message.donor if message.HasField("donor") else None
-    if (step is None) is not (donor is None) or (donor is not None and donor >= len(members)):
+    if donor is not None and (step is None or donor >= len(members)):
         raise InvalidRequest(f"a replica group of {len(members)} members at step {step}, with donor {donor}")
     return ReplicaGroup(message.generation, members, step, donor, message.void_until)

@@ -1,18 +1,19 @@
-"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4, D6 and D7): the coordinator's book as it is
+"""Replica groups under faults (docs/internals/ledger.md, rules D1 to D4 and D6 to D8): the coordinator's book as it is
 shipped, with workers, collectives and servers reduced to what the rules speak of; and that each rule is needed.
 
 A replica is the list of steps that it has taken, each with its group. A collective has all contributions or
 none; each member takes its result by itself, later, or fails if another member is gone by then. With tables each member
 contributes, then pushes the rows of its ranks to each partition, and takes the result when all partitions have all
-rows; and servers are lost, so that all partitions go back to a checkpoint. In
-a pipeline each member has a stage of one replica, so only members of other pipelines can give it to another.
+rows; and servers are lost, so that all partitions go back to a checkpoint. In a pipeline each member has a stage of one
+replica, so only members of other pipelines can give it to another. With tables it takes the result first, which says
+whether the step counts, and then pushes its rows.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -71,6 +72,8 @@ class Collective:
 class Yard:
     """`rules`: changed by a mutation."""
 
+    length: ClassVar[int] = EVENTS
+    """Of a run, in events."""
     done_counts: ClassVar[bool] = True
     """Whether a member that is done has published its step for certain."""
 
@@ -104,7 +107,7 @@ class Yard:
 
     def run(self) -> Yard:
         events = self.events()
-        for _ in range(EVENTS):
+        for _ in range(self.length):
             self.now += 1
             self.rng.choices(list(events), list(events.values()))[0]()
         return self
@@ -228,13 +231,14 @@ class Yard:
         """Its replica stands at the group's step now."""
         if worker.left <= group.void_until:
             worker.history = None
-        if group.step is None:
+        if group.donor is None:
             histories = {history for history, _ in self.partitions}
             if len(histories) > 1:
                 raise Violation(f"group {group.generation} begins with partitions of several steps")
             worker.history = histories.pop()
+            if group.step not in (None, len(worker.history)):
+                raise Violation(f"servers of step {len(worker.history)}, and group {group.generation} of {group.step}")
         else:
-            assert group.donor is not None
             if worker.history is None or len(worker.history) != group.step:
                 given = self._taken_from(worker, group)
                 if given is None:  # the donor has died: there is nobody to get it from
@@ -305,12 +309,18 @@ class Yard:
         if done is False:
             self._leave_group(worker)
         elif isinstance(done, Collective):
-            worker.history = (*worker.history, worker.group.generation)
-            self.steps_taken += 1
-            if random.Random(f"{worker.group.generation} {at}").random() < PUBLISH_SHARE:  # the same for all members
-                worker.meets = 1
-            elif done.leaves:
-                self._leave_group(worker)
+            self._take(worker, done)
+
+    def _take(self, worker: Worker, sums: Collective) -> None:
+        assert worker.group is not None
+        assert worker.history is not None
+        at = len(worker.history)
+        worker.history = (*worker.history, worker.group.generation)
+        self.steps_taken += 1
+        if random.Random(f"{worker.group.generation} {at}").random() < PUBLISH_SHARE:  # the same for all members
+            worker.meets = 1
+        elif sums.leaves:
+            self._leave_group(worker)
 
     def publish(self, worker: Worker) -> None:
         assert worker.group is not None
@@ -417,7 +427,7 @@ class YardOfStages(Yard):
         return next((each for each in given if each is not None and len(each) == group.step), None)
 
     def _join(self, worker: Worker, group: ReplicaGroup) -> None:
-        if group.step is not None:
+        if group.donor is not None:
             worker.history = self._known(worker, group)
         super()._join(worker, group)
         if worker.group is not None:
@@ -466,11 +476,10 @@ class YardOfShards(YardOfStages):
     def _is_to_change(self, worker: Worker) -> bool:
         return super()._is_to_change(worker) or worker.number in self.leaving
 
-    def step(self, worker: Worker) -> None:
-        group, at = worker.group, worker.taken
-        super().step(worker)
-        assert group is not None
-        if worker.taken > at and self.collectives[group.generation][at].leaves and self._publishes_to_change:
+    def _take(self, worker: Worker, sums: Collective) -> None:
+        group = worker.group
+        super()._take(worker, sums)
+        if sums.leaves and self._publishes_to_change:
             self.ending.add(worker.number)
             worker.group, worker.meets = group, 1
 
@@ -487,7 +496,7 @@ class YardOfShards(YardOfStages):
 
     def _join(self, worker: Worker, group: ReplicaGroup) -> None:
         cut = group.members.index(worker.number), len(group.members)
-        if group.step is not None and self.cuts.get(worker.number) != cut:
+        if group.donor is not None and self.cuts.get(worker.number) != cut:
             raise Violation(f"worker {worker.number} has no shard {cut} of step {group.step}")
         super()._join(worker, group)
         self.cuts[worker.number] = cut
@@ -517,8 +526,8 @@ class YardWithRows(Yard):
 
     done_counts = False  # its rows may be of another step
 
-    def __init__(self, seed: int, *, awaits_rows: bool = True, is_void: bool = True) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, *, awaits_rows: bool = True, is_void: bool = True, **more: bool) -> None:
+        super().__init__(seed, **more)
         self.rows = [Rows(0) for _ in range(PARTITIONS)]
         self.map = 0
         self.maps: dict[Incarnation, int] = {}
@@ -575,10 +584,20 @@ class YardWithRows(Yard):
     def step(self, worker: Worker) -> None:
         assert worker.group is not None
         assert worker.history is not None
-        at, pushed, is_refused = len(worker.history), self.pushed[worker.number], self._is_refused(worker)
+        at, is_refused = len(worker.history), self._is_refused(worker)
         if worker.group is None:
             return
         self._contribution(worker, ("step", at))
+        if self._has_all_rows(worker, is_refused=is_refused):
+            super().step(worker)
+            self._check_rows(worker, at, is_refused=is_refused)
+
+    def _has_all_rows(self, worker: Worker, *, is_refused: bool) -> bool:
+        """Pushes rows of a rank to a partition; or looks whether all partitions have all rows. Returns whether this is
+        known."""
+        assert worker.group is not None
+        assert worker.history is not None
+        at, pushed = len(worker.history), self.pushed[worker.number]
         ranks = worker.group.ranks_at(worker.place, MEMBERS_MAX)
         left = [(place, rank) for place in range(PARTITIONS) for rank in ranks if (place, rank) not in pushed]
         if left:
@@ -586,16 +605,20 @@ class YardWithRows(Yard):
             if is_refused or not self.rows[place].push(rank, at, worker.group.generation):
                 self._leave_group(worker)
             pushed.add((place, rank))
-            return
-        if worker.number not in self.complete and self._awaits_rows:
-            if is_refused or self._has_lost_a_member(worker.group):
-                self._leave_group(worker)
-            elif all(rows.version > at for rows in self.rows):
-                self.complete.add(worker.number)
-            return
-        super().step(worker)
+            return False
+        if worker.number in self.complete or not self._awaits_rows:
+            return True
+        if is_refused or self._has_lost_a_member(worker.group):
+            self._leave_group(worker)
+        elif all(rows.version > at for rows in self.rows):
+            self.complete.add(worker.number)
+        return False
+
+    def _check_rows(self, worker: Worker, at: int, *, is_refused: bool) -> None:
+        """Of step `at`, if the worker has taken it."""
+        assert worker.history is not None
         if len(worker.history) > at:
-            pushed.clear()
+            self.pushed[worker.number].clear()
             self.complete.discard(worker.number)
             if not is_refused and any(rows.version <= at for rows in self.rows):
                 raise Violation(f"step {at} is taken, and rows are of {[rows.version for rows in self.rows]}")
@@ -606,12 +629,58 @@ class YardWithRows(Yard):
             raise Violation(f"a checkpoint of step {len(self.checkpoint)} with {[each.version for each in self.rows]}")
 
 
+class YardOfStagesWithRows(YardWithRows, YardOfStages):
+    """A member pushes rows when it has the sum, which says whether they count. It keeps its gradients until all
+    partitions have all rows."""
+
+    length = 3 * EVENTS  # a step takes more of them
+
+    def __init__(self, seed: int, **given: bool) -> None:
+        super().__init__(seed, **given)
+        self.sums: dict[Incarnation, Collective] = {}
+        """Those that members have of the step at hand."""
+
+    def step(self, worker: Worker) -> None:
+        assert worker.history is not None
+        at, is_refused = len(worker.history), self._is_refused(worker)
+        if worker.group is None:
+            return
+        if worker.number not in self.sums:
+            YardOfStages.step(self, worker)
+        elif self._has_all_rows(worker, is_refused=is_refused):
+            super()._take(worker, self.sums.pop(worker.number))
+            self._check_rows(worker, at, is_refused=is_refused)
+
+    def _take(self, worker: Worker, sums: Collective) -> None:
+        self.sums[worker.number] = sums
+
+    def _leave_group(self, worker: Worker) -> None:
+        super()._leave_group(worker)
+        self.sums.pop(worker.number, None)
+
+    def _join(self, worker: Worker, group: ReplicaGroup) -> None:
+        super()._join(worker, group)
+        history = worker.history or ()
+        if worker.group is not None and group.step is None and any(rows.version > len(history) for rows in self.rows):
+            raise Violation(f"group {group.generation} begins with rows of a later step than the servers' state")
+
+
+class YardOfPipelinesWithRows(YardOfStagesWithRows, YardOfPipelines):
+    pass
+
+
+class YardOfShardsWithRows(YardOfStagesWithRows, YardOfShards):
+    pass
+
+
 KINDS = {
     "variables": Yard,
     "rows": YardWithRows,
     "stages": YardOfStages,
     "pipelines": YardOfPipelines,
     "shards": YardOfShards,
+    "pipelines and rows": YardOfPipelinesWithRows,
+    "shards and rows": YardOfShardsWithRows,
 }
 
 
@@ -727,6 +796,17 @@ def newcomers_come_at_any_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, boo
     return {}
 
 
+def begins_with_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """other members are not told of which step the servers' state is (rule D8)"""
+    real = ReplicaBook._begin
+
+    def begin(self: ReplicaBook, group: ReplicaGroup) -> None:
+        real(self, group if group.donor is not None else replace(group, step=None))
+
+    monkeypatch.setattr(ReplicaBook, "_begin", begin)
+    return {}
+
+
 @pytest.mark.parametrize(
     ("kind", "mutation"),
     [
@@ -745,6 +825,12 @@ def newcomers_come_at_any_step(monkeypatch: pytest.MonkeyPatch) -> dict[str, boo
         (YardOfShards, newcomers_come_at_any_step),
         (YardWithRows, takes_a_step_without_the_rows_of_others),
         (YardWithRows, goes_on_without_its_rows),
+        (YardOfPipelinesWithRows, takes_a_step_without_the_rows_of_others),
+        (YardOfPipelinesWithRows, goes_on_without_its_rows),
+        (YardOfPipelinesWithRows, stages_keep_no_gradients),
+        (YardOfShardsWithRows, takes_a_step_without_the_rows_of_others),
+        (YardOfShardsWithRows, goes_on_without_its_rows),
+        (YardOfShardsWithRows, begins_with_the_newest_version),
     ],
     ids=lambda each: each.__name__,
 )

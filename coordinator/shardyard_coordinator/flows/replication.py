@@ -35,7 +35,7 @@ def ask(job: JobState, asked: ReplicaGroupAsked, host: str, now_ms: int) -> list
         if job.has_tables:
             book.go_on()
         places = ", ".join(map(str, formed.members))
-        begins = "from the servers' state" if formed.step is None else f"at step {formed.step:,}"
+        begins = "from the servers' state" if formed.donor is None else f"at step {formed.step:,}"
         effects += job.records([book.entry])
         effects.append(LogMessage(f"{job.title}: replica group {formed.generation} of workers {places} {begins}"))
     group = book.group_of(worker)
@@ -43,9 +43,12 @@ def ask(job: JobState, asked: ReplicaGroupAsked, host: str, now_ms: int) -> list
 
 
 def _is_over(job: JobState, book: ReplicaBook) -> bool:
-    """Whether workers that are gone have taken all steps, and the servers have the state after the last one. Never in a
-    job with tables: its servers may have the rows of the last step without the variables."""
-    if job.has_tables or not job.roster.goodbyes or any(each in job.workers for each in book.group.members):
+    """Whether workers that are gone have taken all steps, and the servers have the state after the last one. With
+    tables they may have the rows of the last step without the variables, so they go back to the newest checkpoint
+    first."""
+    if not job.roster.goodbyes or any(each in job.workers for each in book.group.members):
+        return False
+    if job.has_tables and book.has_lost_all(job.workers):
         return False
     return job.feeds.finished or job.stopping.is_over(book.published)
 

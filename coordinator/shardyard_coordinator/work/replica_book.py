@@ -171,6 +171,8 @@ class ReplicaBook:
         steps = {each: self._asking[each] if has_replica and each in former else None for each in chosen}
         newest = max((step for step in steps.values() if step is not None), default=None)  # D2
         donor = None if newest is None else next(at for at, each in enumerate(chosen) if steps[each] == newest)
+        if donor is None and self._have_servers_newest():
+            newest = self.published
         self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor, self.group.void_until))
         return self.group
 

@@ -140,6 +140,15 @@ def test_clicks_are_foretold_in_a_yard_of_real_processes() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_clicks_are_foretold_by_layers_in_parts_and_rows_on_the_servers(strategy: str) -> None:
+    given = ["--set", f"job.strategy={strategy}"] + (["--set", "job.tensor.size=2"] if strategy == "tensor" else [])
+    config = str(ROOT / "configs" / "sharded-tables.yaml")
+    found, best = day_after(run(*ROLE, "run", "-c", config, *given, RECOMMENDER, *SMALL))
+    assert 0.66 < found < best
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_clicks_are_foretold_by_layers_in_step_and_rows_that_are_not(model: str) -> None:
     """Hybrid mode, as configs/hybrid.yaml and the command of the documentation have it."""

@@ -24,9 +24,9 @@ SAMPLES, BATCH, EPOCHS, IDS, DIM = 60, 3, 5, 40, 4
 class Clicks(torch.nn.Module):
     """A table, and a small network in float64 above it."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: sy.tables.RowOptimizer) -> None:
         super().__init__()
-        self.rows = sy.Embedding(DIM, table=sy.tables.Table(DIM, name="ids", optimizer=sy.tables.Adam(0.02), seed=5))
+        self.rows = sy.Embedding(DIM, table=sy.tables.Table(DIM, name="ids", optimizer=optimizer, seed=5))
         self.dense = torch.nn.Sequential(torch.nn.Linear(2 * DIM, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -46,16 +46,17 @@ class Script:
     """`before_step`: called with the model and the ids of each batch."""
 
     looks_ahead = False
+    row_optimizer: sy.tables.RowOptimizer = sy.tables.Adam(0.02)
 
     def __init__(self, before_step: Callable[[Clicks, torch.Tensor], None] = lambda *_: None) -> None:
         self._before_step = before_step
         torch.manual_seed(3)
-        self._dense = Clicks().dense
+        self._dense = Clicks(self.row_optimizer).dense
         ids = torch.randint(0, IDS, (SAMPLES, 2))
         self._data = TensorDataset(ids, (ids.sum(1, keepdim=True) % 7).double())
 
     def train(self, job: sy.Job) -> Run:
-        model, run = Clicks(), Run()
+        model, run = Clicks(self.row_optimizer), Run()
         model.dense.load_state_dict(copy.deepcopy(self._dense.state_dict()))
         model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
         with job:
@@ -67,6 +68,28 @@ class Script:
                 self._before_step(model, ids)
                 optimizer.step()
                 optimizer.zero_grad()
+            run.came_ahead = model.rows.table.source.came_ahead  # type: ignore[attr-defined]
+            run.rows = model.rows(torch.arange(IDS)).detach()
+        return run
+
+
+class ScriptOfTrainSteps(Script):
+    """Takes its steps by job.train_step. What SGD does to rows depends on the size of their gradients."""
+
+    looks_ahead = True
+    row_optimizer = sy.tables.SGD(0.05)
+
+    def train(self, job: sy.Job) -> Run:
+        model, run = Clicks(self.row_optimizer), Run()
+        model.dense.load_state_dict(copy.deepcopy(self._dense.state_dict()))
+        job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02), loss=torch.nn.functional.mse_loss)
+        with job:
+            batches = job.batches(
+                self._data, batch_size=8, epochs=EPOCHS, look_ahead=lambda batch: {model.rows: batch[0]}
+            )
+            for ids, y in batches:
+                step = job.step
+                run.losses[step] = run.losses.get(step, 0.0) + job.train_step(ids, y).item()
             run.came_ahead = model.rows.table.source.came_ahead  # type: ignore[attr-defined]
             run.rows = model.rows(torch.arange(IDS)).detach()
         return run
@@ -99,6 +122,16 @@ def test_losses_and_rows_are_those_of_parameter_servers(alone: None, workers: in
     assert found[-1] < found[0]
     for each in (*rows, *wanted_rows):
         torch.testing.assert_close(each, wanted_rows[0], rtol=1e-5, atol=1e-7)
+
+
+def test_worker_with_all_shards_pushes_the_rows_of_each_rank(alone: None) -> None:
+    """The last step of an epoch has ranks of different sizes."""
+    script, more = ScriptOfTrainSteps(), {"job.consistency.logical_ranks": 2, "job.workers_expected": 1}
+    wanted, wanted_rows = runs_of({**SERVERS, **more}, 1, script)
+    found, rows = runs_of({**MIRRORED, **more, "job.strategy": "sharded"}, 1, script)
+    assert len(found) == len(wanted) == 4 * EPOCHS
+    assert found == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(rows[0], wanted_rows[0], rtol=1e-5, atol=1e-7)
 
 
 def test_step_waits_for_rows_that_come_late(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +187,17 @@ def test_rank_whose_gradient_is_not_finite_counts_in_neither_part(alone: None, p
     torch.testing.assert_close(rows[0], wanted_rows[0], rtol=1e-5, atol=1e-7)
 
 
-def test_tables_with_a_clipped_norm_are_refused_at_once(alone: None) -> None:
-    with local_yard({**MIRRORED, **ranks(1), "job.clip.norm": 1.0}) as (_, connect), connect() as job:
-        model = Clicks()
+@pytest.mark.parametrize("strategy", ["multi_worker_mirrored", "sharded"])
+def test_tables_with_a_clipped_norm_are_refused_at_once(alone: None, strategy: str) -> None:
+    given = {**MIRRORED, **ranks(1), "job.strategy": strategy, "job.clip.norm": 1.0}
+    with local_yard(given) as (_, connect), connect() as job:
+        model = Clicks(Script.row_optimizer)
         with pytest.raises(errors.ConfigurationError, match=r"embedding table 'ids' in a job with job\.clip\.norm"):
             job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_model_of_a_table_alone_has_no_shards(alone: None) -> None:
+    with local_yard({**MIRRORED, **ranks(1), "job.strategy": "sharded"}) as (_, connect), connect() as job:
+        model = sy.Embedding(2)
+        with pytest.raises(errors.UnsupportedModel, match="a model of tables alone in a job"):
+            job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loss=torch.nn.functional.mse_loss)

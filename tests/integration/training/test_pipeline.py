@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardyard as sy
 from shardyard.domain import errors
 from shardyard_launcher.cli import main
 from shardyard_launcher.yard.local_cluster import LocalCluster
@@ -20,6 +21,8 @@ OPTIONS = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS))
 STEPS = SAMPLES * EPOCHS // 8
 COUNTED = ("--samples", "48", "--epochs", "4", "--pause-ms", "20")
 WANTED = [[4.0] * 48] * 2
+WITH_ROWS = {"job__pipeline__cut": "counts.second"}
+"""So that each stage has counts in variables, and the second has the table."""
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +80,39 @@ def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probe
     assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 3
 
 
-@pytest.mark.long("0-killed", "1-frozen")
+@pytest.mark.long("variables-0-killed", "variables-1-frozen", "rows of tables-0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])
 def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
-    yard: LocalCluster, probes: Probes, tmp_path: Path, how: signal.Signals, place: int
+    yard: LocalCluster, probes: Probes, tmp_path: Path, how: signal.Signals, place: int, with_rows: bool
 ) -> None:
     """A worker in reserve takes its place, and both stages go back to the newest checkpoint. One that freezes does that
-    between the two batches of a step."""
-    common = settings(yard, f"lost-{how.name}-{place}", job__checkpoint__url=tmp_path, job__checkpoint__every_steps=5)
-    accumulate = "2" if how is signal.SIGSTOP else "1"
-    given = ("stage-counts", *COUNTED, "--accumulate", accumulate)
+    between the two batches of a step. The second stage looks up rows."""
+    common = settings(yard, f"lost-{how.name}-{place}-{with_rows}".lower(), **WITH_ROWS if with_rows else {})
+    common |= {"job__checkpoint__url": tmp_path, "job__checkpoint__every_steps": 5}
+    accumulate, more = "2" if how is signal.SIGSTOP else "1", ("--with-rows",) if with_rows else ()
+    given = ("stage-counts", *COUNTED, "--accumulate", accumulate, *more)
     started = [probes.start(*given, **common) for _ in range(3)]
     wait_for_any([script for script, _ in started], "computed 13")
     in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
     victim, _ = started.pop(in_place.index(True))
     victim.process.send_signal(how)
     for script, out in started:
-        assert finish(script, out)["counts"] == WANTED
+        assert finish(script, out)["counts"] == [*WANTED, WANTED[0]][: 2 + with_rows]
+
+
+def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(
+    yard: LocalCluster, probes: Probes
+) -> None:
+    given = ("stage-counts", "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3")
+    started = [probes.start(*given, **settings(yard, "nan-rows", **WITH_ROWS)) for _ in range(2)]
+    for script, out in started:
+        first, second, rows = finish(script, out)["counts"]
+        assert first == second == rows
+        assert 2 * 48 - sum(rows) == 2 * 4, "of one step in each epoch"
+    lines = [line for script, _ in started for line in script.lines]
+    assert sum("the gradient of 'counts' is not finite; it does not count" in line for line in lines) == 2, lines
 
 
 @pytest.mark.long("to servers")
@@ -136,6 +154,35 @@ def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes) -> No
             "no_sync": "job.no_sync in a job whose job.strategy is pipeline",
         }
         assert result["loss"] > 0, "and training goes on"
+
+
+class RowsInBothStages(torch.nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.first = sy.Embedding(2, table=names[0]) if names[0] else torch.nn.Linear(1, 2)
+        self.inner = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+        self.second = sy.Embedding(2, table=names[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(ids)) + self.second(ids)
+
+
+@pytest.mark.parametrize(
+    ("names", "schedule", "message"),
+    [
+        (("one", "two"), "1F1B", "embedding tables in the stages of 2 workers"),
+        (("", "two"), "InterleavedZeroBubble", "embedding tables in stage 3, and the schedule InterleavedZeroBubble"),
+    ],
+    ids=["two stages", "zero bubble"],
+)
+def test_tables_that_a_pipeline_cannot_have_are_refused(
+    alone: None, names: tuple[str, ...], schedule: str, message: str
+) -> None:
+    given = {"job.strategy": "pipeline", "job.pipeline.schedule": schedule, "job.checkpoint.url": "never"}
+    with local_yard(given) as (_, connect), connect() as job:
+        model = RowsInBothStages(*names)
+        with pytest.raises(errors.UnsupportedModel, match=message):
+            job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss)
 
 
 def test_prepare_needs_a_loss_and_a_model_that_can_be_cut(alone: None) -> None:

@@ -15,7 +15,13 @@ from tests.support.yards import Probes, Script, finish, running_yard, wait_for_a
 
 STEPS, BATCH, EPOCHS = 50, 8, 5
 COUNTED = ("--samples", "48", "--epochs", "4", "--pause-ms", "20")
-WANTED = [[4.0] * 48] * 2
+Counts = list[list[float]]
+WITH_ROWS = pytest.mark.parametrize(
+    ("more", "counts"),
+    [((), [[4.0] * 48] * 2), (("--with-rows",), [[4.0] * 48] * 3)],
+    ids=["variables", "rows of tables"],
+)
+"""Scripts that count each sample, and what they return."""
 Started = list[tuple[Script, Path]]
 
 
@@ -134,36 +140,45 @@ def test_members_with_fewer_ranks_accumulate_as_often(yard: LocalCluster, probes
         assert finish(script, out)["counts"] == [[2.0] * 64] * 2
 
 
-@pytest.mark.long("sharded-killed", "tensor-frozen")
+@pytest.mark.long("variables-sharded-killed", "rows of tables-sharded-killed", "rows of tables-tensor-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+@WITH_ROWS
 def test_promise_2_each_sample_counts_once_when_a_member_is_lost(
-    yard: LocalCluster, probes: Probes, tmp_path: Path, how: signal.Signals, strategy: str
+    yard: LocalCluster,
+    probes: Probes,
+    tmp_path: Path,
+    how: signal.Signals,
+    strategy: str,
+    more: tuple[str, ...],
+    counts: Counts,
 ) -> None:
     """The others go back to the newest checkpoint: of tensor with a worker in reserve, of sharded without it. One that
-    freezes does that between the two batches of a step."""
-    common = settings(yard, f"lost-{how.name}-{strategy}", strategy, 2) | {
+    freezes does that between the two batches of a step. With tables there is a checkpoint of each step, so that of
+    sharded the others may go on with what the servers have."""
+    common = settings(yard, f"lost-{how.name}-{strategy}-{len(more)}", strategy, 2) | {
         "job__checkpoint__url": tmp_path,
-        "job__checkpoint__every_steps": 5,
+        "job__checkpoint__every_steps": 1 if more else 5,
     }
     mode = "stage-counts" if strategy == "sharded" else "tensor-counts"
     accumulate = "2" if how is signal.SIGSTOP else "1"
-    given = (mode, *COUNTED, "--ranks", str(ranks_of(strategy, 2)), "--accumulate", accumulate)
+    given = (mode, *COUNTED, *more, "--ranks", str(ranks_of(strategy, 2)), "--accumulate", accumulate)
     started = start(probes, 2 if strategy == "sharded" else 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 7")
     in_place = [any("has place 1 of 2" in line for line in script.lines) for script, _ in started]
     victim, _ = started.pop(in_place.index(True))
     victim.process.send_signal(how)
     for script, out in started:
-        assert finish(script, out)["counts"] == WANTED
+        assert finish(script, out)["counts"] == counts
 
 
+@WITH_ROWS
 def test_a_worker_comes_and_another_leaves_without_a_step_back(
-    yard: LocalCluster, probes: Probes, tmp_path: Path
+    yard: LocalCluster, probes: Probes, tmp_path: Path, more: tuple[str, ...], counts: Counts
 ) -> None:
     """The members publish, and the next group cuts the variables anew."""
-    common = settings(yard, "comes", "sharded", 2) | {"job__consistency__logical_ranks": 4}
-    given = ("stage-counts", "--samples", "96", "--epochs", "8", "--pause-ms", "20", "--ranks", "4")
+    common = settings(yard, f"comes-{len(more)}", "sharded", 2) | {"job__consistency__logical_ranks": 4}
+    given = ("stage-counts", *more, "--samples", "96", "--epochs", "8", "--pause-ms", "20", "--ranks", "4")
     started = start(probes, 2, *given, **common, job__checkpoint__url=tmp_path)
     wait_for_any([script for script, _ in started], "computed 7")
     newcomer = probes.start(*given, **common, job__checkpoint__url=tmp_path)
@@ -172,7 +187,7 @@ def test_a_worker_comes_and_another_leaves_without_a_step_back(
     leaver = started.pop(0)
     leaver[0].process.send_signal(signal.SIGTERM)
     for script, out in (*started, newcomer):
-        assert finish(script, out)["counts"] == [[8.0] * 96] * 2
+        assert finish(script, out)["counts"] == [[8.0] * 96] * len(counts)
         assert not any("goes back to checkpoint" in line for line in script.lines)
     assert any("has place 1 of 2" in line for line in newcomer[0].lines)
 
@@ -246,3 +261,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probe
         assert sum("is not finite; it does not count" in line for line in lines) == 1, lines
     assert found[1] == [pytest.approx(each, rel=1e-5, nan_ok=True) for each in found[0]]
     assert "nan" in str(found[0])
+
+
+@pytest.mark.long("sharded")
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(
+    yard: LocalCluster, probes: Probes, strategy: str
+) -> None:
+    """Of any rank: one member says which work it was."""
+    ranks, mode = ranks_of(strategy, 2), "stage-counts" if strategy == "sharded" else "tensor-counts"
+    given = (mode, "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3", "--ranks", str(ranks))
+    started = start(probes, 2, *given, **settings(yard, f"nan-rows-{strategy}", strategy, 2))
+    for script, out in started:
+        first, second, rows = finish(script, out)["counts"]
+        assert first == second == rows
+        assert 2 * 48 - sum(rows) == 2 * 4 * ranks, "of one step in each epoch"
+    lines = [line for script, _ in started for line in script.lines]
+    assert sum("the gradient of 'counts' is not finite; it does not count" in line for line in lines) == 2, lines

@@ -12,7 +12,7 @@
 `stages`: a deeper network in float64, by job.train_step; the loss of each step is written.
 `stage-mistakes`: what a script must not do with it; the errors are written.
 `stage-counts`: a coordinate for each sample in each of two stages; counts as in `count`. With `--ranks` and
-`--accumulate`. `tensor-counts`: the same beside layers that can be cut.
+`--accumulate`, and with `--with-rows` in a table, too. `tensor-counts`: the same beside layers that can be cut.
 `cut-mistakes`: what a script must not do with shards, or with layers that are cut; the errors are written.
 """
 
@@ -250,8 +250,42 @@ class CountsBesideLayers(TwoCounts):
         return found + 0.0 * self.layers(found.unsqueeze(1)).squeeze(1)
 
 
+class CountsOfRows(torch.nn.Module):
+    """`counts`, and a row of a table for each sample. The gradients of the rows of `nan_samples` are not finite."""
+
+    def __init__(self, counts: TwoCounts, nan_samples: list[int]) -> None:
+        super().__init__()
+        self.counts = counts
+        table = sy.tables.Table(1, name="counts", optimizer=sign_of_rows(), initial=sy.tables.zeros())
+        self.rows, self.spoiled = sy.Embedding(1, table=table), Spoiled(nan_samples)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        counted = self.counts(index)
+        return counted + self.spoiled(self.rows(index * 1_000_003).squeeze(1), index).double()
+
+
+class Spoiled(torch.nn.Module):
+    """What comes in, whose gradients are NaN for some samples."""
+
+    def __init__(self, samples: list[int]) -> None:
+        super().__init__()
+        self._samples = torch.tensor(samples, dtype=torch.int64)
+
+    def forward(self, given: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if given.requires_grad and self._samples.numel():
+            spoiled = torch.isin(index, self._samples)
+            given.register_hook(lambda gradient: gradient.masked_fill(spoiled, float("nan")))
+        return given
+
+
+def sign_of_rows() -> sy.tables.Adam:
+    """Its step is 1, whatever the gradient's size."""
+    return sy.tables.Adam(lr=1.0, betas=(0.0, 0.0), eps=1e-30)
+
+
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    model = (CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts)(options.samples)
+    counted = (CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts)(options.samples)
+    model = CountsOfRows(counted, options.nan_samples) if options.with_rows else counted
     # a step has four samples of each rank, or several times as many
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks * options.accumulate)
     job.prepare(model, optimizer, loss=lambda output, target: (target - output).mean())
@@ -264,14 +298,14 @@ def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, ob
         computed += 1
         announce(computed)
         hold(options, computed)
-    counts = [model.first.counts.tolist(), model.second.counts.tolist()]
+    counts = [counted.first.counts.tolist(), counted.second.counts.tolist()]
+    if options.with_rows:
+        counts.append(model.rows(index * 1_000_003).flatten().tolist())
     return {"counts": counts, "computed": computed}
 
 
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    # whose step is 1, whatever the gradient's size
-    sign = sy.tables.Adam(lr=1.0, betas=(0.0, 0.0), eps=1e-30)
-    optimizer = sy.tables.SGD(lr=1.0) if job.mode.value == "async" else sign
+    optimizer = sy.tables.SGD(lr=1.0) if job.mode.value == "async" else sign_of_rows()
     expiry = sy.tables.Expiry(age_seconds=options.age_seconds)
     table = sy.tables.Table(1, name="counts", optimizer=optimizer, initial=sy.tables.zeros(), expiry=expiry)
     model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
@@ -389,6 +423,7 @@ def main() -> None:
     parser.add_argument("--mistakes", default="", help="those of cut-mistakes that are made")
     parser.add_argument("--batch-norm", action="store_true", help="in the network of `stages`")
     parser.add_argument("--nan-samples", type=int, nargs="*", default=[], help="samples of `stages` that are NaN")
+    parser.add_argument("--with-rows", action="store_true", help="counts in rows of a table, too")
     parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--sampler", type=int, help="counts with job.sampler and a loader with so many processes")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -37,7 +36,7 @@ from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost, while_newest
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import Trainer, explain
+from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
@@ -151,36 +150,10 @@ class MirroredStrategy(GroupStrategy):
                 self._send()
         answer = ExchangeResult()
         if self._has_rows:
-            with while_newest():
-                answer = self._push_rows(collectives, name, sending, upcoming, pull)
+            answer = self._push_rows([(name, sending)], upcoming, pull)
         if pull is not None:
             self._take_step(collectives, gradients, weight, name, sending)
         return answer
-
-    def _push_rows(
-        self,
-        collectives: Collectives,
-        name: PushName,
-        sending: StepInput | None,
-        upcoming: Upcoming | None,
-        pull: PullSpec | None,
-    ) -> ExchangeResult:
-        """Pushes the rank's rows. With those of this member's last rank, waits until the servers have the rows of all
-        ranks, and looks up those of the next step. So a step that any member takes has all its rows (rule D6)."""
-        pushes, router = self._trainer.pushes, self._trainer.router
-        ahead = None if pull is None else pushes.prefetch_rows(pull.number, upcoming)
-        rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
-        request = pushes.build(name, rows)
-        request.ahead = ahead
-        if pull is None:
-            return router.push(request)
-        pull = replace(pull, values=False)
-        answer = last = router.push(request, pull)
-        with self._session.wait_registry.over(lambda: f"rows of the other replicas: {explain(last)}"):
-            while last.missing:
-                collectives.check_begun()
-                last = router.pull_rows(pull, ahead)
-        return replace(answer, missing=(), ahead=last.ahead)
 
     def _take_step(
         self,

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from shardyard_worker.consistency.spread import SpreadStrategy, count_of_facts
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.pipeline.process_group import StageGroup
 from shardyard_worker.pipeline.schedules import StageRunner
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.side_by_side import SideBySide
+from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 
 
@@ -50,6 +52,15 @@ class PipelineStrategy(SpreadStrategy):
     def _share(self) -> tuple[int, int]:
         assert self._members is not None
         return self._members.beside.place, self._members.beside.size
+
+    @property
+    def _pushes_rows(self) -> bool:
+        assert self._members is not None
+        return self._members.inside.place == self._pipeline.place_of_tables
+
+    def _push_kept_rows(self, facts: Sequence[float], upcoming: Upcoming | None, pull: PullSpec) -> ExchangeResult:
+        """The other workers look up nothing."""
+        return super()._push_kept_rows(facts, upcoming if self._pushes_rows else None, pull)
 
     def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
         if self._runner is None or self._group is None or self._members is None:

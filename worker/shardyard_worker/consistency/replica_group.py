@@ -12,9 +12,11 @@ import contextlib
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Rank, Token
+from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -22,13 +24,20 @@ from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPositio
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost, while_newest
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
-from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.training.table_binding import Upcoming
+from shardyard_worker.training.trainer import Trainer, explain
+from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
+
+RankWork = tuple[PushName, StepInput | None]
+"""What a rank pushes of a step. None: it does not count."""
 
 
 class GroupRanks(LogicalRanks):
@@ -143,13 +152,14 @@ class GroupStrategy(SyncStrategy):
         self._left = group.generation
         self._is_to_leave = False
         self._connect(group, place)
-        if group.step is None:
-            step = self._load_from_servers()
+        if group.donor is None:
+            step = self._load_from_servers(group.step)
         else:
+            assert group.step is not None
             step = group.step
             self._copy_from(group)
         self._replica_step = step
-        self._publisher.step = step if group.step is None else None
+        self._publisher.step = step if group.donor is None else None
         self.replica.keep_buffers()
         self.ranks.hold(self._ranks_at(group, place), step, group.generation)
         if self._has_rows:
@@ -196,15 +206,17 @@ class GroupStrategy(SyncStrategy):
     def _ranks_at(self, group: ReplicaGroup, place: int) -> tuple[Rank, ...]:
         return group.ranks_at(place, self._session.logical_ranks, self._settings.workers_per_rank)
 
-    def _load_from_servers(self) -> int:
-        """Loads what the servers have. Returns its step."""
-        trainer, at_least = self._trainer, 0
+    def _load_from_servers(self, published: int | None) -> int:
+        """Loads what the servers have. `published`: its step, which they keep if rows are of the next one; None: that
+        of their newest version. Returns its step."""
+        trainer, at_least = self._trainer, published or 0
         while True:
             try:
                 step = trainer.pull_step(at_least)
                 assert step is not None
                 trainer.values.complete()
-                states = trainer.router.optimizer.read(self.replica.places, step)
+                version = None if self._has_rows else step  # rows alone do not change the state
+                states = trainer.router.optimizer.read(self.replica.places, version)
                 self.replica.set_state({at: states[place] for at, place in enumerate(self.replica.places)})
                 return step
             except MapChanged:
@@ -213,6 +225,43 @@ class GroupStrategy(SyncStrategy):
                 if "newest" not in error.facts:
                     raise
                 at_least = int(error.facts["newest"])
+
+    # ---- rows of tables
+
+    def _push_rows(self, work: Sequence[RankWork], upcoming: Upcoming | None, pull: PullSpec | None) -> ExchangeResult:
+        """Pushes the rows of ranks. `pull`: with those of this member's last rank; then waits until servers have the
+        rows of all ranks, and looks up those of the next step. So a step that any member takes has all its rows (rule
+        D6). Raises GroupLost."""
+        with while_newest():
+            router, answer = self._trainer.router, ExchangeResult()
+            ahead = None if pull is None else self._trainer.pushes.prefetch_rows(pull.number, upcoming)
+            rows = None if pull is None else replace(pull, values=False)
+            for name, sending in work[:-1]:
+                router.push(self._rows_of(name, sending))
+            if work:
+                request = self._rows_of(*work[-1])
+                request.ahead = ahead
+                answer = router.push(request, rows)
+            elif rows is not None:
+                answer = router.pull_rows(rows, ahead)
+            return answer if rows is None else self._await_rows(answer, rows, ahead)
+
+    def _rows_of(self, name: PushName, sending: StepInput | None) -> PushRequest:
+        """A push of a rank's rows alone. None: it counts without any."""
+        rows = None if sending is None else replace(sending, tensors=[None] * len(sending.tensors))
+        return self._trainer.pushes.build(name, rows)
+
+    def _await_rows(self, answer: ExchangeResult, rows: PullSpec, ahead: RowPrefetch | None) -> ExchangeResult:
+        """Waits until the servers have the rows of all ranks."""
+        last = answer
+        with self._session.wait_registry.over(lambda: f"rows of the other replicas: {explain(last)}"):
+            while last.missing:
+                assert self._collectives is not None
+                self._collectives.check_begun()
+                last = self._trainer.router.pull_rows(rows, ahead)
+        return replace(answer, missing=(), ahead=last.ahead)
+
+    # ---- the end of a group
 
     def _leave_group(self) -> None:
         collectives, self._collectives = self._collectives, None

@@ -7,6 +7,9 @@ members sum a few facts. A member that has the sum knows that all gradients are 
 optimizer. One that has lost the group before keeps its gradients until the next group, in case another member has taken
 the step.
 
+Rows of tables stay on the servers. The facts say whether the step counts, so rows are pushed after them, each rank's
+under its name, and the step is taken when the servers have those of all ranks (rule D6).
+
 Owns: this worker's gradients between `run` and the step. Must not know: how gradients are computed.
 """
 
@@ -27,7 +30,7 @@ from shardyard.domain.errors import Internal, InvalidRequest
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.replica_group import GroupStrategy
+from shardyard_worker.consistency.replica_group import GroupStrategy, RankWork
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buffer_means import BufferMeans
@@ -87,6 +90,8 @@ class SpreadStrategy(GroupStrategy):
         self._has_odd_loss = False
         """Whether that of a batch of this step is not finite."""
         self._gradients: Gradients | None = None
+        self._rows: list[RankWork] = []
+        """Of the step at hand, what this member pushes when it knows whether it counts."""
         self._facts: list[float] = []
         """Of the last step that this worker has taken, or was told of."""
         self.loss = float("nan")
@@ -157,10 +162,10 @@ class SpreadStrategy(GroupStrategy):
             log.info("takes step %d with the gradients that it has kept", group.step - 1)
         self._facts = facts.tolist()
 
-    def _load_from_servers(self) -> int:
+    def _load_from_servers(self, published: int | None) -> int:
         self._gradients = None
         self._model.about_to_load()
-        step = super()._load_from_servers()
+        step = super()._load_from_servers(published)
         self._model.loaded()
         return step
 
@@ -175,8 +180,14 @@ class SpreadStrategy(GroupStrategy):
             collectives.leave()
 
     def _forget_step(self) -> None:
+        self._rows = []
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
         self._model.drop_gradients()
+        if self._trainer.link.tables is not None:
+            self._trainer.link.tables.clear()
         self._buffer_means.clear()
 
     def has_moved(self) -> bool:
@@ -276,7 +287,7 @@ class SpreadStrategy(GroupStrategy):
         self,
         name: PushName,
         sending: StepInput | None,
-        upcoming: Upcoming | None,  # noqa: ARG002 - without tables there is nothing to look up
+        upcoming: Upcoming | None,
         pull: PullSpec | None,
     ) -> ExchangeResult:
         """Takes the step with this worker's last rank, if the gradients of all members are there. Raises GroupLost."""
@@ -286,6 +297,7 @@ class SpreadStrategy(GroupStrategy):
         assert step is not None
         with session.wait_registry.over(lambda: f"step {step} of the other members"):
             self._add_buffers(sending)
+            self._keep_rows(name, sending)
             if pull is None:
                 self.loss = self._loss_of_batch(members.inside)
                 return ExchangeResult()
@@ -294,17 +306,52 @@ class SpreadStrategy(GroupStrategy):
             said[LEAVE] = float(self._is_to_change(members.all))
             said[PUBLISH] = float(session.is_to_publish)
             facts = self._sum(members.all, said)
+            if not self._counts(facts):
+                log.warning("step %d changes nothing: the gradient is not finite", step)
+                self._report(facts, members.all, (name, sending), gradients)
+            answer = self._push_kept_rows(facts, upcoming, pull)
         self._apply(gradients, facts[:FACTS])
-        if facts[ODD] and self._settings.nonfinite is not NonFinite.ALLOW:
-            log.warning("step %d changes nothing: the gradient is not finite", step)
-            odd = facts[FACTS : FACTS + members.all.size]
-            if members.all.place == odd.index(max(odd)) and sending is not None:
-                self._trainer.pushes.may_count(name, self._reported(sending, gradients), step)
         self.loss = self._loss_in(facts, members)
         if facts[PUBLISH] or (facts[LEAVE] and self.publishes_to_change):
             self._publisher.publish(step + 1, members.all, self._share)
         self._is_to_leave = bool(facts[LEAVE])
-        return ExchangeResult()
+        return answer
+
+    def _counts(self, facts: Sequence[float]) -> bool:
+        """Whether a step with these facts changes variables and rows."""
+        return not facts[ODD] or self._settings.nonfinite is NonFinite.ALLOW
+
+    def _report(self, facts: Sequence[float], collectives: Collectives, last: RankWork, gradients: Gradients) -> None:
+        """One member reports which work is not finite, before rows are pushed empty (rule A4)."""
+        odd = facts[FACTS : FACTS + collectives.size]
+        name, sending = next((each for each in self._rows if has_odd_rows(each)), last)
+        if collectives.place == odd.index(max(odd)) and sending is not None:
+            assert self.versions.current is not None
+            self._trainer.pushes.may_count(name, self._reported(sending, gradients), self.versions.current)
+
+    # ---- rows of tables
+
+    @property
+    def _pushes_rows(self) -> bool:
+        """Whether the rows of this worker's ranks are pushed by it, and by no other member of its replica."""
+        assert self._members is not None
+        return self.computes_alone or self._members.inside.place == 0
+
+    def _keep_rows(self, name: PushName, sending: StepInput | None) -> None:
+        """Keeps those of a rank until it is known whether the step counts."""
+        if self._has_rows and self._pushes_rows:
+            if sending is not None and sending.rows is not None:  # they were computed times the weight
+                sending.rows.unscaled(torch.tensor(sending.weight, dtype=torch.float64))
+            self._rows.append((name, sending))
+
+    def _push_kept_rows(self, facts: Sequence[float], upcoming: Upcoming | None, pull: PullSpec) -> ExchangeResult:
+        """Returns when the servers have the rows of all ranks. Raises GroupLost."""
+        if not self._has_rows:
+            return ExchangeResult()
+        kept, self._rows = self._rows, []
+        if not self._counts(facts):
+            kept = [(name, None) for name, _ in kept]
+        return ExchangeResult(ahead=self._push_rows(kept, upcoming, pull).ahead)
 
     def _add_buffers(self, sending: StepInput | None) -> None:
         """Those that a rank's forward has made."""
@@ -329,9 +376,11 @@ class SpreadStrategy(GroupStrategy):
         norm = square_norm(self._apart(tensors, members))
         if members.beside.place == 0:
             said[SQUARE_NORM] = norm
-        if not math.isfinite(norm):  # most often because of the loss of a batch, whose member reports it
-            said[ODD] = said[FACTS + place] = 1.0 + self._has_odd_loss
-        self._forget_step()
+        are_rows_odd = any(map(has_odd_rows, self._rows))
+        if are_rows_odd or not math.isfinite(norm):
+            # most often because of the rows or the loss of a batch, whose member reports it
+            said[ODD] = said[FACTS + place] = 1.0 + (are_rows_odd or self._has_odd_loss)
+        self._forget_gradients()
         return Gradients(step, tensors, buffers)
 
     def _before_sums(self, collectives: Collectives) -> None:
@@ -362,7 +411,7 @@ class SpreadStrategy(GroupStrategy):
         """Takes the step. `facts`: of all members, added up."""
         if facts[WEIGHT]:
             self.replica.keep_buffers(gradients.buffers)
-            if not facts[ODD] or self._settings.nonfinite is NonFinite.ALLOW:
+            if self._counts(facts):
                 self._scale(gradients.tensors, facts)
                 self.replica.step(gradients.tensors)
         self._facts = facts
@@ -386,6 +435,12 @@ class SpreadStrategy(GroupStrategy):
         for place, each in zip(self.replica.places, gradients.tensors, strict=False):
             tensors[place] = each
         return replace(sending, tensors=tensors)
+
+
+def has_odd_rows(work: RankWork) -> bool:
+    """Whether gradients of its rows are not finite."""
+    rows = None if work[1] is None else work[1].rows
+    return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)
 
 
 def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardyard.domain.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge
 from shardyard.domain.limits import LOOK_UP_IDS_MAX
@@ -104,9 +105,19 @@ class _LookupModule(torch.nn.Module):
         """The output of `forward`: `rows[places]` are the rows of the looked-up ids."""
         raise NotImplementedError
 
+    def output_shape(self, features: Features) -> tuple[int, ...]:
+        """The shape of the output of `forward`, without looking at ids."""
+        raise NotImplementedError
+
     def _forward(self, features: Features) -> torch.Tensor:
         (found,) = _look_up([(self, features)])
         return found
+
+    def like_output(self, features: Features) -> torch.Tensor:
+        """A tensor without data in the place of the output."""
+        weight = self.table.weight
+        made = torch.empty(self.output_shape(features), dtype=weight.dtype, device=weight.device)
+        return made.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
 
     def as_model(self, made: torch.Tensor) -> torch.Tensor:
         """On the device and in the dtype of the model."""
@@ -139,6 +150,9 @@ class Embedding(_LookupModule):
             if kept.size < flat.size:
                 return _CheckedLookup(flat[kept], tuple(ids.shape), kept)
         return _CheckedLookup(flat, tuple(ids.shape))
+
+    def output_shape(self, features: Features) -> tuple[int, ...]:
+        return (*_only(features).shape, self.dim)
 
     def output(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
         made = gather(rows, places)
@@ -219,6 +233,11 @@ class EmbeddingBag(_LookupModule):
         before = np.concatenate(([0], np.cumsum(kept)))
         left = None if asked.weights is None else asked.weights[torch.from_numpy(kept)]
         return replace(asked, ids=flat[kept], starts=before[asked.starts], weights=left)
+
+    def output_shape(self, features: Features) -> tuple[int, ...]:
+        ids, offsets, _ = _three(features)
+        bags = len(ids) if offsets is None else len(offsets) - self.include_last_offset
+        return bags, self.dim
 
     def output(self, asked: _CheckedLookup, rows: torch.Tensor, places: Int64s) -> torch.Tensor:
         assert asked.starts is not None
@@ -339,6 +358,8 @@ def _look_up(requests: Sequence[_Request]) -> list[torch.Tensor]:
 
 
 def _look_up_now(requests: Sequence[_Request]) -> list[torch.Tensor]:
+    if any(isinstance(_three(features)[0], FakeTensor) for _, features in requests):  # without data, for its shapes
+        return [module.like_output(features) for module, features in requests]
     asked = [module.checked(features) for module, features in requests]
     found = fetch([(module.table, each.ids) for (module, _), each in zip(requests, asked, strict=True)])
     return [

@@ -70,12 +70,6 @@ def prepare(
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
             todo="set job.clip.norm to 0, or job.strategy to parameter_server",
         )
-    if tables and strategy.is_spread:
-        raise ConfigurationError(
-            f"embedding table {next(iter(tables))!r} in a job with job.strategy {strategy.value}",
-            why="a worker takes its step with gradients that do not go to servers",
-            todo="set job.strategy to multi_worker_mirrored or parameter_server",
-        )
     if tables and loop.is_local:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
@@ -125,6 +119,12 @@ def _replica_of(
         )
     if not strategy.is_spread:
         return Replica(parameters, buffers, optimizer, spec)
+    if not parameters:
+        raise UnsupportedModel(
+            f"a model of tables alone in a job with job.strategy {strategy.value}",
+            why="rows are on the servers, and nothing is left for the workers to have parts of",
+            todo="set job.strategy to parameter_server or multi_worker_mirrored",
+        )
     device = parameters[0].target.device
     if device.type != "cpu":
         raise ConfigurationError(

@@ -21,6 +21,8 @@ from torch import fx
 from shardyard.domain.errors import UnsupportedModel
 
 _NAMES_SHOWN = 8
+_STAY_WHOLE = ("torch.nn", "shardyard_worker.embedding")
+"""Modules of these packages are not opened."""
 _NAME_THEM = "name the modules at which stages begin in job.pipeline.cut, or set fewer job.pipeline.stages"
 
 
@@ -44,7 +46,7 @@ def cut_model(model: torch.nn.Module, count: int, begins: Sequence[str] = ()) ->
         calls = [node for node in graph.nodes if node.op == "call_module"]
         if begins or len(calls) >= count:
             break
-        more = {str(node.target) for node in calls if not _is_of_torch(model.get_submodule(str(node.target)))}
+        more = {str(node.target) for node in calls if not _stays_whole(model.get_submodule(str(node.target)))}
         if not more:
             raise UnsupportedModel(
                 f"a model of {len(calls)} parts ({_listed(calls)}) for {count} stages",
@@ -99,8 +101,8 @@ def traced(model: torch.nn.Module, opened: set[str]) -> fx.Graph:
     return graph
 
 
-def _is_of_torch(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn")
+def _stays_whole(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith(_STAY_WHOLE)
 
 
 def _listed(calls: Sequence[fx.Node]) -> str:

@@ -18,6 +18,7 @@ from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.embedding.table import Table
 from shardyard_worker.pipeline.cut import Stage, cut_model, plan_of
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel
@@ -50,6 +51,8 @@ class Pipeline(SpreadModel):
         self._optimizer = optimizer
         self._spec = spec
         self._check_owners()
+        self.place_of_tables = self._found_tables()
+        """The place of the worker that looks up rows, and pushes their gradients."""
         log.info("the model is cut into %d stages:\n%s", len(self.stages), plan_of(self.stages))
         super().__init__(model, Strategy.PIPELINE, loss)
 
@@ -96,6 +99,29 @@ class Pipeline(SpreadModel):
                     why="the micro-batches of a pipeline have one shape",
                     todo="give a batch_size that is a multiple of job.pipeline.microbatches, and drop_last=True",
                 )
+
+    def _found_tables(self) -> int:
+        """Raises UnsupportedModel if several workers would look up rows."""
+        schedule, count, each = self.settings.schedule, self.settings.stages, self.settings.stages_each
+        found = [
+            number
+            for number, stage in enumerate(self.stages)
+            if any(isinstance(module, Table) for module in stage.module.modules())
+        ]
+        if any(found) and schedule.delays_weights:
+            raise UnsupportedModel(
+                f"embedding tables in stage {found[-1]}, and the schedule {schedule.value}",
+                why="of later stages it computes gradients of inputs and of parameters apart, and rows are neither",
+                todo="look rows up in the first stage, or use another job.pipeline.schedule",
+            )
+        places = [place for place in range(count) if {*found} & {*schedule.stages_at(place, count, each)}]
+        if len(places) > 1:
+            raise UnsupportedModel(
+                f"embedding tables in the stages of {len(places)} workers",
+                why="the gradients of all tables' rows are pushed by one worker, in one push",
+                todo="look all rows up in one stage: cut the model elsewhere (job.pipeline.cut)",
+            )
+        return places[0] if places else 0
 
     def _check_owners(self) -> None:
         """Raises UnsupportedModel for a variable that no stage has."""

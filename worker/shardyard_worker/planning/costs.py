@@ -64,7 +64,6 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     shards = _in_replica(model, Strategy.SHARDED, workers)
     parts = _in_replica(model, Strategy.TENSOR, workers)
     part = model.parameters - model.cut + model.cut // parts
-    has_tables = "it has embedding tables" if model.tables else ""
     is_whole = f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
     refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
     return [
@@ -80,7 +79,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
             copies + (_with_sums(gradients, workers, stages) + model.state) // stages,
             stored,
             None,
-            has_tables,
+            refused,
         ),
         # the values as they come from servers, and a shard of everything else; parameters are gathered twice
         Cost(
@@ -91,7 +90,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
             + (gradients + _with_sums(gradients, workers, shards) + model.state) // shards,
             stored,
             6 * gradients * (shards - 1) // shards + _all_reduced(gradients // shards, workers // shards),
-            has_tables or is_whole,
+            refused or is_whole,
         ),
         # layers that are cut are in the workers in parts, with their gradients and state
         Cost(
@@ -104,7 +103,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
             + model.state * part // max(1, model.parameters),
             stored,
             None,
-            has_tables or is_whole or model.uncut,
+            refused or is_whole or model.uncut,
         ),
     ]
 

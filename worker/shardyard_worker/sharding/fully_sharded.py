@@ -2,7 +2,8 @@
 
 A module whose parameters are gathered together is a unit: it has its own all-gather before its forward and its
 backward, and its own reduce-scatter after its backward. What is in no unit belongs to the whole model's. By default the
-members of the outermost torch.nn.ModuleList and torch.nn.Sequential are units, as the layers of a transformer.
+members of the outermost torch.nn.ModuleList and torch.nn.Sequential are units, as the layers of a transformer. The
+weight of an embedding table has no elements, and stays as it is.
 
 Must not know: batches, steps.
 """
@@ -74,11 +75,11 @@ def _named_units(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _is_unit(module: torch.nn.Module) -> bool:
-    return not isinstance(module, _WITHOUT_FORWARD) and any(True for _ in module.parameters())
+    return not isinstance(module, _WITHOUT_FORWARD) and any(each.numel() for each in module.parameters())
 
 
 def _check_dtypes(model: torch.nn.Module) -> None:
-    dtypes = sorted({str(each.dtype) for each in model.parameters() if each.requires_grad})
+    dtypes = sorted({str(each.dtype) for each in model.parameters() if each.requires_grad and each.numel()})
     if len(dtypes) > 1:
         raise UnsupportedModel(
             f"a model with parameters of {' and '.join(dtypes)} in a job with job.strategy sharded",
@@ -93,9 +94,10 @@ def cut(model: torch.nn.Module, units: Sequence[str], group: Any, *, reshard_aft
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     mesh = mesh_of(group)
-    for name in reversed(units):  # inner ones come first
-        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    left_out = {each for each in model.parameters() if not each.numel()}  # of tables, which copies of a model share
+    for name in (*reversed(units), ""):  # inner ones come first
+        unit = model.get_submodule(name)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=left_out)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

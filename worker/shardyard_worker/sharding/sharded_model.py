@@ -22,6 +22,7 @@ from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel, UnsupportedOptimizer
 from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.embedding.table import Table
 from shardyard_worker.pipeline.schedules import check_loss
 from shardyard_worker.replicas.default_group import DefaultGroup
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel
@@ -102,10 +103,11 @@ class ShardedModel(SpreadModel):
         return [names[each.target] for each in self._parameters]
 
     def _copy_of(self, model: torch.nn.Module, values: Sequence[torch.Tensor]) -> torch.nn.Module:
-        """A copy of the modules, with the same buffers. `values`: the memory of the parameters that the job trains;
-        they have gradients of their own."""
+        """A copy of the modules, with the same buffers and tables. `values`: the memory of the parameters that the job
+        trains; they have gradients of their own."""
         memory = dict(zip(self._names, values, strict=True))
-        shared: dict[int, Any] = {id(each): each for each in model.buffers()}
+        tables = [each for each in model.modules() if isinstance(each, Table)]
+        shared: dict[int, Any] = {id(each): each for each in (*model.buffers(), *tables)}
         for name, each in model.named_parameters():
             shared[id(each)] = torch.nn.Parameter(memory.get(name, each).detach(), each.requires_grad)
         try:

@@ -25,6 +25,7 @@ from shardyard.config.settings import JobSettings, Settings, catalogue
 from shardyard.domain import limits
 from shardyard.domain.consistency import ConsistencyMode, StaleRule
 from shardyard.domain.errors import ConfigurationError
+from shardyard.domain.replica_groups import Strategy
 
 ROOT = Path(__file__).parents[4]
 KNOWN = catalogue()
@@ -495,7 +496,7 @@ def test_documentation_names_every_variable() -> None:
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
 EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up", "cool-down", "change-strategy", "gpt", "pipeline"]
-EXAMPLES += ["sharded", "tensor"]
+EXAMPLES += ["sharded", "tensor", "sharded-tables"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -520,6 +521,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert (loaded["pipeline"].job.pipeline.stages_in_all, loaded["pipeline"].job.logical_rank_count) == (2, 1)
     assert (loaded["sharded"].job.logical_rank_count, loaded["sharded"].job.workers_per_rank) == (2, 1)
     assert (loaded["tensor"].job.logical_rank_count, loaded["tensor"].job.workers_per_rank) == (1, 2)
+    assert (loaded["sharded-tables"].job.strategy, loaded["sharded-tables"].yard.servers) == (Strategy.SHARDED, 2)
     assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
     assert (loaded["checkpoints"].job.checkpoint.every_steps, loaded["checkpoints"].job.checkpoint.keep) == (1_000, 5)
     assert loaded["metrics"].metrics.tensorboard == "runs"

@@ -7,10 +7,12 @@ import gc
 import io
 import pickle
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardyard as sy
 from shardyard.domain.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
@@ -585,3 +587,26 @@ def test_compiled_model_looks_up_and_trains_as_a_plain_one() -> None:
     assert len(model[0].table) == 6
     torch.testing.assert_close(compiled(ids), model(ids), rtol=0, atol=0)
     assert list(sy.tables.tables_of(compiled)) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        (lambda: sy.Embedding(DIM, dtype=torch.float64), (torch.ones(2, 3, dtype=torch.int64),)),
+        (lambda: sy.EmbeddingBag(DIM), (torch.ones(2, 3, dtype=torch.int64),)),
+        (lambda: sy.EmbeddingBag(DIM), (torch.arange(5), torch.tensor([0, 2, 2]))),
+        (lambda: sy.EmbeddingBag(DIM, include_last_offset=True), (torch.arange(5), torch.tensor([0, 2, 5]))),
+    ],
+    ids=["embedding", "bags", "offsets", "last offset"],
+)
+def test_look_up_without_data_has_the_shape_of_one_with_data(made: Any, given: tuple[torch.Tensor, ...]) -> None:
+    """As a pipeline finds the shapes of its activations."""
+    lookup = made()
+    trained(lookup)
+    wanted = lookup(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = lookup(*map(mode.from_tensor, given))
+        without = lookup.requires_grad_(False)(*map(mode.from_tensor, given))
+    assert (found.shape, found.dtype, found.requires_grad) == (wanted.shape, wanted.dtype, wanted.requires_grad)
+    assert found.requires_grad
+    assert not without.requires_grad

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardyard as sy
 from shardyard.domain.errors import UnsupportedModel
 from shardyard_worker.pipeline.cut import Stage, cut_model, plan_of
 
@@ -111,3 +112,11 @@ def test_model_that_cannot_be_cut_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         cut_model(model, count, begins)
+
+
+def test_look_ups_are_not_opened() -> None:
+    """Their ids are not there when the forward is traced."""
+    model = torch.nn.Sequential(sy.Embedding(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    assert [stage.calls for stage in cut_model(model, 2)] == [("0", "1"), ("2",)]
+    with pytest.raises(UnsupportedModel, match="a model of 3 parts"):
+        cut_model(model, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import shardyard as sy
 from shardyard.domain.errors import UnsupportedModel
 from shardyard_worker.sharding.fully_sharded import plan_of, units_of
 
@@ -32,6 +33,15 @@ def test_layers_are_units() -> None:
 def test_units_are_those_that_are_named() -> None:
     assert units_of(Model(), ("blocks.*.0", "head")) == ("blocks.0.0", "head")
     assert units_of(Model(), ("*",)) == ("embed", "head"), "a star stands for one part of a name"
+
+
+def test_tables_are_gathered_with_nothing() -> None:
+    """Whatever the dtype of their rows."""
+    table = sy.tables.Table(2, dtype=torch.float32)
+    model = torch.nn.Sequential(sy.Embedding(2, table=table), torch.nn.Linear(2, 2).double())
+    assert units_of(model, ()) == ("1",)
+    with pytest.raises(UnsupportedModel, match="the name of Embedding"):
+        units_of(model, ("0",))
 
 
 def test_parameters_that_modules_share_are_gathered_with_the_whole_model() -> None:
