@@ -146,14 +146,12 @@ def slots_of(kind: str, group: Sequence[float]) -> tuple[Slot, ...]:
 @dataclass(frozen=True, slots=True)
 class PartitionSlots:
     """The optimizer's state of one partition, without its arrays. `counts`: updates of each block. `slots`: the names
-    of the arrays, each in the places of the partition's payload. `version`: the partition's, where it was read.
-    `blocks`: those whose state it is, where it is of one stage of a pipeline; empty: all."""
+    of the arrays, each in the places of the partition's payload. `version`: the partition's, where it was read."""
 
     partition: PartitionId
     counts: tuple[int, ...]
     slots: tuple[str, ...]
     version: Version | None = None
-    blocks: tuple[int, ...] = ()
 
 
 WHOLE_VARIABLES = frozenset({"lamb"})

@@ -129,6 +129,24 @@ def cut_places(header: bytes, places: Iterable[tuple[int, Buffer]], frame_bytes:
         yield Frame(header, 0, b"")
 
 
+def cut_in_order(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:
+    """As `cut`, for pieces that are made one by one: none is kept. Small ones share a frame."""
+    offset, few = 0, bytearray()
+    for piece in payload:
+        whole = memoryview(piece).cast("B")
+        if len(few) + len(whole) <= frame_bytes:
+            few += whole
+            continue
+        for part in (memoryview(bytes(few)), whole):
+            for start in range(0, len(part), frame_bytes):
+                data = part[start : start + frame_bytes]
+                yield Frame(header, offset, data)
+                header, offset = b"", offset + len(data)
+        few.clear()
+    if header or few:
+        yield Frame(header, offset, bytes(few))
+
+
 class Scatter:
     """Puts frames, in any order, into memory that the caller gave. With `once`, each byte may come only once.
 

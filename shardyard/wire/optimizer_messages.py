@@ -28,7 +28,6 @@ def given_to_header(
         slots=slots.slots,
         step=taken.step,
         group=taken.group,
-        blocks=slots.blocks,
     ).SerializeToString()
 
 
@@ -68,8 +67,6 @@ def _slots(message: wire.OptimizerHeader) -> PartitionSlots:
             f"an optimizer's state of {len(message.counts)} blocks with {len(message.slots)} arrays; at most"
             f" {limits.BLOCKS_MAX} and {limits.SLOTS_MAX}"
         )
-    if len(message.blocks) > limits.BLOCKS_MAX or any(each >= len(message.counts) for each in message.blocks):
-        raise MalformedPayload(f"a state of {len(message.blocks)} of {len(message.counts)} blocks")
     if len(set(message.slots)) < len(message.slots) or any(count > limits.SEQUENCE_MAX for count in message.counts):
         raise MalformedPayload("an optimizer's state with an array twice, or with a count that no partition has")
     version = common_messages.version_from_wire(message.version) if message.HasField("version") else None
@@ -78,5 +75,4 @@ def _slots(message: wire.OptimizerHeader) -> PartitionSlots:
         tuple(message.counts),
         tuple(message.slots),
         version,
-        tuple(message.blocks),
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from shardyard.domain.consistency import SspReport, UpdateMode
 from shardyard.domain.errors import InvalidRequest, StaleGeneration
-from shardyard.domain.ids import Incarnation, JobId, Version
+from shardyard.domain.ids import Incarnation, JobId, PartitionId, Version
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader
 from shardyard.domain.pushes import ExchangeReply, GatheredPart
 from shardyard.security.passes import speaker
@@ -54,9 +55,7 @@ def hold(
         return reply, HeldValues(tuple([(partition, buffer) for partition, _, buffer in pinned]))
     until = time.monotonic() + pull.wait_ms / 1000 if until is None else until
     if not hosted.open:
-        first, waits_for = Version(1, 0), "first values from the initializer"
-        reply.missing = tuple([NotReadyPart(number, first, pull.number, waits_for) for number in pull.partitions])
-        time.sleep(min(pull.wait_ms, 50) / 1000)
+        reply.missing = _unopened(pull, pull.partitions)
         return reply, HeldValues()
     if hosted.clocks is not None and report is not None:
         waits_for = hosted.clocks.await_slower(pull.caller.incarnation, report, until)
@@ -94,9 +93,18 @@ def hold(
     return reply, values
 
 
+def _unopened(pull: PullHeader, partitions: Sequence[PartitionId]) -> tuple[NotReadyPart, ...]:
+    """What is missing while the job has no values yet, after a moment."""
+    time.sleep(min(pull.wait_ms, 50) / 1000)
+    first, waits_for = Version(1, 0), "first values from the initializer"
+    return tuple([NotReadyPart(number, first, pull.number, waits_for) for number in partitions])
+
+
 def await_version_of_all(hosted: HostedJob, pull: PullHeader) -> tuple[NotReadyPart, ...]:
     """Waits until all partitions have the version of an admitted pull, at most `pull.wait_ms`. Returns what is
     missing."""
+    if not hosted.open:
+        return _unopened(pull, [partition.id for partition in hosted.in_order])
     until = time.monotonic() + pull.wait_ms / 1000
     missing: list[NotReadyPart] = []
     for partition in hosted.in_order:

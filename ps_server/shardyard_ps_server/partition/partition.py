@@ -36,6 +36,7 @@ from shardyard.domain.limits import HELD_ROWS_BYTES_MAX
 from shardyard.domain.push_names import DoneDataShards, SourceKey, SourceMark, Watermark
 from shardyard.domain.replica_groups import NO_STEP, TakenStep
 from shardyard.runtime.clock import Clock, SystemClock
+from shardyard.wire.frames import Scatter
 from shardyard_ps_server.partition.contribution import Contribution, PayloadLayout
 from shardyard_ps_server.partition.dense_state import DenseState, StateCut
 from shardyard_ps_server.partition.ledger import Ledger
@@ -102,12 +103,13 @@ class Cut:
 
 @dataclass
 class PublishedDraft:
-    """The state of some blocks after a step. `arrays`: values and the optimizer's, in the places of the payload."""
+    """The state after a step, of which some has come. `arrays`: values and the optimizer's, in the places of the
+    payload, in the order of `received`. `counts`: updates of each block, as far as a worker has said them."""
 
     taken: TakenStep
-    blocks: set[int]
     counts: list[int]
     arrays: dict[str, Bytes]
+    received: Scatter
 
 
 class Partition:
@@ -163,7 +165,7 @@ class Partition:
         self.newest_cut: int | None = None
         """The version that was cut for a checkpoint last."""
         self.draft: PublishedDraft | None = None
-        """A published state that some stages of a pipeline have not given yet."""
+        """A published state of which some workers have not given their parts yet."""
         self.is_open = False
         self.named_cut: int | Cut | ShardyardError | None = None
         """The version at which a checkpoint will be cut; then that cut, or the error that prevented it."""

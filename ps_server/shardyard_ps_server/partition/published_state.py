@@ -7,82 +7,125 @@ published, for checkpoints, for readers, and for replicas that begin.
     with tables      pushes of rows make the versions; the published state replaces the variables of the version with
                      the rows of the same step
 
-The stages of a pipeline give the state of their own variables. The partition keeps these as a draft, and takes it when
-it has all blocks of one step and group. A later step or group begins another draft.
+Each worker gives the variables, or the parts of variables, that it has. The partition keeps them as a draft, and takes
+it when it has all bytes of one step and group. A later step or group begins another draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import RankSource, SourceKey
 from shardyard.domain.replica_groups import TakenStep
+from shardyard.wire.frames import Frame, Scatter
 from shardyard_ps_server.partition.next_version import publish
 from shardyard_ps_server.partition.partition import Partition, PublishedDraft
-from shardyard_ps_server.values.versions import Bytes
+from shardyard_ps_server.values.versions import aligned_empty
 
 
-def take_published(
-    partition: Partition,
-    taken: TakenStep,
-    counts: Sequence[int],
-    values: Bytes,
-    slots: Mapping[str, Bytes],
-    check_current: Callable[[], None],
-    blocks: Sequence[int] = (),
-) -> None:
-    """Makes this the partition's state, of version `taken.step`; every logical rank counts as having taken all steps
-    before it. Does nothing if the partition has that state, a later one, or rows of another step. `blocks`: those whose
-    state it is; empty: all. Raises InvalidRequest, TooLarge, NotReady and what `check_current` raises, having changed
-    nothing."""
-    steps = partition.steps
-    if steps is None:
-        raise InvalidRequest(f"a published state for partition {partition.id}, whose job has no steps")
-    with partition.turn:
-        check_current()
-        partition.check_whole()
+class Publishing:
+    """What one worker gives of a partition's state after `taken.step`: `add` takes its frames, and `end` follows the
+    last one. `names`: of the arrays, in their order. `counts`: updates of each block; 0: the worker has nothing of it.
+    `check_current` is called before anything changes. Raises InvalidRequest, TooLarge, NotReady and what
+    `check_current` raises."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        taken: TakenStep,
+        counts: Sequence[int],
+        names: Sequence[str],
+        check_current: Callable[[], None],
+    ) -> None:
+        if partition.steps is None:
+            raise InvalidRequest(f"a published state for partition {partition.id}, whose job has no steps")
+        if VALUES not in names:
+            raise InvalidRequest(f"a published state without values, of {list(names)}")
+        self._partition = partition
+        self._taken = taken
+        self._check_current = check_current
+        with partition.turn:
+            self._check()
+            partition.dense.slots.check(counts, [name for name in names if name != VALUES])
+            if self._is_late():
+                return
+            draft = partition.draft
+            if draft is None or draft.taken < taken:
+                draft = partition.draft = _new_draft(partition, taken, names)
+            if draft.taken == taken:
+                if [*draft.arrays] != [*names]:
+                    raise InvalidRequest(f"a published state of {list(names)}; others have given {list(draft.arrays)}")
+                draft.counts = [*map(max, draft.counts, counts)]
+
+    def add(self, frame: Frame) -> None:
+        """Raises MalformedPayload for bytes beyond the arrays."""
+        with self._partition.turn:
+            draft = self._draft
+            if draft is not None:
+                draft.received.add(frame)
+
+    def end(self) -> None:
+        """Makes the draft the partition's state if it is complete: of version `taken.step`; every logical rank counts
+        as having taken all steps before it."""
+        partition = self._partition
+        with partition.turn:
+            self._check()
+            draft = self._draft
+            if self._is_late() or draft is None or not draft.received.complete:
+                return
+            partition.draft = None
+            _take(partition, draft)
+        partition.wake()
+
+    @property
+    def _draft(self) -> PublishedDraft | None:
+        """That of this step and group, unless it was taken, or another one was begun."""
+        draft = self._partition.draft
+        return draft if draft is not None and draft.taken == self._taken else None
+
+    def _check(self) -> None:
+        self._check_current()
+        self._partition.check_whole()
+        with self._partition.lock:
+            self._partition.check_unsealed()
+
+    def _is_late(self) -> bool:
+        """Whether the partition has that state, a later one, or rows of another step."""
+        partition = self._partition
         with partition.lock:
-            partition.check_unsealed()
             newest = partition.versions.newest.number
-            if partition.published >= taken or (partition.rows.names and newest != taken.step):
-                return
-        partition.dense.slots.check(counts, slots)
-        if blocks:
-            draft = _added(partition, PublishedDraft(taken, set(blocks), list(counts), {VALUES: values, **slots}))
-            if len(draft.blocks) < len(counts):
-                return
-            counts, slots = draft.counts, {name: array for name, array in draft.arrays.items() if name != VALUES}
-            values = draft.arrays[VALUES]
-        partition.draft = None
-        new = partition.blank()
-        new[:] = values
-        partition.dense.keep_all()
-        partition.dense.begin_with(counts, slots)
-        with partition.lock:
-            partition.published = taken
-            if newest == taken.step:
-                partition.versions.replace(new)
-            else:
-                for rank in range(partition.rules.logical_ranks):
-                    partition.ledger.pass_over(SourceKey(RankSource(Rank(rank))), taken.step)
-                steps.gate = partition.gate_at(taken.step)
-                publish(partition, new, taken.step)
-    partition.wake()
+            return partition.published >= self._taken or (bool(partition.rows.names) and newest != self._taken.step)
 
 
-def _added(partition: Partition, given: PublishedDraft) -> PublishedDraft:
-    """Adds what a stage has given to the partition's draft. Returns it."""
-    draft = partition.draft
-    if draft is None or draft.taken < given.taken:
-        draft = partition.draft = given
-    elif draft.taken == given.taken:
-        for block in given.blocks:
-            begin, end = partition.payload.spans[block]
-            for name, array in given.arrays.items():
-                draft.arrays[name][begin:end] = array[begin:end]
-            draft.counts[block] = given.counts[block]
-        draft.blocks |= given.blocks
-    return draft
+def _new_draft(partition: Partition, taken: TakenStep, names: Sequence[str]) -> PublishedDraft:
+    """Bytes between blocks count as received. Raises TooLarge."""
+    payload = partition.payload
+    memory = aligned_empty(len(names) * payload.nbytes)
+    arrays = {name: memory[at * payload.nbytes :][: payload.nbytes] for at, name in enumerate(names)}
+    received, ends = Scatter(memory.data), [payload.elements(block) for block in range(len(payload.blocks))]
+    for at in range(len(names)):
+        for (_, end), begin in zip([(0, 0), *ends], [*(begin for begin, _ in ends), payload.nbytes], strict=True):
+            received.add(Frame(b"", at * payload.nbytes + end, bytes(begin - end)))
+    return PublishedDraft(taken, [0] * len(payload.blocks), arrays, received)
+
+
+def _take(partition: Partition, draft: PublishedDraft) -> None:
+    """In the partition's turn."""
+    assert partition.steps is not None
+    step = draft.taken.step
+    new = partition.blank()
+    new[:] = draft.arrays.pop(VALUES)
+    partition.dense.keep_all()
+    partition.dense.begin_with(draft.counts, draft.arrays)
+    with partition.lock:
+        partition.published = draft.taken
+        if partition.versions.newest.number == step:
+            partition.versions.replace(new)
+            return
+        for rank in range(partition.rules.logical_ranks):
+            partition.ledger.pass_over(SourceKey(RankSource(Rank(rank))), step)
+        partition.steps.gate = partition.gate_at(step)
+        publish(partition, new, step)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.errors import InvalidRequest, NotFound, NotReady
 from shardyard.domain.ids import Version
 from shardyard.domain.limits import PULL_WAIT_MS_MAX
@@ -23,7 +24,7 @@ from shardyard_ps_server.rows.partition_tables import RowsToRead, read_rows
 from shardyard_ps_server.rows.pushed_rows import Floats
 from shardyard_ps_server.rows.row_overlay import PinnedRows, merged, put_back, union
 from shardyard_ps_server.tables.cuts import Chunk
-from shardyard_ps_server.values.versions import Bytes, VersionPin
+from shardyard_ps_server.values.versions import Bytes, VersionPin, aligned_copy
 
 # ---- values
 
@@ -55,9 +56,11 @@ def is_to_come(partition: Partition, number: int) -> bool:
     return gate is None or not (gate.awaits_verdict and gate.step == number - 1)
 
 
-def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionSlots, dict[str, Bytes]]:
-    """The optimizer's state between two updates, copied; updates wait for the copy. Raises NotFound (facts: newest) if
-    the partition has another version than `number`, TooLarge."""
+def read_optimizer(
+    partition: Partition, number: int | None, *, values: bool = False
+) -> tuple[PartitionSlots, dict[str, Bytes]]:
+    """The optimizer's state between two updates, copied; updates wait for the copy. `values`: with the values before
+    it. Raises NotFound (facts: newest) if the partition has another version than `number`, TooLarge."""
     with partition.turn:
         partition.check_whole()
         with partition.lock:
@@ -69,7 +72,8 @@ def read_optimizer(partition: Partition, number: int | None) -> tuple[PartitionS
                 todo="read the newest",
                 facts={"newest": str(version.number)},
             )
-        slots = partition.dense.slots.copied()
+        slots = {VALUES: aligned_copy(partition.versions.values)} if values else {}
+        slots |= partition.dense.slots.copied()
         counts = tuple(partition.dense.counts.tolist())
         return PartitionSlots(partition.id, counts, tuple(slots), version), slots
 

@@ -1,12 +1,11 @@
 """The state of optimizers, partition by partition: InitializeOptimizer, PublishState and ReadOptimizer.
 
 Invariants: what was given is checked against the partition before memory is allocated for it; a stream that breaks off
-changes nothing. Must not know: what the arrays mean.
+changes nothing but a draft (`partition.published_state`). Must not know: what the arrays mean.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -24,14 +23,14 @@ from shardyard_ps_server.hosting.admission import admit
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.published_state import take_published
+from shardyard_ps_server.partition.published_state import Publishing
 from shardyard_ps_server.partition.reads import read_optimizer
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 
 @dataclass(frozen=True)
 class _Received:
-    """The header of a state, checked, and the frames."""
+    """The header of a state, checked, and the frames. `nbytes`: of its arrays together."""
 
     hosted: HostedJob
     partition: Partition
@@ -39,6 +38,10 @@ class _Received:
     given: PartitionSlots
     frames: Iterable[Frame]
     check_current: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.given.slots) * self.partition.payload.nbytes
 
     def arrays(self) -> dict[str, Bytes]:
         """Reads the arrays."""
@@ -57,28 +60,29 @@ class OptimizerFrames:
         self._store = store
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
-        with self._received(stream) as received:
-            if received.hosted.open:
-                raise InvalidRequest(f"the optimizer's first state for job {received.hosted.job}, which is open")
+        received = self._received(stream)
+        if received.hosted.open:
+            raise InvalidRequest(f"the optimizer's first state for job {received.hosted.job}, which is open")
+        with self._store.receiving.reserved(received.hosted.job, received.nbytes):
             arrays = received.arrays()
             received.partition.set_optimizer_state(received.given.counts, arrays, received.check_current)
         return wire.InitializeReply()
 
     def publish(self, stream: Iterator[Frame], _: Context) -> wire.PublishStateReply:
-        with self._received(stream) as received:
-            received.hosted.check_open()
-            given = received.given
-            if VALUES not in given.slots:
-                raise InvalidRequest(f"a published state without values, of {list(given.slots)}")
-            arrays = received.arrays()
-            values, taken = arrays.pop(VALUES), received.taken
-            check = received.check_current
-            take_published(received.partition, taken, given.counts, values, arrays, check, given.blocks)
+        received = self._received(stream)
+        received.hosted.check_open()
+        partition, given = received.partition, received.given
+        # a worker that adds to a draft takes no memory for it
+        nbytes = 0 if partition.draft is not None and partition.draft.taken == received.taken else received.nbytes
+        with self._store.receiving.reserved(received.hosted.job, nbytes):
+            publishing = Publishing(partition, received.taken, given.counts, given.slots, received.check_current)
+            for frame in received.frames:
+                publishing.add(frame)
+            publishing.end()
         return wire.PublishStateReply()
 
-    @contextlib.contextmanager
-    def _received(self, stream: Iterator[Frame]) -> Iterator[_Received]:
-        """A state that a worker sends. Memory is kept for its arrays meanwhile."""
+    def _received(self, stream: Iterator[Frame]) -> _Received:
+        """A state that a worker sends."""
         first = next(stream, None)
         if first is None:
             raise MalformedPayload("an optimizer's state without a frame")
@@ -91,15 +95,15 @@ class OptimizerFrames:
             if admit(self._store, caller, server, generation) is not hosted:
                 raise NotFound(f"job {hosted.job} was dropped while the state of its partitions was on its way")
 
-        with self._store.receiving.reserved(hosted.job, len(given.slots) * partition.payload.nbytes):
-            yield _Received(hosted, partition, taken, given, chain([first], stream), check_current)
+        return _Received(hosted, partition, taken, given, chain([first], stream), check_current)
 
     def read(self, request: wire.ReadOptimizerRequest, _: Context) -> Iterator[Frame]:
         caller, generation = common_messages.caller_from_wire(request.caller), Generation(request.generation)
         hosted = admit(self._store, caller, Incarnation(request.server), generation, reads=True)
         hosted.check_open()
         number = request.number if request.HasField("number") else None
-        slots, arrays = read_optimizer(hosted.find(PartitionId(request.partition)), number)
+        partition = hosted.find(PartitionId(request.partition))
+        slots, arrays = read_optimizer(partition, number, values=request.values)
         hosted.check_generation(generation)  # meanwhile partitions may have been restored or moved
         self._store.count_sent(sum([len(array) for array in arrays.values()]))
         yield from cut(optimizer_messages.read_to_header(slots), [array.data for array in arrays.values()])

@@ -811,21 +811,23 @@ class RowsFrame(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadOptimizerRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partition", "number")
+    __slots__ = ("caller", "server", "generation", "partition", "number", "values")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
     partition: int
     number: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    values: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., number: _Optional[int] = ..., values: bool = ...) -> None: ...
 
 class OptimizerHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots", "step", "group", "blocks")
+    __slots__ = ("caller", "server", "generation", "partition", "version", "counts", "slots", "step", "group")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -835,7 +837,6 @@ class OptimizerHeader(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -845,8 +846,7 @@ class OptimizerHeader(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[str]
     step: int
     group: int
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class PublishStateReply(_message.Message):
     __slots__ = ()

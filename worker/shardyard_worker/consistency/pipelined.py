@@ -49,11 +49,6 @@ class PipelineStrategy(SpreadStrategy):
             group.end()
 
     @property
-    def _share(self) -> tuple[int, int]:
-        assert self._members is not None
-        return self._members.beside.place, self._members.beside.size
-
-    @property
     def _pushes_rows(self) -> bool:
         assert self._members is not None
         return self._members.inside.place == self._pipeline.place_of_tables

@@ -112,7 +112,9 @@ class GroupStrategy(SyncStrategy):
         self._publisher = Publisher(trainer, replica)
         self._has_rows = trainer.link.tables is not None
         self.weight_of_work: Callable[[], float | None] = lambda: None
-        """The samples of the work at hand, for each of its batches; None: not known before the step."""
+        """The samples of the work at hand, while its last batch is computed; None: not known before the step."""
+        self.weight_of_batch: Callable[[], float | None] = lambda: None
+        """The share of the batch at hand in the samples of its work; None: no work is at hand."""
 
     # ---- the group
 
@@ -209,22 +211,33 @@ class GroupStrategy(SyncStrategy):
     def _load_from_servers(self, published: int | None) -> int:
         """Loads what the servers have. `published`: its step, which they keep if rows are of the next one; None: that
         of their newest version. Returns its step."""
-        trainer, at_least = self._trainer, published or 0
         while True:
             try:
-                step = trainer.pull_step(at_least)
-                assert step is not None
-                trainer.values.complete()
-                version = None if self._has_rows else step  # rows alone do not change the state
-                states = trainer.router.optimizer.read(self.replica.places, version)
-                self.replica.set_state({at: states[place] for at, place in enumerate(self.replica.places)})
-                return step
+                if published is None or not self._has_rows:
+                    return self._load_newest(self._load, published or 0)
+                self._trainer.await_version(published)
+                self._load(None)  # rows alone, of the next step, do not change variables
+                return published
             except MapChanged:
-                trainer.follow_map()
-            except errors.NotFound as error:  # servers keep former values, but not the former state
+                self._trainer.follow_map()
+
+    def _load_newest(self, load: Callable[[int], None], step: int = 0) -> int:
+        """Loads that step or a later one, which all partitions have. Returns its number. Raises MapChanged."""
+        while True:
+            self._trainer.await_version(step)
+            try:
+                load(step)
+            except errors.NotFound as error:  # only the newest state is there
                 if "newest" not in error.facts:
                     raise
-                at_least = int(error.facts["newest"])
+                step = int(error.facts["newest"])
+            else:
+                return step
+
+    def _load(self, step: int | None) -> None:
+        """Raises MapChanged, and NotFound (facts: newest)."""
+        read = self._trainer.router.optimizer.read_parts
+        self.replica.load(lambda parts: read([parts], step))
 
     # ---- rows of tables
 

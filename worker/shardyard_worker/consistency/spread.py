@@ -30,6 +30,7 @@ from shardyard.domain.errors import Internal, InvalidRequest
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard.runtime.malloc import give_back_freed
 from shardyard_worker.consistency.replica_group import GroupStrategy, RankWork
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
@@ -164,10 +165,24 @@ class SpreadStrategy(GroupStrategy):
 
     def _load_from_servers(self, published: int | None) -> int:
         self._gradients = None
-        self._model.about_to_load()
         step = super()._load_from_servers(published)
         self._model.loaded()
+        give_back_freed()
         return step
+
+    def _load(self, step: int | None) -> None:
+        is_alone = self._members is not None and self._members.inside.size == 1
+        if not self._model.loads_whole and not is_alone:
+            super()._load(step)
+            return
+        read = self._trainer.router.optimizer.read_parts
+        with self._model.whole() as whole:
+            self.replica.load(lambda parts: read([parts, whole], step))
+        self._model.is_whole = is_alone  # it was in reserve, and all steps were taken; or it has all variables
+
+    def _load_whole(self, step: int) -> None:
+        with self._model.whole() as whole:
+            self._trainer.router.optimizer.read_parts([whole], step)
 
     def _leave_sums(self, collectives: Collectives | None) -> None:
         members, self._members = self._members, None
@@ -190,22 +205,30 @@ class SpreadStrategy(GroupStrategy):
             self._trainer.link.tables.clear()
         self._buffer_means.clear()
 
+    @property
+    def _share(self) -> tuple[int, int]:
+        assert self._members is not None
+        return self._members.beside.place, self._members.beside.size
+
     def has_moved(self) -> bool:
         if super().has_moved():
             return True
-        step = self.versions.current
-        if step is not None and step == self._publisher.step:
-            self._complete(step)
+        self._complete()
         return False
 
-    def _complete(self, step: int) -> None:
-        """Loads the values of all variables, of the step that was published last, into the script's model."""
-        if not self._model.is_whole:
+    def catch_up(self, at_least: int) -> None:
+        """As of the base. This worker computes no more, so the data has ended."""
+        super().catch_up(at_least)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Loads the values of all variables, if the servers have this step, into the script's model."""
+        step = self.versions.current
+        if step is not None and step == self._publisher.step and not self._model.is_whole:
             with contextlib.suppress(MapChanged):
-                self._model.about_to_load()
-                self._trainer.pull_step(step)
-                self._trainer.values.complete()
+                self._load_newest(self._load_whole, step)
                 self._model.is_whole = True
+                give_back_freed()
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002
         """Gives the servers the state with the other members, which cannot go on without this one."""
@@ -224,7 +247,7 @@ class SpreadStrategy(GroupStrategy):
     def run(self, inputs: Sequence[Any], target: Any, accumulate: int) -> None:
         """Computes the gradients of a batch with the other members. A rank's part of a step has `accumulate` batches.
         Raises InvalidRequest, UnsupportedModel. If a member is lost, `contribute` says so."""
-        step, weight = self.versions.current, self.weight_of_work()
+        step, weight = self.versions.current, self.weight_of_batch()
         if self._members is None:
             raise InvalidRequest("job.train_step without a place in the group", todo="call it for each batch")
         if weight is None:
@@ -233,7 +256,7 @@ class SpreadStrategy(GroupStrategy):
                 why="a batch is one piece of work, and counts once",
                 todo="call it once for each batch of job.batches",
             )
-        self._model.is_whole = False
+        self._model.free()
         self._accumulate = accumulate
         if self._lost is None:
             try:

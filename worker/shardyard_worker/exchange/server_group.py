@@ -7,10 +7,12 @@ A3); a pull becomes current only when the parts of all servers are there. Must n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from shardyard.domain import errors
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
@@ -129,15 +131,18 @@ class ServerGroup:
 
     # ---- before training
 
-    def initialize(self, push: PushRequest) -> None:
-        """Gives every server the initial values, which are in the buffers."""
+    def initialize(self, name: PushName, values: Sequence[torch.Tensor]) -> None:
+        """Gives every server the initial values of all variables, from the tensors' own memory."""
 
         def send(stream: ServerStream) -> None:
-            parts, pieces = self._buffers.parts(stream.server, frozenset())
-            header = self._requests.header(stream.server, push.kind)
-            self._initialize(stream, replace(header, name=push.name, parts=parts), pieces)
+            header = replace(
+                self._requests.header(stream.server, PushKind.VALUES),
+                name=name,
+                parts=self._buffers.parts(stream.server, frozenset())[0],
+            )
+            self._initialize(stream, header, self._buffers.first_values(stream.server, values))
 
-        self._fan_out.call(send, f"the first values to arrive ({push.name})")
+        self._fan_out.call(send, f"the first values to arrive ({name})")
 
     def initialize_rows(self, name: PushName, rows: EncodedRows) -> None:
         """Gives every server the initial rows of its partitions. They replace rows that it has."""
@@ -151,8 +156,8 @@ class ServerGroup:
 
         self._fan_out.call(send, f"the first rows to arrive ({name})")
 
-    def _initialize(self, stream: ServerStream, header: PushHeader, pieces: Sequence[memoryview]) -> None:
-        sent = frames.cut(push_messages.push_to_wire(header).SerializeToString(), pieces)
+    def _initialize(self, stream: ServerStream, header: PushHeader, pieces: Iterable[memoryview]) -> None:
+        sent = frames.cut_in_order(push_messages.push_to_wire(header).SerializeToString(), pieces)
         stream.peer.send(methods.INITIALIZE, sent, timeout_ms=self._deadline_ms)
 
     def open_sources(self, sources: Sequence[tuple[SourceKey, Token]]) -> dict[SourceKey, tuple[Watermark, ...]]:

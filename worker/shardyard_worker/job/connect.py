@@ -11,7 +11,7 @@ import torch
 from shardyard.config.settings import Settings
 from shardyard.domain.errors import RunFinished, ShardyardError
 from shardyard.domain.ids import Incarnation, MemberRole
-from shardyard.runtime.malloc import tune_malloc
+from shardyard.runtime.malloc import Kept, tune_malloc
 from shardyard.security.identity import Role
 from shardyard.transport.enrolment import own_credentials
 from shardyard.transport.grpc_client import GrpcNetwork
@@ -45,7 +45,6 @@ def connect(
     CoordinatorUnavailable, ConfigurationError, JobFailed. Raises SystemExit(0) if this process was started again after
     the run of its launch was finished.
     """
-    tune_malloc(tensors=True)
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     membership = _membership(os.environ)
@@ -60,6 +59,8 @@ def connect(
         with INTERRUPTS:
             device = pick_device(settings.worker.device, membership.local_index)
             session.join()
+            # a job whose variables are spread is one whose model is too large
+            tune_malloc(Kept.LITTLE if session.job_settings.strategy.is_spread else Kept.TENSORS)
             who = f"worker-{session.caller.incarnation}"
             files = open_writer(settings.metrics.tensorboard, job=settings.job.name, who=who)
     except BaseException as error:

@@ -207,7 +207,7 @@ class TrainingLoop:
                 self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer(), self.replica)
             if isinstance(strategy, GroupStrategy):
-                strategy.weight_of_work = self._weight_of_work
+                strategy.weight_of_work, strategy.weight_of_batch = self._weight_of_work, self._weight_of_batch
             # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
                 strategy.begin()
@@ -239,8 +239,14 @@ class TrainingLoop:
         self._end_own_step()
 
     def _weight_of_work(self) -> float | None:
-        """The samples of the work whose gradients are being computed, for each of its batches; None: they are not
-        known."""
+        """The samples of the step whose gradients are being computed; None: they are not known."""
+        if self.feed is None:
+            return 1.0
+        work = self.feed.work
+        return None if work is None or work.taken or not work.due else float(work.samples)
+
+    def _weight_of_batch(self) -> float | None:
+        """The share of the batch at hand in them."""
         if self.feed is None:
             return 1.0
         work = self.feed.work

@@ -1,7 +1,7 @@
 """A model that is cut into the stages of a pipeline, with its variables and its optimizer.
 
-Every worker has the whole model and cuts it in the same way. A worker updates the variables of its own stages; the
-values of the others are of the newest step that was loaded from the servers.
+Every worker has the script's model and cuts it in the same way. A worker updates the variables of its own stages; the
+parameters of the others take no memory.
 
 Owns: which variables belong to which stages. Must not know: groups, steps.
 """
@@ -9,7 +9,7 @@ Owns: which variables belong to which stages. Must not know: groups, steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -42,19 +42,18 @@ class Pipeline(SpreadModel):
         settings: PipelineSettings,
         loss: Loss,
     ) -> None:
+        super().__init__(parameters, buffers, Strategy.PIPELINE, loss)
         self.settings = settings
         self.stages: list[Stage] = cut_model(model, settings.stages_in_all, settings.begins)
         self.device = parameters[0].target.device
         self.replica = Replica([], [], optimizer, spec, ())
-        self._parameters = parameters
-        self._buffers = buffers
         self._optimizer = optimizer
         self._spec = spec
         self._check_owners()
         self.place_of_tables = self._found_tables()
         """The place of the worker that looks up rows, and pushes their gradients."""
         log.info("the model is cut into %d stages:\n%s", len(self.stages), plan_of(self.stages))
-        super().__init__(model, Strategy.PIPELINE, loss)
+        self.guard(model)
 
     @property
     def fingerprint(self) -> str:
@@ -76,7 +75,13 @@ class Pipeline(SpreadModel):
             buffers = [variables[at] for at in places if at >= len(self._parameters)]
             self._optimizer.state.clear()
             self.replica = Replica(parameters, buffers, self._optimizer, self._spec, places)
+            self.make_room()
+            self.free()
         return self.replica
+
+    @property
+    def _unused(self) -> Collection[int]:
+        return {*range(len(self._parameters))} - {*self.replica.places}
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:

@@ -1,7 +1,8 @@
 """Memory of each process, and bytes that each step moves, for a planned model under each strategy.
 
-Counted is what grows with the model: its variables, their gradients, and the optimizer's state. Not counted:
-activations, what torch itself takes, rows of tables. Must not know: scripts, servers.
+Counted is what grows with the model: its variables, their gradients, and the optimizer's state, at the moment at which
+a worker takes the most. Not counted: activations, modules that are gathered for a moment, what torch itself takes, rows
+of tables. Must not know: scripts, servers.
 """
 
 from __future__ import annotations
@@ -55,10 +56,8 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     worker = model.fixed + 2 * values + gradients
     moved = gradients + values
     busiest = max(moved, workers * moved // servers)
-    # the model, the values as they come from servers, gradients, their buckets, and the state; servers hold what was
-    # published last
-    copies = model.fixed + 2 * values
-    mirrored = copies + 2 * gradients + model.state
+    # the model, gradients, their buckets, and the state; servers hold what was published last
+    mirrored = model.fixed + values + 2 * gradients + model.state
     clips_rows = bool(model.tables and model.settings.clip.norm)
     stages = _in_replica(model, Strategy.PIPELINE, workers)
     shards = _in_replica(model, Strategy.SHARDED, workers)
@@ -73,33 +72,37 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
         Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, _all_reduced(gradients, workers), refused),
-        # the whole model, its values as they come from servers, and what its own stage needs
+        # of its stage everything; when the data ends, the whole model, and the state of its stage
         Cost(
             Strategy.PIPELINE,
-            copies + (_with_sums(gradients, workers, stages) + model.state) // stages,
+            model.fixed
+            + model.buffers
+            + (_sums(gradients, workers, stages) + model.state) // stages
+            + max((model.parameters + gradients) // stages, model.parameters),
             stored,
             None,
             refused,
         ),
-        # the values as they come from servers, and a shard of everything else; parameters are gathered twice
+        # a shard of everything; when the data ends, the whole model, and a shard of its values and the state;
+        # parameters are gathered twice
         Cost(
             Strategy.SHARDED,
             model.fixed
-            + values
             + model.buffers
-            + (gradients + _with_sums(gradients, workers, shards) + model.state) // shards,
+            + (model.parameters + _sums(gradients, workers, shards) + model.state) // shards
+            + max(gradients // shards, model.parameters),
             stored,
             6 * gradients * (shards - 1) // shards + _all_reduced(gradients // shards, workers // shards),
             refused or is_whole,
         ),
-        # layers that are cut are in the workers in parts, with their gradients and state
+        # layers that are cut are in the workers in parts, with their gradients and state; when the data ends, whole too
         Cost(
             Strategy.TENSOR,
             model.fixed
-            + values
             + model.buffers
             + part
-            + _with_sums(part, workers, parts)
+            + _sums(part, workers, parts)
+            + max(part, model.cut)
             + model.state * part // max(1, model.parameters),
             stored,
             None,
@@ -120,9 +123,9 @@ def _all_reduced(nbytes: int, members: int) -> int:
     return 4 * nbytes * (members - 1) // members
 
 
-def _with_sums(gradients: int, workers: int, in_replica: int) -> int:
-    """Gradients, and the buckets in which those of several replicas are added up."""
-    return gradients * (2 if workers > in_replica else 1)
+def _sums(gradients: int, workers: int, in_replica: int) -> int:
+    """The buckets in which the gradients of several replicas are added up."""
+    return gradients if workers > in_replica else 0
 
 
 def choose(costs: Sequence[Cost], workers: int, memory: int) -> Choice:

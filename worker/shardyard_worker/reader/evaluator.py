@@ -23,7 +23,7 @@ from shardyard.domain import errors
 from shardyard.domain.ids import JobId, Version
 from shardyard.domain.limits import METRICS_MAX
 from shardyard.runtime.log import bind_process
-from shardyard.runtime.malloc import tune_malloc
+from shardyard.runtime.malloc import Kept, tune_malloc
 from shardyard.runtime.waits import ExplainedWait
 from shardyard.security.identity import Role
 from shardyard.transport.enrolment import own_credentials
@@ -90,7 +90,7 @@ class Snapshot:
 def follow(settings: Settings, *, name: str, network: Network | None = None) -> Run:
     """Waits for the job `name` (empty: the only one) in the yard at `settings.coordinator`. `network`: how to reach it,
     gRPC by default. Raises CoordinatorUnavailable, InvalidRequest, NotFound, ConfigurationError."""
-    tune_malloc(tensors=True)
+    tune_malloc(Kept.TENSORS)
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
     number = os.environ.get(FOLLOWS_VARIABLE, "")

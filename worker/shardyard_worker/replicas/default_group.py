@@ -104,8 +104,9 @@ def _forwarded(name: str) -> Callable[..., _Work]:
 
 
 for _name in (
-    *("allreduce", "broadcast", "scatter", "barrier", "all_gather_single", "all_gather_single_coalesced"),
-    *("_allgather_base", "allgather_into_tensor_coalesced"),  # of the last two, before torch 2.13
+    *("allreduce", "broadcast", "scatter", "barrier"),
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base"),  # of these three, before torch 2.13
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(CollectiveGroup, _name, _forwarded(_name))

@@ -1,8 +1,9 @@
 """Gives the servers the replicas' state, for checkpoints and readers (docs/internals/ledger.md, rule D4).
 
-Owns: which step was published last. Invariant: members publish a step together, after all of them have it, each its
-share of the partitions; it counts once all have. In a job with tables they wait until the checkpoint that wants the
-state has cut all partitions, since rows change with the next step. Must not know: why a step is published.
+Owns: which step was published last. Invariant: members publish a step together, after all of them have it, each what it
+has of the variables, or its share of the partitions; it counts once all have. In a job with tables they wait until the
+checkpoint that wants the state has cut all partitions, since rows change with the next step. Must not know: why a step
+is published.
 """
 
 from __future__ import annotations
@@ -59,10 +60,7 @@ class Publisher:
         self._report(step, generation)
 
     def _give(self, taken: TakenStep, share: tuple[int, int]) -> None:
-        places = self.replica.places
-        values = {place: each.numpy() for place, each in zip(places, self.replica.values(), strict=True)}
-        states = {places[at]: state for at, state in self.replica.state().items()}
-        self._trainer.router.optimizer.publish(taken, values, states, share)
+        self._trainer.router.optimizer.publish(taken, self.replica.given(), share)
 
     def _await_cut(self, step: int, collectives: Collectives) -> None:
         """Reports the step. Waits until partitions are cut if a checkpoint must have them before the next step."""

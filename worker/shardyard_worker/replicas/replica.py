@@ -7,17 +7,22 @@ way, when a copy is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from shardyard.domain.optimizers import OptimizerSpec, slots_of
+from shardyard.checkpoints.partition_file import VALUES
+from shardyard.domain.optimizers import OptimizerSpec, Slot, slots_of
 from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, widened
+from shardyard_worker.exchange.optimizer_exchange import GivenPart
+from shardyard_worker.exchange.variable_parts import Parts, Region, VariablePart
 from shardyard_worker.optimizers.torch_state import PRODUCT, STEP, VariableState, from_torch, to_torch
 from shardyard_worker.training.variables import Variable
 
 _FUSED: Final = ("adam", "adamw")
+_NO_STATE: Final = VariableState(0, {})
 
 
 class Replica:
@@ -100,31 +105,8 @@ class Replica:
 
     # ---- copies
 
-    def state(self) -> dict[int, VariableState]:
-        """The optimizer's state of the variables that were updated, by number. Buffers have a count only."""
-        return self._own_state()
-
     def set_state(self, states: Mapping[int, VariableState]) -> None:
         """Replaces the optimizer's state. Variables that are left out were not updated."""
-        self._set_own_state(states)
-
-    def values(self) -> list[torch.Tensor]:
-        """The values of parameters and buffers, in the dtypes of the variables, on the CPU."""
-        return self._own_values()
-
-    def _own_state(self) -> dict[int, VariableState]:
-        found = {}
-        for at, count in enumerate(self._counts):
-            slots: Mapping[str, Any] = {}
-            if at < len(self.parameters) and count:
-                parameter = self.parameters[at]
-                state = self._optimizer.state.get(parameter.target, {})
-                given = from_torch(self._spec.kind, self._group(at), state, parameter.target, parameter.spec.name)
-                slots = {} if given is None else given.slots
-            found.update({at: VariableState(count, slots)} if count else {})
-        return found
-
-    def _set_own_state(self, states: Mapping[int, VariableState]) -> None:
         self._counts = [states[at].count if at in states else 0 for at in range(len(self._counts))]
         self._optimizer.state.clear()
         for at, state in states.items():
@@ -138,6 +120,48 @@ class Replica:
                     name: value if name in (STEP, PRODUCT) else value.to(target.device, target.dtype)
                     for name, value in as_torch.items()
                 }
+
+    def region(self, at: int) -> Region:
+        """Of which elements of a variable this replica has the values and the state."""
+        return Region.whole((*self.parameters, *self.buffers)[at].spec.elements)
+
+    def load(self, read: Callable[[Parts], Mapping[int, int]]) -> None:
+        """Replaces everything. `read` fills the parts, and returns how often each variable was updated."""
+        variables = (*self.parameters, *self.buffers)
+        with loaded_values(variables) as values:
+            slots: dict[int, dict[str, torch.Tensor]] = {at: {} for at in range(len(variables))}
+            for at, name, _ in self._slots():
+                slots[at][name] = torch.empty(values[at].numel(), dtype=TORCH_DTYPES[variables[at].spec.dtype])
+            arrays = [{VALUES: each, **slots[at]} for at, each in enumerate(values)]
+            parts = {self.places[at]: VariablePart(self.region(at), each) for at, each in enumerate(arrays)}
+            counts = read(parts)
+        states = {
+            at: VariableState(counts[place], {name: each.numpy() for name, each in slots[at].items()})
+            for at, place in enumerate(self.places)
+        }
+        self.set_state(states)
+
+    def given(self) -> dict[int, GivenPart]:
+        """What this replica gives the servers, by the variables' places in the layout. Its arrays share memory with the
+        replica where they can."""
+        states, found = self._own_state(), {}
+        for at, values in enumerate(self._own_values()):
+            state = states.get(at, _NO_STATE)
+            arrays = {VALUES: values.numpy(), **state.slots}
+            found[self.places[at]] = GivenPart(0, values.numel(), state.count, arrays)
+        return found
+
+    def _own_state(self) -> dict[int, VariableState]:
+        found = {}
+        for at, count in enumerate(self._counts):
+            slots: Mapping[str, Any] = {}
+            if at < len(self.parameters) and count:
+                parameter = self.parameters[at]
+                state = self._optimizer.state.get(parameter.target, {})
+                given = from_torch(self._spec.kind, self._group(at), state, parameter.target, parameter.spec.name)
+                slots = {} if given is None else given.slots
+            found.update({at: VariableState(count, slots)} if count else {})
+        return found
 
     def _own_values(self) -> list[torch.Tensor]:
         return [widened(each.target).detach().cpu().reshape(-1) for each in (*self.parameters, *self.buffers)]
@@ -182,13 +206,34 @@ class Replica:
         for at, name, _ in self._slots():
             dtype = TORCH_DTYPES[self.parameters[at].spec.dtype]
             slots[at][name] = take(dtype, self.targets[at].numel()).numpy()
-        self._set_own_state({at: VariableState(count, slots[at]) for at, count in enumerate(counts) if count})
+        self.set_state({at: VariableState(count, slots[at]) for at, count in enumerate(counts) if count})
 
     def _slots(self) -> Iterator[tuple[int, str, float]]:
         """The place of each parameter, with the name and the first value of each of its state arrays."""
         for at in range(len(self.parameters)):
-            for slot in slots_of(self._spec.kind, self._group(at)):
+            for slot in self._slots_of(at):
                 yield at, slot.name, slot.initial
+
+    def _slots_of(self, at: int) -> tuple[Slot, ...]:
+        return slots_of(self._spec.kind, self._group(at))
 
     def _group(self, at: int) -> Sequence[float]:
         return self._spec.groups[self.parameters[at].spec.group]
+
+
+@contextlib.contextmanager
+def loaded_values(variables: Sequence[Variable]) -> Iterator[list[torch.Tensor]]:
+    """Flat tensors for the values of these variables, which have them at the end: where possible, the targets' own
+    memory."""
+    found, copies = [], []
+    for each in variables:
+        each.put_back()
+        target = each.target.detach()
+        if target.is_contiguous():
+            found.append(target.view(-1))
+        else:
+            found.append(target.new_empty(target.numel()))
+            copies.append((target, found[-1]))
+    yield found
+    for target, values in copies:
+        target.copy_(values.view(target.shape))

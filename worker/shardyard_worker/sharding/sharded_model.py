@@ -1,7 +1,7 @@
 """A model whose variables are cut over the members of a group, with its optimizer.
 
 What computes is a copy of the script's model, made anew for each group, whose parameters are shards. The script's model
-stays as it is, so that a script can evaluate when the data ends; meanwhile its parameters that are cut take no memory.
+stays, so that a script can evaluate when the data ends; meanwhile its parameters that are cut take no memory.
 
 Owns: which part of the variables this worker updates. Must not know: groups, steps.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardyard.domain.replica_groups import Strategy
 from shardyard_worker.embedding.table import Table
 from shardyard_worker.pipeline.schedules import check_loss
 from shardyard_worker.replicas.default_group import DefaultGroup
-from shardyard_worker.replicas.spread_model import Loss, SpreadModel
+from shardyard_worker.replicas.spread_model import Loss, SpreadModel, nothing_like
 from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
 from shardyard_worker.sharding.output_check import check_outputs
 from shardyard_worker.sharding.shards import Shard, ShardedReplica
@@ -56,39 +56,21 @@ class ShardedModel(SpreadModel):
                 why="its update of an element depends on the whole parameter, of which a worker has a shard",
                 todo="use an optimizer that treats elements alike, as AdamW, or job.strategy multi_worker_mirrored",
             )
-        self._parameters = parameters
-        self._buffers = buffers
+        super().__init__(parameters, buffers, strategy, loss)
         self._optimizer = optimizer
         self._spec = spec
         self._names = self._names_in(model)
         names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffer_names = [names[id(each.target)] for each in buffers]
         self._model = model
-        self._layouts = [(each.target.shape, each.target.stride()) for each in parameters]
-        targets = [each.target for each in parameters]
-        self._template = self._copy_of(model, [_nothing_like(each) for each in targets])
+        self._template = self._copy_of(model, [nothing_like(each.target) for each in parameters])
         self.computes = self._template
         """What computes, with this worker's shards for parameters."""
-        self._is_free = False
-        """Whether the script's parameters have no values."""
         self.replica = ShardedReplica([], [], [], optimizer, spec)
         self._at: tuple[int, int] | None = None
         """The place and the size of the group for which the model is cut."""
         self._group: DefaultGroup | None = None
-        super().__init__(model, strategy, loss)
-        self._state_guard = model.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        super().close()
-        self._state_guard.remove()
-
-    def _check_state(self, *_: object) -> None:
-        if self._is_free:
-            raise InvalidRequest(
-                f"model.state_dict() while the {self.kind} trains with job.strategy {self.strategy.value}",
-                why="the values are in the workers, a part in each",
-                todo="take a checkpoint (job.checkpoint.every_s), or call it after job.batches has ended",
-            )
+        self.guard(model)
 
     def _names_in(self, model: torch.nn.Module) -> list[str]:
         """The names of the parameters in the model. Raises UnsupportedModel."""
@@ -121,9 +103,17 @@ class ShardedModel(SpreadModel):
 
     def begin(self, place: int, size: int, group: DefaultGroup | None) -> None:
         """Cuts the model for this place. The shards' values are those of before if that was the place then."""
-        self.about_to_load()
         self._group = group
-        self.computes = self._whole()
+        cut_names = set() if group is None else self._cut_names
+        if group is None:
+            self.make_room()
+        # memory that nobody has touched takes none
+        memory = [
+            torch.empty_strided(*layout, dtype=each.target.dtype) if name in cut_names else each.target
+            for name, each, layout in zip(self._names, self._parameters, self._layouts, strict=True)
+        ]
+        self.computes = self._copy_of(self._template, memory)
+        del memory
         if group is not None:
             self._cut(self.computes, group)
         cut = dict(self.computes.named_parameters())
@@ -133,12 +123,22 @@ class ShardedModel(SpreadModel):
             self.replica.take_over(shards, buffers)
         else:
             self._optimizer.state.clear()
-            self.replica = ShardedReplica(self._parameters, shards, buffers, self._optimizer, self._spec)
+            self.replica = ShardedReplica(
+                self._parameters,
+                shards,
+                buffers,
+                self._optimizer,
+                self._spec,
+                place=place,
+                size=size,
+            )
+        self.free()
         self._at = place, size
 
-    def _whole(self) -> torch.nn.Module:
-        """A copy of the model in the memory of the script's."""
-        return self._copy_of(self._template, [each.target for each in self._parameters])
+    @property
+    @abstractmethod
+    def _cut_names(self) -> Collection[str]:
+        """The parameters that `_cut` gives memory of their own."""
 
     def _in_copy(self, name: str, buffer: Variable) -> Variable:
         owner, _, key = name.rpartition(".")
@@ -153,31 +153,15 @@ class ShardedModel(SpreadModel):
         self._group = None
         self.drop_gradients()
 
-    # ---- the script's model
-
-    def about_to_load(self) -> None:
-        if not self._is_free:
-            return
-        self._is_free = False
-        for each, shard, layout in zip(self._parameters, self.replica.shards, self._layouts, strict=True):
-            if shard.is_cut:
-                each.target.data = torch.empty_strided(*layout, dtype=each.target.dtype)
-
-    def _free(self) -> None:
-        """Gives back the memory of the script's parameters of which this worker has shards. They read as NaN then."""
-        if self._is_free:
-            return
-        self._is_free = any(shard.is_cut for shard in self.replica.shards)
-        for each, shard in zip(self._parameters, self.replica.shards, strict=True):
-            if shard.is_cut:
-                each.target.data = _nothing_like(each.target)
+    @property
+    def _unused(self) -> Collection[int]:
+        return [at for at, each in enumerate(self.replica.shards) if each.is_cut]
 
     # ---- a batch
 
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
         """Adds the gradients of a batch, times `weight`, to those of the shards. All members call it together. Returns
         the loss. Raises InvalidRequest, UnsupportedModel, GroupLost."""
-        self._free()
         for module, own in zip(self._model.modules(), self.computes.modules(), strict=True):
             own.training = module.training
         loss = self.loss(self.computes(*inputs), target)
@@ -195,11 +179,6 @@ class ShardedModel(SpreadModel):
     def drop_gradients(self) -> None:
         for shard in self.replica.shards:
             shard.cut.grad = None
-
-
-def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """One element in the place of all."""
-    return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
 
 
 class FullyShardedModel(ShardedModel):
@@ -238,6 +217,10 @@ class FullyShardedModel(ShardedModel):
                 todo="give drop_last=True, or another batch_size",
             )
 
+    @property
+    def _cut_names(self) -> Collection[str]:
+        return self._names
+
     def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
         reshard = self._settings.reshard_after_forward
         fully_sharded.cut(model, self._units, group.world, reshard_after_forward=reshard)
@@ -245,6 +228,8 @@ class FullyShardedModel(ShardedModel):
 
 class TensorParallelModel(ShardedModel):
     """For job.strategy tensor: DTensor. A group of job.tensor.size members, which compute the same batches."""
+
+    loads_whole = True
 
     def __init__(
         self,
@@ -276,11 +261,26 @@ class TensorParallelModel(ShardedModel):
     def loaded(self) -> None:
         self._is_to_check = True
 
+    @property
+    def _cut_names(self) -> Collection[str]:
+        layers = (*self._plan.colwise, *self._plan.rowwise)
+        return {name for name in self._names if name.rpartition(".")[0] in layers}
+
     def _cut(self, model: torch.nn.Module, group: DefaultGroup) -> None:
         tensor_parallel.cut(model, self._plan, group.world)
 
+    @property
+    def _unused(self) -> Collection[int]:
+        return () if self._is_to_check else super()._unused
+
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        if self._group is not None and self._is_to_check:
-            check_outputs(self._whole(), self.computes, inputs)
-        self._is_to_check = False
+        if self._is_to_check:
+            self._check(inputs)
+            self._is_to_check = False
+            self.free()
         return super().compute(inputs, target, weight)
+
+    def _check(self, inputs: Sequence[Any]) -> None:
+        if self._group is not None:
+            whole = self._copy_of(self._template, [each.target for each in self._parameters])
+            check_outputs(whole, self.computes, inputs)

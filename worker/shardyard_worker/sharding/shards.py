@@ -2,22 +2,23 @@
 
 The script's own optimizer runs on plain tensors that share the memory of the shards, so it must treat elements alike.
 
-Owns: the conversion between shards and whole variables. Invariant: `values` and `state` gather, so all members call
-them together. Must not know: how a model computes with shards.
+Owns: which elements of a variable a shard has. Must not know: how a model computes with shards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.optimizers import OptimizerSpec
-from shardyard_worker.exchange.buffers.tensor_types import widened
-from shardyard_worker.optimizers.torch_state import VariableState
+from shardyard_worker.exchange.optimizer_exchange import GivenPart
+from shardyard_worker.exchange.variable_parts import Region
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.variables import Variable
 
@@ -46,28 +47,42 @@ class Shard:
             found = self.cut.grad.redistribute(placements=self.cut.placements).to_local()
         return found
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of which this is the shard's part. All members call it together."""
+    @property
+    def region(self) -> Region:
+        """The elements that this shard has."""
         if not self._is_dtensor:
-            return part
+            return Region.whole(self.cut.numel())
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape = tuple(self.cut.shape)
+        local, offset = compute_local_shape_and_global_offset(shape, self.cut.device_mesh, self.cut.placements)
+        (placement,) = self.cut.placements
+        if placement.is_replicate():
+            return Region.whole(self.cut.numel())
+        begin = offset[placement.dim]
+        return Region.along(shape, placement.dim, begin, begin + local[placement.dim])
+
+    def rows(self, part: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Neighbouring elements of a whole of which this is the shard's part, flat, others in each member, and where
+        they begin. All members call it together: a shard of columns becomes one of rows."""
+        region = self.region
+        if region.outer == 1:
+            return region.begin * region.inner, part.reshape(-1)
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as ShardOf
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        mesh, placements, shape, stride = self.cut.device_mesh, self.cut.placements, self.cut.shape, self.cut.stride()
-        found = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return found.full_tensor()
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """The shard's part of a whole that all members have."""
-        if not self._is_dtensor:
-            return whole
-        from torch.distributed.tensor import distribute_tensor
-
-        mesh, placements = self.cut.device_mesh, self.cut.placements
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        mesh, shape, rows = self.cut.device_mesh, self.cut.shape, [ShardOf(0)]
+        columns = DTensor.from_local(
+            part, mesh, self.cut.placements, run_check=False, shape=shape, stride=self.cut.stride()
+        )
+        _, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, rows)
+        return offset[0] * math.prod(shape[1:]), columns.redistribute(placements=rows).to_local().reshape(-1)
 
 
 class ShardedReplica(Replica):
-    """`parameters`: whole. `shards`: of them, in their order."""
+    """`parameters`: whole. `shards`: of them, in their order. `place`, `size`: of the group that has shards of the same
+    wholes."""
 
     def __init__(
         self,
@@ -76,11 +91,16 @@ class ShardedReplica(Replica):
         buffers: Sequence[Variable],
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
+        *,
+        place: int = 0,
+        size: int = 1,
     ) -> None:
         local = [replace(each, target=shard.local) for each, shard in zip(parameters, shards, strict=True)]
         super().__init__(local, buffers, optimizer, spec)
         self.shards = shards
         self._whole = parameters
+        self._place = place
+        self._size = size
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         with self._optimizer_of_shards():
@@ -101,12 +121,6 @@ class ShardedReplica(Replica):
                 group["params"] = parameters
 
     @torch.no_grad()
-    def take_values(self) -> None:
-        """The shards get their elements of the script's parameters, which have whole values."""
-        for whole, shard in zip(self._whole, self.shards, strict=True):
-            shard.local.copy_(shard.part(whole.target.detach()))
-
-    @torch.no_grad()
     def take_over(self, shards: Sequence[Shard], buffers: Sequence[Variable]) -> None:
         """Continues with shards of the same sizes, of another group."""
         self.buffers = buffers
@@ -120,30 +134,25 @@ class ShardedReplica(Replica):
 
     # ---- copies
 
-    def set_state(self, states: Mapping[int, VariableState]) -> None:
-        """`states`: of whole variables."""
-        self.take_values()
-        self._set_own_state({at: self._part_of(at, state) for at, state in states.items()})
+    def region(self, at: int) -> Region:
+        return self.shards[at].region if at < len(self.shards) else super().region(at)
 
-    def _part_of(self, at: int, state: VariableState) -> VariableState:
-        found = {}
-        for name, array in state.slots.items():
-            whole = torch.from_numpy(array).view(self._whole[at].spec.shape)
-            found[name] = self.shards[at].part(whole).reshape(-1).clone().numpy()
-        return VariableState(state.count, found)
+    @torch.no_grad()
+    def given(self) -> dict[int, GivenPart]:
+        """The elements of this worker's shards; and of what all members have, other ones in each. All members call it
+        together."""
+        return {at: self._rows_of(at, given) for at, given in super().given().items()}
 
-    def state(self) -> dict[int, VariableState]:
-        found = self._own_state()
-        for at, name, initial in self._slots():  # in this order in all members, whatever their shards have
-            if at in found:
-                part = found[at].slots.get(name)
-                local = self.shards[at].local
-                given = widened(torch.full_like(local, initial)) if part is None else torch.from_numpy(part)
-                whole = self.shards[at].whole(given.view(local.shape)).contiguous().reshape(-1).numpy()
-                found[at] = VariableState(found[at].count, {**found[at].slots, name: whole})
-        return found
-
-    def values(self) -> list[torch.Tensor]:
-        whole = [shard.whole(shard.local.detach()) for shard in self.shards]
-        buffers = [each.target for each in self.buffers]
-        return [widened(each).detach().cpu().reshape(-1) for each in (*whole, *buffers)]
+    def _rows_of(self, at: int, given: GivenPart) -> GivenPart:
+        if at >= len(self.shards) or not self.shards[at].is_cut:
+            begin, end = (given.elements * each // self._size for each in (self._place, self._place + 1))
+            found = {name: array[begin:end] for name, array in given.arrays.items()}
+            return GivenPart(begin, end - begin, given.count, found)
+        shard, begin, found = self.shards[at], 0, {}
+        slots = self._slots_of(at) if given.count else ()
+        for name, initial in ((VALUES, 0.0), *((slot.name, slot.initial) for slot in slots)):
+            array = given.arrays.get(name)
+            part = torch.full((given.elements,), initial) if array is None else torch.from_numpy(array)
+            begin, rows = shard.rows(part.view(shard.local.shape))
+            found[name] = rows.contiguous().numpy()
+        return GivenPart(begin, found[VALUES].size, given.count, found)

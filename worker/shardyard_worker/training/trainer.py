@@ -18,7 +18,6 @@ from shardyard.domain.ids import Token
 from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
-from shardyard.domain.pushes import PushKind
 from shardyard.domain.variables import VariableKind
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.table_messages import tables_to_wire
@@ -26,7 +25,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, copies_for
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.fan_out import MapChanged
-from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
+from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.optimizers.torch_state import VariableState
 from shardyard_worker.rows.row_cache import RowCache
@@ -69,6 +68,8 @@ class Trainer:
         self.optimizer = optimizer
         self.variables = tuple(variables)
         self._tables = tables
+        self._loads_parts = session.job_settings.strategy.is_mirrored
+        """Whether this worker loads what it has of the variables by itself (`replicas.replica`)."""
         reply = self._register(session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
@@ -249,6 +250,17 @@ class Trainer:
         self.values.load()
         return number
 
+    def await_version(self, number: int) -> None:
+        """Waits until all partitions have that version or a later one. Brings no values. Raises MapChanged."""
+        answer = ExchangeResult()
+        with self.session.wait_registry.over(lambda: f"version {number}: {explain(answer)}"):
+            while True:
+                pull = PullSpec(number, exactly=False, wait_ms=SLICE_MS, values=False)
+                answer = self.link.router.pull_rows(pull, None)
+                if not answer.missing:
+                    return
+                self.session.check_waiting()
+
     # ---- first values
 
     def _initialize(self, state: Mapping[int, VariableState]) -> None:
@@ -268,8 +280,7 @@ class Trainer:
 
     def _give_values(self, state: Mapping[int, VariableState], router: ServerGroup) -> None:
         name = PushName(SourceKey(WorkerSource(self.session.caller.incarnation)), Token(0), 0, 0)
-        self.link.buffers.fill([variable.target for variable in self.variables])
-        router.initialize(PushRequest(name, PushKind.VALUES, 0.0))
+        router.initialize(name, [variable.target for variable in self.variables])
         if state:
             router.optimizer.give(state)
         for table in () if self.link.tables is None else self.link.tables.first_rows():
@@ -281,7 +292,8 @@ class Trainer:
         answer = ExchangeResult()
         with self.session.wait_registry.over(lambda: f"first values: {explain(answer)}"):
             while True:
-                answer = self.reach(lambda router: router.pull(PullSpec(0, exactly=False, wait_ms=SLICE_MS)))
+                pull = PullSpec(0, exactly=False, wait_ms=SLICE_MS, values=not self._loads_parts)
+                answer = self.reach(partial(ServerGroup.pull, pull=pull))
                 if not answer.missing:
                     return
                 self.session.check_waiting()

@@ -1,20 +1,21 @@
-"""The state that the stages of a pipeline publish, each its own variables (docs/internals/ledger.md, rule D7)."""
+"""The state that workers publish, each what it has of the variables (docs/internals/ledger.md, rules D4 and D7)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.domain.variables import DType, VariableSpec
+from shardyard.wire.frames import Frame
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.published_state import take_published
+from shardyard_ps_server.partition.published_state import Publishing
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.values.versions import aligned_empty
 
 LAYOUT = JobLayout(
     (VariableSpec("a", DType.FLOAT64, (8,)), VariableSpec("b", DType.FLOAT64, (8,))),
@@ -30,12 +31,13 @@ def partition() -> Partition:
     return made
 
 
-def give(partition: Partition, block: int, step: int, value: float, group: int = 1) -> None:
-    values = aligned_empty(128)
-    values[:] = 0
-    values.view(np.float64)[8 * block : 8 * block + 8] = value
+def give(partition: Partition, block: int, step: int, value: float, group: int = 1, elements: int = 8) -> None:
+    """The last elements of a block."""
+    values = np.full(elements, value)
     counts = [step if each == block else 0 for each in range(2)]
-    take_published(partition, TakenStep(step, group), counts, values, {}, lambda: None, (block,))
+    given = Publishing(partition, TakenStep(step, group), counts, [VALUES], lambda: None)
+    given.add(Frame(b"", 64 * (block + 1) - values.nbytes, values.tobytes()))
+    given.end()
 
 
 def newest(partition: Partition) -> tuple[int, float, float]:
@@ -51,6 +53,14 @@ def test_partition_takes_a_state_when_it_has_all_blocks(partition: Partition) ->
     give(partition, 0, 5, 1.0)
     assert newest(partition) == (5, 1.0, 2.0)
     assert partition.draft is None
+
+
+def test_workers_may_give_parts_of_a_block(partition: Partition) -> None:
+    give(partition, 0, 5, 1.0)
+    give(partition, 1, 5, 2.0, elements=3)
+    assert newest(partition)[0] == 0
+    give(partition, 1, 5, 2.0)
+    assert newest(partition) == (5, 1.0, 2.0)
 
 
 @pytest.mark.parametrize("later", [(6, 1), (5, 2)], ids=["step", "group"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.errors import NotReady
 from shardyard.domain.pushes import Outcome
 from shardyard.domain.replica_groups import TakenStep
+from shardyard.wire.frames import Frame
 from shardyard_ps_server.partition.checkpoint_cuts import take_cut
 from shardyard_ps_server.partition.contribution import Contribution
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_ps_server.partition.published_state import take_published
+from shardyard_ps_server.partition.published_state import Publishing
 from shardyard_ps_server.partition.reads import hold_version
 from shardyard_ps_server.values.versions import aligned_empty
 from tests.support.rows_in_steps import current, moved, partition_of, push, work
@@ -23,9 +25,9 @@ def rows(given: dict[int, float]) -> Contribution:
 
 
 def publish(partition: Partition, step: int, value: float, group: int = 1) -> None:
-    values = aligned_empty(64)
-    values.view(np.float32)[:] = value
-    take_published(partition, TakenStep(step, group), [step], values, {}, current)
+    given = Publishing(partition, TakenStep(step, group), [step], [VALUES], current)
+    given.add(Frame(b"", 0, np.full(16, value, np.float32).tobytes()))
+    given.end()
 
 
 def values(partition: Partition, number: int) -> float:

@@ -39,11 +39,14 @@ def test_the_choice_says_why(model: PlannedModel, workers: int, memory: int, str
     assert chosen.why
 
 
-def test_a_shard_takes_its_part_of_everything_but_the_values_that_come() -> None:
+def test_a_worker_takes_its_part_of_everything_and_the_whole_model_when_the_data_ends() -> None:
     by_strategy = {cost.strategy: cost for cost in costs_of(model_of(4_000, state=8_000), workers=4, servers=1)}
-    assert by_strategy[Strategy.SHARDED].worker == 4_000 + (4_000 + 4_000 + 8_000) // 4
+    assert by_strategy[Strategy.SHARDED].worker == 4_000 + (4_000 + 8_000) // 4
+    assert by_strategy[Strategy.PIPELINE].worker == 4_000 + 8_000 // 4
     half = replace(model_of(4_000, state=8_000), cut=2_000)
-    assert costs_of(half, workers=4, servers=1)[-1].worker == 4_000 + (4_000 + 4_000 + 8_000) * 5 // 8
+    assert costs_of(half, workers=4, servers=1)[-1].worker == (4_000 + 4_000 + 8_000) * 5 // 8
+    by_strategy = {cost.strategy: cost for cost in costs_of(model_of(4_000, state=8_000), workers=1, servers=1)}
+    assert by_strategy[Strategy.PIPELINE].worker == 4 * 4_000, "while it trains"
 
 
 def test_replicas_side_by_side_are_as_large_as_the_settings_say() -> None:

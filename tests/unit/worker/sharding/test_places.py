@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardyard.checkpoints.partition_file import VALUES
+from shardyard_worker.exchange.variable_parts import VariablePart
 from shardyard_worker.sharding.fully_sharded import cut
 from shardyard_worker.sharding.shards import Shard
 
@@ -28,7 +30,11 @@ def part_of(place: int, size: int) -> torch.Tensor:
     try:
         model = torch.nn.Linear(1, len(WHOLE), bias=False)
         cut(model, [], dist.group.WORLD, reshard_after_forward=True)
-        return Shard(model.weight).part(WHOLE[:, None]).flatten().clone()
+        shard = Shard(model.weight)
+        part = VariablePart(shard.region, {VALUES: shard.local.view(-1)})
+        for begin in range(0, len(WHOLE), 5):
+            part.put(VALUES, begin, WHOLE[begin : begin + 5].numpy())
+        return shard.local.flatten().clone()
     finally:
         dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ pushes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from shardyard_worker.exchange.buffers.buffer_layout import (
 from shardyard_worker.exchange.buffers.device_copies import DeviceCopies, DeviceCopy
 from shardyard_worker.exchange.buffers.pulled_values import PulledValues
 from shardyard_worker.exchange.buffers.tensor_copy import TensorCopier
-from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, check_tensor, fits_dtype
+from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, check_tensor, fits_dtype, widened
 
 Codes = Mapping[PartitionId, Sequence[memoryview]]
 Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
@@ -37,8 +37,8 @@ Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 class FlatBuffers:
     """The buffers of a job's variables under one partition map.
 
-    `shareable`: servers on this machine may open the gradients' memory. `pushes`: gradients are pushed; if not, only
-    first values ever are, so pages come when they are touched. `slots`: the number of copies of that memory,
+    `shareable`: servers on this machine may open the gradients' memory. `pushes`: gradients are pushed; if not, their
+    memory is not touched, so it takes no pages. `slots`: the number of copies of that memory,
     one for the push that is being filled and one for each push in flight. `copies`: copies tensors of a GPU, if any.
     """
 
@@ -116,14 +116,14 @@ class FlatBuffers:
         return pieces[0].view(spec.shape) if len(pieces) == 1 and spec.kind is VariableKind.PARAMETER else None
 
     def take_over(self, old: FlatBuffers) -> None:
-        """Copies the filled-in gradients and the current values from the buffers of an earlier map of the same layout.
-        Nothing refers to `old` afterwards."""
+        """Copies the filled-in gradients, if any are, and the current values from the buffers of an earlier map of the
+        same layout. Nothing refers to `old` afterwards."""
         assert old.layout is self.layout or old.layout == self.layout
         assert old._slots == self._slots
         self.slot = old.slot
         for index, places in enumerate(self._where):
             before = {(w.buffers.partitions[w.part], w.number): at for at, w in enumerate(old._where[index])}
-            for slot in range(self._slots):
+            for slot in range(self._slots if self._pushes and old._pushes else 0):
                 for into, where in zip(self._gradients[slot][index], places, strict=True):
                     into.copy_(old._gradients[slot][index][before[where.buffers.partitions[where.part], where.number]])
         current = {
@@ -190,6 +190,21 @@ class FlatBuffers:
         self._copier.copy(pairs)
         if wanted and self._copies is not None:
             self._copies.fetch(wanted)
+
+    def first_values(self, server: Incarnation, values: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+        """A server's whole payload with these values of all variables, piece by piece. Raises ShapeMismatch,
+        DTypeMismatch, UnsupportedModel."""
+        for partition in self._by_server[server].partitions:
+            part, come = self.layout.partitions[partition], 0
+            for block in part.blocks:
+                tensor = values[block.variable]
+                check_tensor(self.layout.variables[block.variable], tensor)
+                flat = tensor.detach().reshape(-1)[block.offset : block.offset + block.length]
+                piece = widened(flat).cpu().contiguous().view(torch.uint8).numpy()
+                yield memoryview(bytes(block.position - come))
+                yield piece.data
+                come = block.position + piece.nbytes
+            yield memoryview(bytes(part.payload_bytes - come))
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on a GPU: its elements are copied, by `take` or `fill`."""
