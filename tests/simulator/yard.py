@@ -78,7 +78,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(remember_yard): lambda *_: None,
         id(forget_yard): lambda *_: None,
         id(Journal): SimulatedJournal,
-        id(tune_malloc): lambda: True,
+        id(tune_malloc): lambda *_: True,
         id(run_of): lambda _: RunName(f"launch {current_yard().jobs_failed}"),
         id(end_run): lambda _: None,
     }
