@@ -93,8 +93,8 @@ class ReplicaGroup:
     """`generation`: its number, from 1. `members`: in the order of their places. `step`: the step that all replicas
     continue from; None: that of the newest version on the servers, which have no rows of the next one. `donor`: the
     place of a member whose replica is of that step, from which members with another one get it; None if all load it
-    from the servers. `void_until`: replicas of groups
-    up to this generation do not count, since the servers have gone back from their steps with rows of tables."""
+    from the servers. `void_until`: replicas of groups up to this generation do not count, since the servers have gone
+    back from their steps with rows of tables."""
 
     generation: int
     members: tuple[Incarnation, ...]
