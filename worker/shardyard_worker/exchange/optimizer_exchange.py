@@ -116,8 +116,8 @@ class OptimizerExchange:
         dtype = np.dtype(self._layout.variables[block.variable].dtype.value)
         found = given.arrays.get(name)
         if found is None:
-            initial = {slot.name: slot.initial for slot in self._slots_of(block.variable)}
-            elements = np.full(end - begin, initial.get(name, 0.0), dtype)
+            initial = next((slot.initial for slot in self._slots_of(block.variable) if slot.name == name), 0.0)
+            elements = np.full(end - begin, initial, dtype)
         else:
             elements = found[begin - given.begin : end - given.begin]
         yield block.position + (begin - block.offset) * dtype.itemsize, elements

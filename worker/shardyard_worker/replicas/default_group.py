@@ -75,8 +75,9 @@ class CollectiveGroup(dist.ProcessGroup):
         return _Work(collectives, [collectives.begin(lambda: begin(*given))], lambda: None)
 
     def reduce_and_cut(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], kind: Any) -> _Work:
-        """A reduce-scatter, which gloo does not have: each member gets its part from all others, and reduces it by itself.
-        torch's own sums the whole tensors in each member, and waits for that without a bound. Raises GroupLost."""
+        """A reduce-scatter, which gloo does not have: each member gets its part from all others, and reduces it by
+        itself. torch's own sums the whole tensors in each member, and waits for that without a bound. Raises
+        GroupLost."""
         size = self._collectives.size
         reduce = next(reduce for op, reduce in _REDUCTIONS if kind == op)
         parts = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in given]
