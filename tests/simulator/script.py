@@ -148,16 +148,19 @@ def _train_async(yard: Yard, job: Any, names: list[str], size: int, rows: Rows |
         if left == 0 and dropped:
             continue
         overflows = plan.wrong == "overflow" and name.first == name.last and yard.plan.is_wrong(source, name.last)
-        # what is accumulated before a data shard's last batch does not count if that batch is in quarantine,
-        # even if only because of the batch before it
         alone = overflows or (plan.wrong == "overflow" and yard.plan.is_wrong(source, name.last + 1))
-        if plan.wrong == "nan" and left == 1:
-            alone = yard.plan.is_wrong(source, name.last) or yard.plan.is_wrong(source, name.last + 1)
-        alone = alone or plan.shares_rows
+        # what is accumulated before a data shard's last batches does not count if all of those are in quarantine
+        alone = alone or plan.shares_rows or _are_left_out(yard, source, range(name.last + 1, batches_there - dropped))
         if left == 0 or (left == 1 and dropped) or alone or world.rng.random() > 0.2:
             _push(yard, job, dict.fromkeys(names, gradient), rows, overflow=overflows)
             gradient = torch.zeros(size, dtype=torch.float64)
         _stop_by_chance(yard, job)
+
+
+def _are_left_out(yard: Yard, source: DataShardSource, batches: range) -> bool:
+    """Whether all of them are in quarantine."""
+    left_out = next(reversed(yard.left_out.values()), set())
+    return all(left_out.issuperset(yard.plan.coordinates_of(source, batch)) for batch in batches)
 
 
 def _train_sync(yard: Yard, job: Any, names: list[str], rows: Rows | None, batches: Iterable[Any]) -> None:
