@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.epochs import EpochPlan, order
+from shardyard.domain.push_names import DataLease
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.data import feed
+from shardyard_worker.data.async_feed import AsyncFeed
 from shardyard_worker.exchange.server_stream import ServerStream
 from tests.support.alone import SYNC, SYNC_2, Connect, Counted
 from tests.support.yards import Probes, RoleYard, finish
@@ -79,6 +82,38 @@ def test_promise_2_each_sample_counts_once_asynchronous(connect: Connect, sample
             counted.optimizer.zero_grad()
     assert counted.counts == [2.0] * samples
     assert counted.job.step == 2 * -(-samples // 12)
+
+
+@pytest.mark.parametrize("quarantined", [1, 2, 5])
+def test_promise_2_batches_before_one_in_quarantine_count(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, quarantined: int
+) -> None:
+    """No push may be left for them, so a step is due before each batch that may be put into quarantine (rule A13)."""
+    found = AsyncFeed._lease
+
+    def lease_with_suspects(self: AsyncFeed) -> DataLease | None:
+        lease = found(self)
+        return lease and replace(lease, announce_until=quarantined + 1)
+
+    def begins(_: AsyncFeed, source: Any, token: Any, sequence: int, **__: Any) -> tuple[bool, int]:
+        return sequence != quarantined, quarantined + 1
+
+    monkeypatch.setattr(AsyncFeed, "_lease", lease_with_suspects)
+    monkeypatch.setattr(AsyncFeed, "_begins", begins)
+    counted, seen = Counted(connect(settings={"job.data.batches_per_data_shard": 6}), 12), list[int]()
+    counted.optimizer.zero_grad()
+    due = []
+    for (index,) in counted.job.batches(counted.data, batch_size=2, accumulate=3):
+        counted.compute(index)
+        seen += index.tolist()
+        due.append(counted.job.step_due)
+        if counted.job.step_due:
+            counted.optimizer.step()
+            counted.optimizer.zero_grad()
+    assert len(seen) == 10
+    assert counted.counts == [float(sample in seen) for sample in range(12)]
+    # each batch alone as far as the one in quarantine, then as accumulated
+    assert due == [*[True] * quarantined, *((number + 1) % 3 == 0 for number in range(quarantined + 1, 6))]
 
 
 def test_a_script_that_counts_its_batches_needs_no_more(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:

@@ -82,7 +82,7 @@ class ShardedStrategy(_CutStrategy):
                 raise InvalidRequest(
                     "a step in which this worker has no batch, before its first",
                     why="all members gather the parameters for each other's batches, so each computes one",
-                    todo="see why the batch is in quarantine (shardyard quarantine)",
+                    todo="see why the batch is in quarantine (shardyard quarantined)",
                 )
             self._model.compute(*self._newest, 0.0)
 

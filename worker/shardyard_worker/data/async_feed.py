@@ -182,17 +182,14 @@ class AsyncFeed(Feed):
             chosen = self._chosen(samples, sequence)
             first = sequence if pending is None else pending.name.first
             before = 0 if pending is None else pending.samples
-            due = (sequence + 1) % self._settings.accumulate == 0 or (sequence + 1) * size >= len(samples)
             named = PushName(key, lease.token, first, sequence)
-            self.work = Work(named, before + len(chosen), due, highest=max(nexts))
-            self._trainer.accumulates = not due
             if sequence < shard.announce_until:
                 try:
                     counts = self._announce(shard, lease, sequence, highest=max(*nexts, sequence))
                 except (LostWork, StaleToken):
                     return
                 if not counts:
-                    self.work = Work(self.work.name, before)
+                    self.work = Work(named, before)
                     if pending is None:
                         self._contribute(self.work, None)
                     else:
@@ -200,6 +197,10 @@ class AsyncFeed(Feed):
                     if self.work.lost:
                         return
                     continue
+            due = (sequence + 1) % self._settings.accumulate == 0 or (sequence + 1) * size >= len(samples)
+            due |= sequence + 1 < shard.announce_until  # if the next one does not count, no push of it names this one
+            self.work = Work(named, before + len(chosen), due, highest=max(nexts))
+            self._trainer.accumulates = not due
             shard.sequence = sequence
             try:
                 yield self._fetch(self._seed(shard.source, sequence), chosen)
