@@ -37,8 +37,8 @@ from tests.chaos.schedules import (
 )
 
 HERE = Path(__file__).parent
-FEW = 2
-"""`make test` plays the first two schedules: an asynchronous job with logs, and a hybrid one without."""
+FEW = 1
+"""`make test` plays the first schedule of servers and of replicas, and those of servers that were red once."""
 EIGHT = 8
 """`make test-long` plays the others of the first eight, which together have every kind of fault."""
 FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
@@ -56,10 +56,10 @@ def red_seeds(file: str = "red_seeds.txt") -> list[int]:
 def seeds_of_replicas() -> list[Any]:
     if ONE_SEED:
         return [int(ONE_SEED)]
-    found = {*range(FIRST_SEEDS), *red_seeds("red_seeds_of_replicas.txt")}
+    found = {0, 1, *range(FIRST_SEEDS), *red_seeds("red_seeds_of_replicas.txt")}
     several = "CHAOS_SEEDS" in os.environ
-    # the first one and those that were red; `make test-long` plays the second
-    return [pytest.param(seed, marks=[pytest.mark.long] * (seed == 1 and not several)) for seed in sorted(found)]
+    # `make test` plays the first one, `make test-long` the second, and those that were red
+    return [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0 and not several)) for seed in sorted(found)]
 
 
 def seeds_of_strategies() -> list[Any]:

@@ -27,7 +27,7 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from tests.simulation.restoring import Lockstep
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 60))]
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 60))]
 FAULT_ACTIONS = 400
 HEAL_ROUNDS_MAX = 3_000
 WORKERS_MAX = 4

@@ -22,7 +22,7 @@ from tests.simulation.restoring import FEEDS, SGD, VARIABLES, Lockstep
 
 # ---- the beginning of a job with logs
 
-BEGINNINGS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 24))]
+BEGINNINGS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))]
 BEGINNING_EVENTS = 120
 LOGS = JobSettings(
     name="w",
@@ -191,7 +191,7 @@ def test_beginnings_by_chance_write_records_of_every_kind() -> None:
 
 # ---- a job that goes over between synchronous and asynchronous updates
 
-CROSSINGS = [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 40))]
+CROSSINGS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))]
 BACK = 24
 """Seeds from here on begin with data shards."""
 CROSSING_EVENTS = 250

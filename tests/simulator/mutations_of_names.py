@@ -181,7 +181,7 @@ def a_straddling_range_counts(patch: Patch) -> None:
     instead_of(patch, StraddlingRange)
 
 
-@mutation("A14", "async-rows", 128)
+@mutation("A14", "async-rows", 156)
 def one_lease_of_the_dead_is_freed(patch: Patch) -> None:
     """only the first lease of a dead worker is freed, not those that it had taken ahead"""
 

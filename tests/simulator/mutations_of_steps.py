@@ -176,7 +176,7 @@ def a_sealed_partition_takes_pushes(patch: Patch) -> None:
     patch.setattr(Partition, "check_unsealed", lambda self: None)
 
 
-@mutation("C8", "async-full", 3)
+@mutation("C8", "async-full", 9)
 def what_was_not_written_down_is_told(patch: Patch) -> None:
     """a coordinator that cannot write its journal answers heartbeats by what it has decided and not written down"""
     real = Mailbox._begin_stall

@@ -335,6 +335,7 @@ def test_every_codec_is_in_the_list() -> None:
     assert {parse_codec(text).kind for text in OUTER_CODECS} == {*PUSH_KINDS} - {"none"}
 
 
+@pytest.mark.long("topk:0.3", "powersgd:1", "int8")
 @pytest.mark.parametrize("codec", OUTER_CODECS)
 def test_all_codecs_carry_outer_gradients(connect: Connect, codec: str) -> None:
     given = {"job.compression.push": codec, "job.compression.whole_elements_max": 0}

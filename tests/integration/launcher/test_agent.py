@@ -306,6 +306,7 @@ LOSES_THE_YARD = """
     """
 
 
+@pytest.mark.long("StaleIncarnation")
 @pytest.mark.parametrize("error", ["StaleIncarnation", "CoordinatorUnavailable"])
 def test_process_that_lost_the_yard_is_started_again(bench: Bench, error: str) -> None:
     ended = Ended([*bench.watch(bench.launch(LOSES_THE_YARD.format(error=error), restarts_max=1))])

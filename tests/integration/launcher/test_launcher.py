@@ -77,6 +77,7 @@ TRAINS = """
 """
 
 
+@pytest.mark.long
 def test_yard_that_trains_is_saved_before_it_goes_down(shell: Shell) -> None:
     """And `down --purge` keeps what was saved."""
     running = shell.start(
@@ -141,6 +142,7 @@ def test_script_outlives_the_terminals_of_those_who_started_and_followed_it(shel
     assert shell.down("--now").returncode == 0
 
 
+@pytest.mark.long
 def test_script_that_was_left_running_goes_on_after_its_agent_was_killed(shell: Shell) -> None:
     """Under its number, so that those who follow it follow it still."""
     assert shell.up("--set", "yard.servers=1", "--set", "yard.workers=1").returncode == 0

@@ -102,6 +102,7 @@ def test_signal_stops_a_run_cleanly(shell: Shell, number: signal.Signals) -> Non
     assert list(shell.temporary.iterdir()) == []
 
 
+@pytest.mark.long
 def test_signal_while_a_yard_starts_stops_it_cleanly(shell: Shell) -> None:
     process = shell.start("run", shell.script(SLEEPS))
     await_true(lambda: len(shell.processes()) > 1, "the first process of the yard")

@@ -53,6 +53,7 @@ def clip(parameters: Any, norm: float = NORM, value: float = VALUE) -> float:
     return float(torch.nn.utils.clip_grad_norm_(found, norm)) if norm else math.nan
 
 
+@pytest.mark.long("async-norm", "sync-both")
 @pytest.mark.parametrize("given", [BY_NORM, BY_VALUE, CLIP], ids=["norm", "value", "both"])
 @pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
 def test_training_equals_torch_with_its_clipping(

@@ -131,6 +131,7 @@ def compute(model: Mixed, optimizer: torch.optim.Optimizer, step: int, x: torch.
     (model(x, rarely=step % 3 == 1) - y).square().mean().backward()
 
 
+@pytest.mark.long(*(f"async-{kind}" for kind in OPTIMIZERS), "sync-adamw", "sync-sgd")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{}, SYNC], ids=["async", "sync"])
 def test_promise_6_training_equals_torch(connect: Connect, kind: str, settings: dict[str, Any]) -> None:
@@ -149,6 +150,7 @@ def test_promise_6_training_equals_torch(connect: Connect, kind: str, settings: 
     assert job.step == 60
 
 
+@pytest.mark.long("adamw", "rmsprop", "ftrl", "lion")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_promise_6_updates_equal_torchs_in_single_precision(connect: Connect, kind: str) -> None:
     # given the same gradients, since training multiplies differences in the last bit

@@ -92,6 +92,7 @@ def test_worker_without_a_rank_waits_and_ends_with_the_others(yard: LocalCluster
     assert not re.search(r"job 'spare'.*(lost all its replicas|goes back)", said), "the members had published the end"
 
 
+@pytest.mark.long("rows of tables")
 @COUNTS
 def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
     yard: LocalCluster, probes: Probes, tmp_path: Path, script: str, counted: str
@@ -110,7 +111,7 @@ def test_all_are_killed_and_others_go_on_from_the_newest_checkpoint(
     assert max(each["computed"] for each in results) < SAMPLES * EPOCHS // (RANKS * 4), "it did not begin at step 0"
 
 
-@pytest.mark.long("model-to servers", "words-from servers")
+@pytest.mark.long("words-from servers")
 @pytest.mark.parametrize(
     "strategies",
     [("multi_worker_mirrored", "parameter_server"), ("parameter_server", "multi_worker_mirrored")],

@@ -58,7 +58,7 @@ def wanted(yard: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> list
     return [float(each) for each in losses]
 
 
-@pytest.mark.long("1F1B", "ZBVZeroBubble")
+@pytest.mark.long("ZBVZeroBubble")
 @pytest.mark.parametrize(
     "schedule", ["1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
@@ -80,7 +80,7 @@ def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probe
     assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 3
 
 
-@pytest.mark.long("variables-0-killed", "variables-1-frozen", "rows of tables-0-killed")
+@pytest.mark.long("variables-1-frozen", "rows of tables-0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])

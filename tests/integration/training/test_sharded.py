@@ -93,6 +93,7 @@ def test_losses_are_those_of_one_process(
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 
+@pytest.mark.long("modules")
 @pytest.mark.parametrize(
     "more",
     [{"job__sharded__reshard_after_forward": "false"}, {"job__sharded__modules": "0 [24]"}, {"job__clip__norm": 0.05}],
@@ -108,6 +109,7 @@ def test_settings_of_shards_change_no_loss(yard: LocalCluster, probes: Probes, m
     assert found == [pytest.approx(each, rel=1e-5) for each in sorted([losses[::2], losses[1::2]])]
 
 
+@pytest.mark.long("sharded")
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_buffers_are_the_mean_over_ranks(yard: LocalCluster, probes: Probes, strategy: str) -> None:
     """The script's model has them when the data ends."""
@@ -140,7 +142,7 @@ def test_members_with_fewer_ranks_accumulate_as_often(yard: LocalCluster, probes
         assert finish(script, out)["counts"] == [[2.0] * 64] * 2
 
 
-@pytest.mark.long("variables-sharded-killed", "rows of tables-sharded-killed", "rows of tables-tensor-frozen")
+@pytest.mark.long("variables-sharded-killed", "rows of tables-tensor-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 @WITH_ROWS
@@ -172,6 +174,7 @@ def test_promise_2_each_sample_counts_once_when_a_member_is_lost(
         assert finish(script, out)["counts"] == counts
 
 
+@pytest.mark.long("rows of tables")
 @WITH_ROWS
 def test_a_worker_comes_and_another_leaves_without_a_step_back(
     yard: LocalCluster, probes: Probes, tmp_path: Path, more: tuple[str, ...], counts: Counts
@@ -246,7 +249,7 @@ def test_mistakes_of_a_script_are_told(yard: LocalCluster, probes: Probes, strat
         assert finish(script, out)["errors"] == {name: what for name, what in expected.items() if what}
 
 
-@pytest.mark.long("sharded")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes, strategy: str) -> None:
     """As with replicas: one member says which work it was."""

@@ -74,7 +74,7 @@ def place_in(script: Script, members: int) -> int:
     return places[-1]
 
 
-@pytest.mark.long("sharded", "pipeline")
+@pytest.mark.long("pipeline")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_are_those_of_one_process(
     yard: LocalCluster, probes: Probes, wanted: dict[int, list[float]], strategy: str
@@ -123,7 +123,7 @@ def test_gradients_are_compressed_between_pipelines(
         assert losses[5:] != pytest.approx(of_rank[5:], rel=1e-5)
 
 
-@pytest.mark.long("pipeline-killed", "sharded-frozen")
+@pytest.mark.long("sharded-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_promise_2_others_go_on_with_the_replica_that_is_left(
@@ -153,7 +153,7 @@ def test_promise_2_others_go_on_with_the_replica_that_is_left(
         assert not any("goes back to checkpoint" in line for line in script.lines)
 
 
-@pytest.mark.long("sharded")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes, strategy: str) -> None:
     """One member says so, of the replica whose loss was not finite."""

@@ -117,8 +117,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.long(
-    *("gpt-parameter_server-2", "recommender-multi_worker_mirrored-2", "digits-mirrored-4"),
-    *("recommender-sharded-2", "digits-pipeline-2", "gpt-sharded-2", "gpt-tensor-2", "gpt-two-pipelines-4"),
+    *("gpt-parameter_server-2", "recommender-multi_worker_mirrored-2", "recommender-sharded-2", "gpt-tensor-2"),
     "digits-accumulated-pipeline-2",
 )
 @pytest.mark.parametrize(("model", "strategy", "processes"), CASES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -80,3 +82,24 @@ def test_push_has_the_bytes_of_its_parts() -> None:
     name = PushName(SourceKey(RankSource(Rank(0))), Token(0), 0, 0)
     order = PushHeader(Caller(), Incarnation(1), Generation(1), name, PushKind.GRADIENT, parts, 1.0, ())
     assert order.payload_bytes == 192
+
+
+def test_nobody_can_choose_data_shards_that_collide_in_a_ledger() -> None:
+    """The hash of a tuple of whole numbers has no key: its last number can be solved for (xxHash's steps, as in
+    cpython's tupleobject.c)."""
+    first, second, bits = 11400714785074694791, 14029467366897019727, 64
+    whole, inverse = (1 << bits) - 1, pow(second, -1, 1 << bits)
+
+    def added(state: int, number: int) -> int:
+        state = (state + number * second) & whole
+        return (state << 31 | state >> bits - 31) * first & whole
+
+    target = (added(2870177450012600261, 0) + 12345) & whole
+    chosen = []
+    for epoch in range(1_000):
+        index = (target - added(added(2870177450012600261, 0), epoch)) * inverse & whole
+        if index < sys.hash_info.modulus:
+            chosen.append((0, epoch, index))
+    assert len(chosen) > 50
+    assert len({hash(each) for each in chosen}) == 1
+    assert len({hash(DataShardSource(*each)) for each in chosen}) == len(chosen)
