@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
+
+_PACKED: Final = struct.Struct("qqq").pack
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -15,6 +18,11 @@ class DataShardSource:
     feed: int
     epoch: int
     index: int
+
+    def __hash__(self) -> int:
+        """Python's keyed hash of bytes. That of a tuple of numbers has no key, so a worker could name sources that
+        collide in a ledger, and each look-up would take as long as there are sources."""
+        return hash(_PACKED(self.feed, self.epoch, self.index))
 
     def __str__(self) -> str:
         return f"data shard {self.feed}.{self.epoch}.{self.index}"
