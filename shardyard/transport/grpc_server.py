@@ -107,14 +107,14 @@ class GrpcServer:
         options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max()))
         self._server = grpc.server(self._pool, options=options)
         self._health = health.HealthServicer()
-        self._statuses: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {}
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         names = [f"{PACKAGE}.{service.name}" for service in services]
         for service, name in zip(services, names, strict=True):
             handlers = {method.name: self._handler_of(method, handler) for method, handler in service.handlers.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         self._server.add_generic_rpc_handlers((self._health_handler(),))
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        self._names = names
+        self._names = ("", *names)
         self._started = False
         try:
             if security is None:
@@ -134,10 +134,10 @@ class GrpcServer:
         self._begin()
 
     def set_ready(self, *, ready: bool) -> None:
-        kind = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        self._statuses = dict.fromkeys(("", *self._names), kind)
-        for name in self._statuses:
-            self._health.set(name, kind)
+        served = health_pb2.HealthCheckResponse
+        self._status = served.SERVING if ready else served.NOT_SERVING
+        for name in self._names:
+            self._health.set(name, self._status)
 
     def revoke(self, holders: frozenset[str]) -> None:
         """From now on the certificates of these members (role/name) are refused, and their open calls end."""
@@ -204,9 +204,9 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
     def _check_health(self, request: health_pb2.HealthCheckRequest, _: Context) -> health_pb2.HealthCheckResponse:
-        if request.service not in self._statuses:
+        if request.service not in self._names:
             raise errors.NotFound(f"{self.address} has no service {request.service!r}")
-        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+        return health_pb2.HealthCheckResponse(status=self._status)
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError | None:
