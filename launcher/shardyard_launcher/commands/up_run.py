@@ -127,8 +127,8 @@ def run(
     """Run a script on a yard of its own.
 
     The yard is started for the script, on free ports, and stopped when the script ends. With --coordinator, the script
-    runs on a yard that is up already. Ctrl-C stops the script. If the terminal is closed, a script on a yard that was
-    up already goes on.
+    runs on a yard that is up already. Ctrl-C stops the script, a second one kills it. If the terminal is closed, a
+    script on a yard that was up already goes on.
     """
     from shardyard_launcher.terminal.variables import given_variables
 
@@ -292,7 +292,7 @@ def _follow(
                         f"its agent does, and `shardyard attach {launched.number}` follows it"
                     )
                 shown = FirstStep(display, began) if isinstance(script, Script) else display
-                ended = launched.follow(shown, stop=signals.stop, check=check)
+                ended = launched.follow(shown, signals=signals, check=check)
     except errors.ShardyardError as error:
         print_error(error)
         return 1
@@ -333,7 +333,7 @@ def _leave_running(network: Network, agent: str, script: Script, given: Given, s
         if ended is not None:
             return _report_end(script.path, launched.workers, ended, ended.first_error)
         if signals.exit_code is not None:
-            launched.stop(NotesOnly())
+            launched.stop(NotesOnly(), signals.hurry)
             click.echo("stopped", err=True)
             return signals.exit_code
     finally:

@@ -2,7 +2,7 @@
 
 Owns: what is launched; how long an agent that does not answer is waited for; a new launch if the agent died and came
 back, or another one took its place (the script's processes died with it, as if a signal had killed each); the stop.
-Invariants: `follow` returns or raises within seconds after `stop` is set or `check` raises, and the script's processes
+Invariants: `follow` returns or raises within seconds after a signal or `check` raises, and the script's processes
 have ended then. Must not know: how the yard was started, how progress is drawn.
 """
 
@@ -31,11 +31,14 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.scripts.agent_launch import STOP_MS_MAX, AgentLaunch
 from shardyard_launcher.scripts.launches import FoundLaunch
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
+from shardyard_launcher.terminal.options import StopSignals
 from shardyard_worker.agent.error_report import ShownOutput
 
 SILENT_MS: Final = 1_000
 """How long an agent may not answer before that is said."""
 GRACE_MS: Final = 5_000
+AT_ONCE_MS: Final = 1
+"""0 asks for the grace time of the agent."""
 KEY_BITS: Final = 48
 PROGRESS_MS: Final = 1_000
 FIRST_STEP_MS: Final = 200
@@ -150,16 +153,16 @@ class ScriptRun:
         return ended
 
     def follow(
-        self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
+        self, display: Display, *, signals: StopSignals, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
         """Launches the script, and shows what happens, and what `check` reports, until it has ended. Returns None if
-        `stop` was set first. Raises what `check` raises, what the agent answers (InvalidRequest, NotPermitted), and
+        a signal came first. Raises what `check` raises, what the agent answers (InvalidRequest, NotPermitted), and
         Unavailable when the agent does not come back. The script's processes are stopped in any case, unless the launch
         was found."""
         ended: agent_wire.LaunchEnded | None = None
         poller = _StatusPoller(self._coordinator)
         try:
-            while ended is None and not stop.is_set():
+            while ended is None and not signals.stop.is_set():
                 ended = self._continue(display)
                 for line in check():
                     display.note(line)
@@ -173,7 +176,7 @@ class ScriptRun:
             poller.close()
             if ended is None:
                 if self._request is not None:
-                    self.stop(display)
+                    self.stop(display, signals.hurry)
             else:
                 self._show_last(display)
 
@@ -291,15 +294,18 @@ class ScriptRun:
             status = self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=2_000)
             display.progress(status, frozenset(self._pids), last=True)
 
-    def stop(self, display: Display) -> None:
-        """Stops the launch and shows what it still prints."""
+    def stop(self, display: Display, hurry: threading.Event) -> None:
+        """Stops the launch and shows what it still prints. Once `hurry` is set, its processes are killed."""
         try:
             if not self._launch.stop(GRACE_MS):
                 return
             give_up = time.monotonic() + STOP_MS_MAX / 1000
+            has_hurried = False
             with self._launch.await_end() as wait:
                 while time.monotonic() < give_up and self._show_next(display) is None:
                     wait.tick()
+                    if hurry.is_set() and not has_hurried:
+                        has_hurried = self._launch.stop(AT_ONCE_MS)
         except errors.ShardyardError as error:
             # its processes die with it
             display.note(f"the agent no longer answers: {error.what}")

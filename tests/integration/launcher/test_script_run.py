@@ -20,8 +20,9 @@ from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.scripts import script as script_module
 from shardyard_launcher.scripts.script import Script, ScriptRun
+from shardyard_launcher.terminal.options import StopSignals
 from shardyard_worker.agent.service import AgentPlan, AgentService
-from tests.support.waiting import wait_until
+from tests.support.waiting import is_gone, wait_until
 
 GRACE_MS = 1_500
 ENDS_AT_GO = """
@@ -75,7 +76,7 @@ class FollowedRun:
         )
         self.notes: list[str] = []
         self.lines: list[str] = []
-        self.stop = threading.Event()
+        self.signals = StopSignals()
         self.ended: agent_wire.LaunchEnded | None = None
         self.error: errors.ShardyardError | None = None
         wanted = Script(script, (), {}, workers=1, restarts_max=0, restarts_window_ms=60_000)
@@ -90,7 +91,7 @@ class FollowedRun:
 
     def _follow(self) -> None:
         try:
-            self.ended = self._run.follow(self, stop=self.stop, check=list)
+            self.ended = self._run.follow(self, signals=self.signals, check=list)
         except errors.ShardyardError as error:
             self.error = error
         finally:
@@ -242,3 +243,25 @@ def test_request_that_is_sent_again_launches_once(script: Path, agents: Callable
         )
     finally:
         service.close(grace_ms=0)
+
+
+def test_second_signal_kills_a_script_at_once(
+    script: Path, agents: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_module, "GRACE_MS", 60_000)
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'told\\n'))\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(600)\n"
+        "time.sleep(600)\n"
+    )
+    agent = agents()
+    run = FollowedRun("127.0.0.1:9", agent.address, script)
+    wait_until(lambda: len(run.lines) == 1, "the script to begin")
+    run.signals.stop.set()
+    wait_until(lambda: run.lines[1:] == ["told"], "the script to be told to end")
+    assert not is_gone(int(run.lines[0]))
+    run.signals.hurry.set()
+    run.join()
+    assert is_gone(int(run.lines[0]))
