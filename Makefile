@@ -15,8 +15,8 @@ IMPORTS := torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_laun
 	shardyard_launcher.scripts.progress, shardyard_launcher.yard.running_yard, shardyard_launcher.checkpoints.resume_notice, \
 	shardyard_worker.job.job, shardyard_worker.agent.process, shardyard_ps_server.service.process, \
 	shardyard_coordinator.service.process
-# test processes side by side: one more than cores, since many a test waits for the processes that it has started
-JOBS   ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+# test processes side by side: two more than cores, since many a test waits for the processes that it has started
+JOBS   ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
 TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/ tests/support/ tests/simulator/,$(wildcard tests/*/))
 NODE   := tests/support/node

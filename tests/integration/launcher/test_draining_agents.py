@@ -175,6 +175,7 @@ def test_launch_waits_for_an_agent(yard: RoleYard, start: Starter) -> None:
     assert_each_batch_counted_once(launcher)
 
 
+@pytest.mark.long
 def test_agent_with_a_script_of_its_own_ends_with_the_code_of_a_process_that_leaves(
     yard: RoleYard, start: Starter
 ) -> None:

@@ -288,6 +288,7 @@ def test_supervisor_that_dies_while_a_script_runs_is_replaced_at_once(shell: She
     assert shell.processes() == []
 
 
+@pytest.mark.long
 def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
     go = shell.folder / "go"
     script = (

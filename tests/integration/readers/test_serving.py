@@ -62,6 +62,7 @@ def ask_on(served: ServedModel, holds: Callable[[ServedRows], bool]) -> None:
 # ---- one version
 
 
+@pytest.mark.long("0-sync", "7-hybrid", "1000-bounded", "7-async")
 @MODES
 @CACHES
 def test_every_answer_is_of_one_version_while_others_train(mode: dict[str, object], cached_rows: int) -> None:

@@ -126,6 +126,7 @@ def test_worker_that_is_started_again_waits_for_a_coordinator_that_is_away(
     assert (job.state, job.samples) == (wire.JOB_STATE_FINISHED, SAMPLES)
 
 
+@pytest.mark.long
 def test_worker_that_is_killed_after_its_run_does_not_train_again(launches: Callable[[str], Launch]) -> None:
     launch = launches(
         """

@@ -64,6 +64,9 @@ def compiled_by(backend: str) -> Compile:
     return lambda model: torch.compile(model, backend=backend)  # type: ignore[return-value]
 
 
+@pytest.mark.long(
+    "first-settings0-aot_eager", "first-settings1-aot_eager", "after-settings2-eager", "after-settings3-aot_eager"
+)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("settings", [{}, SYNC, {"worker.exchange": "overlapped"}, {"worker.exchange": "delayed"}])
 @pytest.mark.parametrize("where", ["first", "after"])

@@ -130,6 +130,7 @@ def test_bits_do_not_depend_on_the_number_of_workers(
     assert losses_of({**given, "job.workers_expected": 2}, 2, Losses()) == pytest.approx(servers, rel=1e-9)
 
 
+@pytest.mark.long("powersgd-many buckets", "bf16-one bucket")
 @pytest.mark.parametrize("bucket_bytes", [gradient_buckets.BUCKET_BYTES, 256], ids=["one bucket", "many buckets"])
 @pytest.mark.parametrize(
     ("how", "within"), [("bf16", 0.05), ("fp16", 0.01), ("powersgd", 0.3)], ids=["bf16", "fp16", "powersgd"]

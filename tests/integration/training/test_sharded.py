@@ -77,7 +77,7 @@ def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
     return [probes.start(*given, **common) for _ in range(workers)]
 
 
-@pytest.mark.long("sharded-2", "tensor-4")
+@pytest.mark.long("sharded-2")
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("strategy", ["sharded", "tensor"])
 def test_losses_are_those_of_one_process(
@@ -125,6 +125,7 @@ def test_one_worker_computes_all_ranks(yard: LocalCluster, probes: Probes, wante
     assert probes.run("stages", *options(2), **common)["losses"] == pytest.approx(wanted[2], rel=1e-5)
 
 
+@pytest.mark.long
 def test_members_with_fewer_ranks_compute_as_often(
     yard: LocalCluster, probes: Probes, wanted: dict[int, list[float]]
 ) -> None:

@@ -112,6 +112,7 @@ def test_buffers_and_a_clipped_gradient_are_of_all_replicas(yard: LocalCluster, 
     assert [finish(script, out)["evaluated"] for script, out in started] == [pytest.approx(wanted, rel=1e-5)] * 4
 
 
+@pytest.mark.long
 def test_gradients_are_compressed_between_pipelines(
     yard: LocalCluster, probes: Probes, wanted: dict[int, list[float]]
 ) -> None:
