@@ -105,7 +105,7 @@ kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the fi
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
-test: kernels $(NODE_STAMP) ## unit, property, simulation and integration tests, and two schedules of chaos
+test: kernels $(NODE_STAMP) ## unit, property, simulation and integration tests, and a schedule of chaos
 	@$(PYTEST_SIDE_BY_SIDE) -m "not long" $(LONGEST) $(TESTS)
 
 test-long: kernels $(NODE_STAMP) ## the tests that `make test` leaves out: the same promises in more ways

@@ -38,7 +38,7 @@ from tests.chaos.schedules import (
 
 HERE = Path(__file__).parent
 FEW = 1
-"""`make test` plays the first schedule of servers and of replicas, and those of servers that were red once."""
+"""`make test` plays the first schedule of servers, and those that were red once."""
 EIGHT = 8
 """`make test-long` plays the others of the first eight, which together have every kind of fault."""
 FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
@@ -58,8 +58,8 @@ def seeds_of_replicas() -> list[Any]:
         return [int(ONE_SEED)]
     found = {0, 1, *range(FIRST_SEEDS), *red_seeds("red_seeds_of_replicas.txt")}
     several = "CHAOS_SEEDS" in os.environ
-    # `make test` plays the first one, `make test-long` the second, and those that were red
-    return [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0 and not several)) for seed in sorted(found)]
+    # `make test-long` plays the first two, and those that were red
+    return [pytest.param(seed, marks=[] if several else [pytest.mark.long]) for seed in sorted(found)]
 
 
 def seeds_of_strategies() -> list[Any]:

@@ -30,8 +30,7 @@ from tests.support.checkpoints import state_pieces, write_state
 
 __all__ = ["folder", "library"]
 
-FLIPS = 1_000
-TRUNCATIONS = 1_000
+TIMES = (300, 1_000)
 SEED = 20_260
 
 # ---- damage
@@ -62,7 +61,9 @@ def truncate(rng: random.Random, whole: bytes) -> bytes:
     return whole[: rng.randrange(len(whole))]
 
 
-@pytest.mark.parametrize(("times", "damage"), [(FLIPS, flip_a_bit), (TRUNCATIONS, truncate)])
+@pytest.mark.long("flip_a_bit-300", "truncate-300")
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
 def test_every_damage_is_found_and_named(
     times: int, damage: Callable[[random.Random, bytes], bytes], folder: CheckpointLibrary, tmp_path: Path
 ) -> None:
