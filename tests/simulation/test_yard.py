@@ -12,8 +12,8 @@ from tests.simulator.parallel import KINDS_OF_TEN, PID_MAX, Run, folder_name, mi
 from tests.simulator.plan import make_plan
 from tests.simulator.yard import run_plan
 
-FIRST_SEEDS = range(40)
-MORE_SEEDS = range(40, 1_000)
+FIRST_SEEDS = range(50)
+MORE_SEEDS = range(50, 1_000)
 SEEDS_OF_A_KIND = range(50)
 FIRST_SEEDS_OF_A_KIND = range(10)
 RED_SEEDS = Path(__file__).with_name("red_yards.txt")
