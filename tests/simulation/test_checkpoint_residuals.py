@@ -26,7 +26,7 @@ from shardyard_coordinator.storage.checkpoint_residuals import NEVER, Checkpoint
 from tests.support import restoring_yards as orders
 from tests.unit.coordinator.machine import test_handovers as handing
 
-SEEDS = range(30)
+SEEDS = range(60)
 ACTIONS = 300
 WORKERS_MAX = 5
 SETTINGS: JobSettings = handing.SETTINGS.model_copy(

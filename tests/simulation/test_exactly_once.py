@@ -17,7 +17,7 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.values.versions import Bytes
 from tests.simulation.exactly_once import AsyncRun, Violation
 
-SEEDS = 150
+SEEDS = 300
 SEEDS_AT_ONCE = 50
 SEEDS_FOR_A_MUTATION = 150
 RED_SEEDS = Path(__file__).with_name("red_seeds.txt")

@@ -23,7 +23,7 @@ from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_coordinator.work import replica_book
 from shardyard_coordinator.work.replica_book import ReplicaBook
 
-SEEDS = range(200)
+SEEDS = range(400)
 SEEDS_FOR_A_MUTATION = 2_000
 EVENTS = 400
 MEMBERS_MAX = 4

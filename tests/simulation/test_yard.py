@@ -17,7 +17,7 @@ MORE_SEEDS = range(50, 1_000)
 SEEDS_OF_A_KIND = range(50)
 FIRST_SEEDS_OF_A_KIND = range(10)
 RED_SEEDS = Path(__file__).with_name("red_yards.txt")
-SAMPLE = range(4)
+SAMPLE = range(8)
 
 
 def told(found: dict[str, object]) -> str:

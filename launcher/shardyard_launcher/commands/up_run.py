@@ -127,7 +127,7 @@ def run(
     """Run a script on a yard of its own.
 
     The yard is started for the script, on free ports, and stopped when the script ends. With --coordinator, the script
-    runs on a yard that is up already. Ctrl-C stops the script, a second one kills it. If the terminal is closed, a
+    runs on a yard that is up already. Ctrl-C stops the script; a second one kills it. If the terminal is closed, a
     script on a yard that was up already goes on.
     """
     from shardyard_launcher.terminal.variables import given_variables

@@ -38,7 +38,7 @@ SILENT_MS: Final = 1_000
 """How long an agent may not answer before that is said."""
 GRACE_MS: Final = 5_000
 AT_ONCE_MS: Final = 1
-"""0 asks for the grace time of the agent."""
+"""The grace time of processes that are to be killed. An agent takes 0 for its own default."""
 KEY_BITS: Final = 48
 PROGRESS_MS: Final = 1_000
 FIRST_STEP_MS: Final = 200
