@@ -203,6 +203,8 @@ def test_open_connection_outlives_the_former_root(yard: SigningYard) -> None:
     viewer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000)
     ask(yard.connect(yard.credentials(Role.OPERATOR, "operator")))
     wait_until(lambda: phase_of(yard) is None, "the end of the rotation")
+    served = yard.identities.credentials  # written anew after the phase has ended
+    wait_until(lambda: len(x509.load_pem_x509_certificates(served.refresh().authorities)) == 1, "one root")
     yard.identities.door.forget()
     assert viewer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).term
     with pytest.raises(errors.NotTrusted, match=r"of another authority of this yard.*shardyard invite"):
